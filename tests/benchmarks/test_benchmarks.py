@@ -1,32 +1,30 @@
 """The benchmarks run and write what they print. No test looks at the times that they measure."""
 
 import csv
+import itertools
 import logging
 import re
 import socket
-import subprocess
 import sys
 import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
-from pathlib import Path
+from unittest import mock
 
 import pandas
 import pytest
 import torch
 from torch import nn
 
-from benchmarks import ALLOCATOR, calls, compile, decoding, norms, probe, slow_link, training
-from benchmarks.profiling import Counts, count, peak_memory
+from benchmarks import ALLOCATOR, calls, compile, decoding, norms, placements, probe, slow_link, training
+from benchmarks.profiling import Counts
 from benchmarks.results import quartiles, ratios
 from benchmarks.table import TARGETS, targets
 from pn_fairseq import kernels
-from pn_fairseq.kernels import reference
-from pn_fairseq.norms import build_norm
+
+from ..scripts_helpers import ROOT, run
 
 CPU = torch.device("cpu")
-ROOT = Path(__file__).resolve().parents[2]
-COUNT = partial(count, device=CPU)
 
 
 @pytest.fixture(autouse=True)
@@ -40,8 +38,14 @@ def _in_this_process(monkeypatch):
     logging.disable(disabled)
 
 
+def measured(program, flags, path):
+    """What ``program`` writes into the CSV file ``path``."""
+    program.main([*flags.split(), "--output", str(path)])
+    return read(path)
+
+
 def read(path):
-    with open(path, newline="", encoding="utf-8") as file:
+    with path.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 
@@ -52,11 +56,8 @@ def test_ratios_are_of_the_same_round():
 
 
 def test_decoding(tmp_path, capsys):
-    flags = (
-        "--size tiny --rounds 2 --sentences 3 --source-length 5 --target-length 4 --beam 2 --vocabulary 50 --threads 1"
-    )
-    decoding.main([*flags.split(), "--threads", "1", "--output", str(tmp_path / "decoding.csv")])
-    rows = read(tmp_path / "decoding.csv")
+    flags = "--size tiny --rounds 2 --sentences 3 --source-length 5 --target-length 4 --beam 2 --vocabulary 50"
+    rows = measured(decoding, f"{flags} --threads 1", tmp_path / "decoding.csv")
     folded = [[short, f"{short} folded"] for short in ("bn", "pnv", "pn")]
     assert [row["norm"] for row in rows] == ["ln", *sum(folded, []), "ln again"]
     printed = capsys.readouterr()
@@ -70,18 +71,15 @@ def test_decoding(tmp_path, capsys):
 
 def test_training(tmp_path, capsys):
     flags = "--size tiny --rounds 2 --tokens 24 --length 6 --vocabulary 50 --threads 1 --no-memory --norms fairseq pn"
-    training.main([*flags.split(), "--output", str(tmp_path / "training.csv")])
-    rows = read(tmp_path / "training.csv")
-    assert [row["norm"] for row in rows] == ["ln", "fairseq", "pn"]
+    rows = measured(training, f"{flags} --dtype float32 bfloat16", tmp_path / "training.csv")
+    names = ["ln", "fairseq", "pn"]
+    assert [row["norm"] for row in rows] == [*names, *(f"{name} bfloat16" for name in names)]
+    assert [row["dtype"] for row in rows] == ["float32"] * 3 + ["bfloat16"] * 3
     printed = capsys.readouterr().out
     for row in rows:
         assert float(row["tokens_per_s"]) > 0 and row["memory_mb"] == ""
         assert f"\n{row['norm']} " in printed
     assert rows[0]["times_ln"] == "1"
-    precisions = ["--norms", "ln", "--dtype", "float32", "bfloat16", "--output", str(tmp_path / "precisions.csv")]
-    training.main([*flags.split(), *precisions])
-    rows = read(tmp_path / "precisions.csv")
-    assert [(row["norm"], row["dtype"]) for row in rows] == [("ln", "float32"), ("ln bfloat16", "bfloat16")]
 
 
 def test_fairseqs_own_model_makes_the_update_of_the_layer_norm_model():
@@ -101,18 +99,15 @@ def test_probe(tmp_path, capsys, monkeypatch):
     probe.main("--size tiny --rounds 1 --tokens 24 --length 6 --vocabulary 50".split())
     assert re.search(r"averaged [\d.]+ times, recorded [\d.]+ times", capsys.readouterr().out)
     monkeypatch.setattr(probe, "measure", lambda args: {"plain": [2.0], "averaged": [2.2], "recorded": [4.0]})
-    probe.main(["--output", str(tmp_path / "probe.csv")])
-    assert read(tmp_path / "probe.csv")[0]["percent_of_an_update"] == "4"
+    assert measured(probe, "", tmp_path / "probe.csv")[0]["percent_of_an_update"] == "4"
     assert "--norm-probe-interval 50: +4.00% of an update" in capsys.readouterr().out
 
 
 def test_memory_of_training_is_that_of_the_model_at_least():
     args = training.parse("--size tiny --tokens 24 --length 6 --vocabulary 20000 --threads 1".split())
     # Embeddings, their gradient and Adam's two averages, 20,000 x 128 float32 each; the rest of the model is smaller.
-    of_embeddings = 4 * 20000 * 128 * 4
-    assert (
-        of_embeddings < training.memory_of("ln", "float32", args, training.make_batches(args)[:1]) < 3 * of_embeddings
-    )
+    embeddings = 4 * 20000 * 128 * 4
+    assert embeddings < training.memory_of("ln", "float32", args, training.make_batches(args)[:1]) < 3 * embeddings
 
 
 def test_norms(tmp_path, capsys, monkeypatch):
@@ -134,8 +129,7 @@ def test_norms(tmp_path, capsys, monkeypatch):
     assert not list(tmp_path.glob("*.partial"))
     for row in rows:
         assert float(row["milliseconds"]) > 0 and float(row["ratio_low"]) <= float(row["ratio_high"])
-        assert row["norm"] == "none" or int(row["kernels"]) > 0 and int(row["bytes_read"]) > 0
-        assert row["norm"] == "none" or int(row["extra_bytes"]) > 0
+        assert row["norm"] == "none" or all(int(row[key]) > 0 for key in ("kernels", "bytes_read", "extra_bytes"))
         assert row["torch"] == torch.__version__ and row["cores"] and row["date"] and row["padding"] in ("0.2", "0.0")
     both = {(row["contestant"], row["padding"]): row for row in rows if row["phase"] == "both"}
     assert both["pn reference", "0.2"]["times_reference"] == "1.0"
@@ -175,21 +169,16 @@ def test_targets_of_a_gpu_by_hand():
 @pytest.mark.slow
 def test_compile(tmp_path, monkeypatch):
     monkeypatch.setattr(compile, "SHAPE", (4, 2, 8))
-    arguments = ["--rounds", "1", "--threads", "1", "--backend", "eager", "--only", "^power$"]
-    compile.main([*arguments, "--output", str(tmp_path / "compile.csv")])
-    rows = read(tmp_path / "compile.csv")
-    assert [(row["module"], row["mode"]) for row in rows] == [
-        (module, mode) for module in ("norm", "encoder") for mode in ("training", "evaluation")
-    ]
+    rows = measured(compile, "--rounds 1 --threads 1 --backend eager --only ^power$", tmp_path / "compile.csv")
+    expected = itertools.product(("norm", "encoder"), ("training", "evaluation"))
+    assert [(row["module"], row["mode"]) for row in rows] == [*expected]
 
 
 def test_calls(tmp_path, monkeypatch):
     monkeypatch.setattr(calls, "CALLS", 1)
-    calls.main(["--rounds", "1", "--only", "^(layer|power)$", "--output", str(tmp_path / "calls.csv")])
-    rows = read(tmp_path / "calls.csv")
-    assert [(row["norm"], row["mode"]) for row in rows] == [
-        (norm, mode) for mode in ("training", "evaluation") for norm in (calls.BASE, "layer", "power")
-    ]
+    rows = measured(calls, "--rounds 1 --only ^(layer|power)$", tmp_path / "calls.csv")
+    expected = itertools.product(("training", "evaluation"), (calls.BASE, "layer", "power"))
+    assert [(row["mode"], row["norm"]) for row in rows] == [*expected]
     assert all(float(row["least_microseconds"]) > 0 for row in rows)
 
 
@@ -221,11 +210,7 @@ def test_mistakes_are_told_before_anything_is_measured(flags, message, capsys, m
 
 
 def test_what_cannot_run_is_left_out_with_a_line(capsys, monkeypatch):
-    @contextmanager
-    def without_a_compiler():
-        raise RuntimeError("no C++ compiler\nwas found")
-        yield
-
+    without_a_compiler = mock.Mock(side_effect=RuntimeError("no C++ compiler\nwas found"))
     monkeypatch.setattr(norms, "_compiled", lambda threads: without_a_compiler)
     norms.main("--shapes 1x8 --rounds 1 --dtypes float32 --only compiled|Batch|copy".split())
     printed = capsys.readouterr()
@@ -240,11 +225,9 @@ def test_liger_takes_part_on_cuda_where_it_is_installed(tmp_path, monkeypatch):
     assert not any("Liger" in each.name for each in norms.contestants(8, "cuda", 1))
     package = tmp_path / "liger_kernel" / "transformers"
     package.mkdir(parents=True)
+    code = "from torch.nn import LayerNorm\n{} = lambda size, in_place=True: LayerNorm(size + in_place)"
     for file, name in (("layer_norm", "LigerLayerNorm"), ("rms_norm", "LigerRMSNorm")):
-        code = (
-            f"from torch.nn import LayerNorm\ndef {name}(size, in_place=True):\n    return LayerNorm(size + in_place)"
-        )
-        (package / f"{file}.py").write_text(code, "utf-8")
+        (package / f"{file}.py").write_text(code.format(name), "utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     found = {each.name: each for each in norms.contestants(8, "cuda", 1)}
     # All contestants share dy, so none may overwrite it.
@@ -259,25 +242,20 @@ def test_a_gpu_gets_shapes_that_fill_it(monkeypatch):
     assert norms.parse(["--device", "cuda"]).shapes[2:] == [(32768, 1024), (131072, 1024)]
 
 
-@pytest.mark.parametrize(
-    ("rows", "factors"), [(4096, (32, 128)), (4095, (35, 117)), (1, (1, 1)), (31, (31, 1)), (67, (67, 1))]
-)
-def test_rows_are_time_and_batch(rows, factors):
-    assert norms.time_and_batch(rows) == factors
+def test_rows_are_time_and_batch():
+    factors = {4096: (32, 128), 4095: (35, 117), 1: (1, 1), 31: (31, 1), 67: (67, 1)}
+    assert {rows: norms.time_and_batch(rows) for rows in factors} == factors
 
 
 def test_turns_are_taken_in_changing_order():
     events = []
 
-    def contestant(name):
-        def module(x, mask):
-            assert x.grad is None
-            events.append(name)
-            return x * 2.0
+    def module(name, x, mask):
+        assert x.grad is None
+        events.append(name)
+        return x * 2.0
 
-        return norms.Contestant(name, module, name)
-
-    found = [contestant(name) for name in "abcd"]
+    found = [norms.Contestant(name, partial(module, name), name) for name in "abcd"]
     batch = norms.make_batch((4, 3, 2), 0.0, torch.float32, CPU)
     norms.take_turns(found, batch, 12, CPU)
     assert [len(each.seconds[phase]) for each in found for phase in norms.PHASES] == [12] * 12
@@ -287,10 +265,7 @@ def test_turns_are_taken_in_changing_order():
     assert all(turns == events[number::steps] for number in range(steps)) and len(turns) == 4 * (12 + norms.WARM)
     rounds = [turns[at : at + 4] for at in range(0, len(turns), 4)]
     assert all(sorted(each) == list("abcd") for each in rounds)
-    for name in "abcd":
-        assert {before for before, after in zip(turns, turns[1:], strict=False) if after == name} >= set("abcd") - {
-            name
-        }
+    assert set(itertools.pairwise(turns)) >= set(itertools.permutations("abcd", 2))
     assert batch[0].grad is None
 
 
@@ -320,112 +295,20 @@ def test_figures_of_a_round_by_hand():
     assert rows["pn reference", "both"]["bytes_written"] is None
 
 
-ROWS, CHANNELS = 48, 16
-X = ROWS * CHANNELS * 4
-VECTOR = CHANNELS * 4
-
-
-@pytest.fixture
-def activations():
-    """x that needs a gradient, and dy, of 48 tokens and 16 channels."""
-    return torch.randn(ROWS, CHANNELS, requires_grad=True), torch.randn(ROWS, CHANNELS)
-
-
-def test_counts_of_layer_norm_by_hand(activations):
-    x, dy = activations
-    norm = nn.LayerNorm(CHANNELS)
-    statistics = 2 * ROWS * 4
-    # x, weight, bias; y, means, 1 / standard deviations
-    assert COUNT(lambda: norm(x)) == Counts(1, X + 2 * VECTOR, X + statistics)
-    y = norm(x)
-    # dy, x, weight, bias, both statistics; the gradients of x, weight and bias
-    assert COUNT(lambda: y.backward(dy)) == Counts(1, 2 * X + statistics + 2 * VECTOR, X + 2 * VECTOR)
-
-
-def test_counts_of_operators_by_hand(activations):
-    x = activations[0].detach()
-    mask = torch.zeros(ROWS, 1, dtype=torch.bool)
-    out, row = torch.empty_like(x), torch.randn(1, CHANNELS)
-    assert COUNT(lambda: x.view(-1).unsqueeze(0).expand(3, -1)) == Counts(0, 0, 0)
-    assert COUNT(lambda: torch.empty_like(x).detach()) == Counts(0, 0, 0)
-    assert COUNT(lambda: x + 1.0) == Counts(1, X + 8, X)
-    assert COUNT(lambda: x * x) == Counts(1, X, X)
-    assert COUNT(lambda: x + row.expand_as(x)) == Counts(1, X + VECTOR, X)
-    assert COUNT(lambda: torch.exp(x, out=out)) == Counts(1, X, X)
-    assert COUNT(lambda: out.copy_(x)) == Counts(1, X, X)
-    assert COUNT(lambda: out.add_(x)) == Counts(1, 2 * X, X)
-    assert COUNT(lambda: torch.cat([x, out])) == Counts(1, 2 * X, 2 * X)
-    # A copy, and then the copy and the mask are read and the copy is written.
-    assert COUNT(lambda: x.masked_fill(mask, 0.0)) == Counts(2, X + X + ROWS, 2 * X)
-    assert COUNT(lambda: x.to(torch.bfloat16)) == Counts(1, X, X // 2)
-    assert COUNT(lambda: x.to(torch.float32)) == Counts(0, 0, 0)
-    assert COUNT(lambda: x.reshape(-1)) == Counts(0, 0, 0)
-    assert COUNT(lambda: x.t().reshape(-1)) == Counts(1, X, X)
-    assert COUNT(lambda: x.exp().sum()) == Counts(2, 2 * X, X + 4)
-    assert COUNT(lambda: x.exp(), opaque=True) == Counts(1, None, None)
-
-
-@pytest.mark.skipif("cpp" not in kernels.available(), reason="there are no C++ kernels")
-@pytest.mark.parametrize("groups", [0, 4])
-def test_counts_of_fused_pn_by_hand(groups, activations):
-    x, dy = activations
-    norm, mask = build_norm("power", CHANNELS, layer_scale_groups=groups), torch.zeros(ROWS, dtype=torch.bool)
-    scales = ROWS * groups * 4
-    with kernels.using("cpp"):
-        forward = COUNT(lambda: norm(x, mask))
-        y = norm(x, mask)
-        backward = COUNT(lambda: y.backward(dy))
-        state = COUNT(norm.flush)
-    # x, mask, weight, bias, psi^2; y, 1 / rms, psi_B^2, N
-    assert forward == Counts(1, X + ROWS + 3 * VECTOR, X + scales + VECTOR + 4)
-    # dy, x, mask, weight, psi^2, nu, 1 / rms; the gradients of x, weight and bias, and the two products
-    assert backward == Counts(1, 2 * X + ROWS + 3 * VECTOR + scales, X + 2 * VECTOR + 2 * VECTOR)
-    # psi^2, nu, number of steps, psi_B^2, psi^2 that was used, the products, N; psi^2, nu, number of steps
-    assert state == Counts(1, 6 * VECTOR + 8 + 4, 2 * VECTOR + 8)
-
-
-def test_the_reference_is_counted_by_what_it_is_made_of(activations):
-    x = activations[0].detach()
-    mask = torch.zeros(ROWS, dtype=torch.bool)
-    args = (x, None, None, None, torch.ones(CHANNELS), mask, None, 4, 1e-5, True)
-    alone = COUNT(lambda: reference.normalize(*args))
-    with kernels.using("reference"):
-        assert COUNT(lambda: kernels.normalize(*args), look_into="pn_fairseq") == alone
-        if len(kernels.available()) > 1:  # or else torch itself sees that it is made of others
-            assert COUNT(lambda: kernels.normalize(*args)).kernels == 1
-    assert alone.kernels > 10 and alone.bytes_read > 5 * X
-
-
-def test_peak_memory_of_layer_norm_by_hand(activations):
-    x, dy = activations
-    norm = nn.LayerNorm(CHANNELS)
-    contestant = norms.Contestant("LayerNorm", norms.Unmasked(norm), "LayerNorm")
-    norms.step(contestant, (x, dy, None), lambda: None)
-    contestant.forget(x)
-    peak = peak_memory(lambda: norms.step(contestant, (x, dy, None), lambda: None), CPU)
-    # y, dx, both statistics, the gradients of weight and bias, and each thread's sums for these two
-    assert peak == 2 * X + 2 * ROWS * 4 + 2 * VECTOR + torch.get_num_threads() * 2 * VECTOR
-
-
 def test_placements(tmp_path, capsys):
-    from benchmarks import placements
-
     placements.main(["--output", str(tmp_path), "--norms", "batch", "--layers", "2", "--updates", "2"])
     table = pandas.read_csv(tmp_path / "gradients.csv")
     assert set(table["placement"]) == set(placements.PLACEMENTS) and set(table["update"]) == {0, 2}
-    assert all(
-        len(text.split()) == 2 and all(float(value) > 0 for value in text.split()) for text in table["gradients"]
-    )
+    gradients = table["gradients"].str.split(expand=True).astype(float)
+    assert gradients.shape[1] == 2 and (gradients > 0).all(axis=None)
     assert (tmp_path / "gradients-batch.png").stat().st_size > 10_000
 
 
 def test_gradients_of_layers_by_hand():
-    from benchmarks.placements import gradients
-
     layers = torch.nn.ModuleList([torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)])
     for number, layer in enumerate(layers, 1):
         layer.weight.grad, layer.bias.grad = torch.tensor([[2.0, 4.0]]) * number, torch.tensor([4.0]) * number
-    assert gradients(layers) == [6.0, 12.0]  # (4 + 16 + 16) ** 0.5
+    assert placements.gradients(layers) == [6.0, 12.0]  # (4 + 16 + 16) ** 0.5
 
 
 def test_a_relayed_packet_waits_for_those_before_it_and_for_the_delay():
@@ -450,7 +333,7 @@ def test_updates_over_a_slow_link(tmp_path):
     """C = 16 values and the count: BN sums them, then C in the forward and 2C in the backward; PN all at once."""
     flags = f"--encoder --device cpu --dtype float32 --rows 64 --channels 16 --rounds 1 --output {tmp_path}/ranks.csv"
     command = [sys.executable, "-m", "benchmarks.slow_link", "--", "benchmarks.ranks", *flags.split()]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = run(*command, cwd=ROOT, check=False)
     if "this needs Linux, root" in done.stderr:
         pytest.skip(done.stderr)
     assert done.returncode == 0, done.stderr
