@@ -7,14 +7,10 @@ import pytest
 
 from pn_fairseq.common.checkpoints import load_checkpoint
 
-from ..models.helpers import write_data
+from ..models.helpers import both_sides, write_data
 from ..scripts_helpers import ROOT
 
-SIZES = [
-    f"--{side}-{name}={value}"
-    for side in ("encoder", "decoder")
-    for name, value in (("embed-dim", 16), ("ffn-embed-dim", 16), ("layers", 2), ("attention-heads", 2))
-]
+SIZES = both_sides(embed_dim=16, ffn_embed_dim=16, layers=2, attention_heads=2)
 
 
 @pytest.fixture
@@ -26,7 +22,8 @@ def train(tmp_path, monkeypatch):
         given = f"{data} --user-dir {ROOT / 'pn_fairseq'} --save-dir {tmp_path / 'run'} --cpu"
         given += f" --optimizer adam --lr 0.01 --max-update 2 --max-tokens 30 --no-epoch-checkpoints --arch {arch}"
         given += " --num-workers 0"  # torch waits 5 seconds for the worker of a batch that is not fetched
-        monkeypatch.setattr(sys, "argv", ["fairseq-train", *given.split(), *SIZES, *flags])
+        sizes = [f"--{name.replace('_', '-')}={value}" for name, value in SIZES.items()]
+        monkeypatch.setattr(sys, "argv", ["fairseq-train", *given.split(), *sizes, *flags])
         fairseq_cli.train.cli_main()
         return load_checkpoint(tmp_path / "run/checkpoint_last.pt")
 

@@ -14,6 +14,8 @@ from omegaconf import OmegaConf
 import pn_fairseq.models  # noqa: F401
 from pn_fairseq.norms import norm_report, running_norms
 
+from ..models.helpers import both_sides
+
 LENGTHS = torch.tensor([48, 24, 12])
 
 
@@ -22,8 +24,6 @@ def s2t(arch: str):
     dictionary = Dictionary()
     for index in range(20):
         dictionary.add_symbol(str(index))
-    sizes = {f"{side}_{name}": 16 for side in ("encoder", "decoder") for name in ("embed_dim", "ffn_embed_dim")}
-    sizes |= {f"{side}_{name}": 2 for side in ("encoder", "decoder") for name in ("layers", "attention_heads")}
     args = Namespace(
         arch=arch,
         input_feat_per_channel=80,
@@ -33,7 +33,7 @@ def s2t(arch: str):
         max_source_positions=100,
         max_target_positions=20,
         depthwise_conv_kernel_size=3,
-        **sizes,
+        **both_sides(embed_dim=16, ffn_embed_dim=16, layers=2, attention_heads=2),
         convert_norms=["*=batch"],
         fp16=False,
     )

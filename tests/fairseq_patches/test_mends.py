@@ -24,17 +24,11 @@ from pn_fairseq.common.environment import SWITCH
 from pn_fairseq.fairseq_patches import ORDER, command_line, one_line_errors, patch, patches
 from pn_fairseq.norms import running_norms
 
-from ..models.helpers import KINDS, build, make_dictionary, make_task, padded_batch, write_data
+from ..models.helpers import KINDS, both_sides, build, make_dictionary, make_task, padded_batch, write_data
 from ..scripts_helpers import ROOT, run, verb
 
-EMA_SETTINGS = SimpleNamespace(
-    ema_decay=0.75, ema_start_update=0, ema_update_freq=1, ema_seed_model=None, ema_fp32=False
-)
-SMALL = {
-    f"{side}_{name}": value
-    for side in ("encoder", "decoder")
-    for name, value in (("layers", 1), ("embed_dim", 16), ("ffn_embed_dim", 16))
-}
+EMA_SETTINGS = {"ema_decay": 0.75, "ema_start_update": 0, "ema_update_freq": 1, "ema_seed_model": None}
+SMALL = both_sides(layers=1, embed_dim=16, ffn_embed_dim=16)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +39,7 @@ def test_moving_average_of_the_weights_is_the_one_computed_by_hand(name, variant
     model = build("transformer_pn_tiny", encoder_norm=name, norm_variant=variant, **SMALL)
     if half:
         model.bfloat16()
-    ema = EMA(model, SimpleNamespace(**{**vars(EMA_SETTINGS), "ema_fp32": half}))
+    ema = EMA(model, SimpleNamespace(**EMA_SETTINGS, ema_fp32=half))
     expected = {key: value.double() for key, value in model.state_dict().items()}
     for update in range(3):
         src, prev = padded_batch(update)
@@ -127,7 +121,7 @@ def test_several_sets_in_one_folder():
 
 @pytest.mark.parametrize(("side", "other"), [("encoder", "decoder"), ("decoder", "encoder")])
 def test_a_model_that_keeps_layers_of_one_side(side, other):
-    large = build("transformer_pn_tiny", **{**SMALL, "encoder_layers": 2, "decoder_layers": 2})
+    large = build("transformer_pn_tiny", **SMALL | both_sides(layers=2))
     settings = Namespace(arch="transformer_pn_tiny", **{f"{side}_layers_to_keep": "1"})
     pruned = checkpoint_utils.prune_state_dict(large.state_dict(), settings)
     small = build("transformer_pn_tiny", **{**SMALL, f"{side}_layers": 1, f"{other}_layers": 2})

@@ -88,29 +88,20 @@ class Launches(TorchDispatchMode):
         return names
 
 
+FORWARD, BACKWARD = ["norm_forward", "finish_moments"], ["norm_backward", "finish_gradient_sums"]
+TWICE = [*FORWARD, "norm_forward"], [*BACKWARD, "clamp", "div", "norm_backward"]
+
+
 @pytest.mark.parametrize(
     ("name", "forward", "backward", "update"),
     [
-        ("power", ["norm_forward", "finish_moments"], ["norm_backward", "finish_gradient_sums"], ["power_update"]),
-        (
-            "power-v",
-            ["norm_forward", "finish_moments", "norm_forward"],
-            ["norm_backward", "finish_gradient_sums", "clamp", "div", "norm_backward"],
-            ["running_average"],
+        ("power", FORWARD, BACKWARD, ["power_update"]),
+        ("power-v", *TWICE, ["running_average"]),
+        ("batch", *TWICE, ["sub", "div", "mul", "running_average"]),  # for the unbiased variance
+        *(
+            (name, ["norm_forward", kernel], [f"{kernel}_gradient", "finish_gradient_sums", "norm_backward"], [])
+            for name, kernel in (("group", "standardize"), ("derf", "squash"))
         ),
-        (
-            "batch",
-            ["norm_forward", "finish_moments", "norm_forward"],
-            ["norm_backward", "finish_gradient_sums", "clamp", "div", "norm_backward"],
-            ["sub", "div", "mul", "running_average"],  # for the unbiased variance
-        ),
-        (
-            "group",
-            ["norm_forward", "standardize"],
-            ["standardize_gradient", "finish_gradient_sums", "norm_backward"],
-            [],
-        ),
-        ("derf", ["norm_forward", "squash"], ["squash_gradient", "finish_gradient_sums", "norm_backward"], []),
     ],
 )
 def test_launches_of_a_training_step(name, forward, backward, update, monkeypatch):

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from fairseq.data.indexed_dataset import make_builder
 
 from benchmarks.models import BLOCK, VOCABULARY, arch_args, build, make_task
@@ -19,6 +20,11 @@ ADAPTIVE = dict(
 __all__ = ["BLOCK", "VOCABULARY", "arch_args", "build", "make_dictionary", "make_task"]
 
 
+def both_sides(**settings) -> dict:
+    """Settings for the encoder and for the decoder."""
+    return {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in settings.items()}
+
+
 def padded_batch(seed: int = 0, batch: int = 3, source: int = 7, target: int = 5):
     """Source (left-padded, as fairseq does) and target tokens, both with padding."""
     generator = torch.Generator().manual_seed(seed)
@@ -27,6 +33,10 @@ def padded_batch(seed: int = 0, batch: int = 3, source: int = 7, target: int = 5
     src[1, :3] = 1
     prev[0, 3:] = 1
     return src, prev
+
+
+def loss_of(model, src, prev):
+    return F.cross_entropy(model(src, None, prev)[0].flatten(0, 1), prev.flatten(), ignore_index=1)
 
 
 def write_data(folder: Path, sentences: int = 11, splits=("train", "valid", "test")) -> Path:

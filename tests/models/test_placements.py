@@ -19,22 +19,29 @@ from pn_fairseq.norms import recalibrating, running_norms
 from pn_fairseq.norms.base import ChannelNorm
 from pn_fairseq.testing.helpers import assert_close
 
-from .helpers import assert_same_training, build, padded_batch
+from .helpers import assert_same_training, both_sides, build, loss_of, padded_batch
 
 
-def small(placement: str) -> dict:
+def small(placement: str, norm: str = "layer") -> dict:
     layers = 4 if placement == "mix" else 2  # of fewer layers mix is pre
-    return {"dropout": 0.0, "encoder_layers": layers, "decoder_layers": layers}
+    return {"dropout": 0.0, **both_sides(norm=norm, norm_placement=placement, layers=layers)}
 
 
-def placed(placement: str, norm: str = "layer", seed: int = 1, arch: str = "transformer_pn_tiny", **changes):
-    torch.manual_seed(seed)
-    both = {"encoder_norm_placement": placement, "decoder_norm_placement": placement}
-    return build(arch, encoder_norm=norm, decoder_norm=norm, **both, **{**small(placement), **changes})
+def placed(placement: str, norm: str = "layer", **changes):
+    torch.manual_seed(1)
+    return build("transformer_pn_tiny", **small(placement, norm) | changes)
 
 
-def loss_of(model, src, prev):
-    return F.cross_entropy(model(src, None, prev)[0].flatten(0, 1), prev.flatten(), ignore_index=1)
+def train(model, src, prev, updates=3):
+    """Forwards and backwards without an optimizer; returns the last loss."""
+    model.train()
+    for update in range(updates):
+        model.set_num_updates(update)
+        model.zero_grad()
+        loss = loss_of(model, src, prev)
+        loss.backward()
+    model.set_num_updates(updates)
+    return loss
 
 
 @pytest.mark.parametrize(("placement", "without"), [("pre", False), ("post", False), ("pre", True)])
@@ -64,56 +71,39 @@ def test_with_layer_norm_it_is_fairseqs_transformer_to_the_bit(placement, withou
 # --- formulas ---
 
 
+def heads(module, x):
+    """(B, heads, T, C / heads)"""
+    return x.unflatten(-1, (module.num_heads, -1)).transpose(1, 2)
+
+
 def attention(module, query, key, causal: bool, padding):
-    """Attention on (B, T, C) in the plainest form: one head after the other."""
-    heads, results = module.num_heads, []
-    q, k, v = module.q_proj(query), module.k_proj(key), module.v_proj(key)
-    for q_h, k_h, v_h in zip(q.chunk(heads, -1), k.chunk(heads, -1), v.chunk(heads, -1), strict=True):
-        scores = q_h @ k_h.transpose(1, 2) / math.sqrt(q_h.size(-1))
-        scores = scores.masked_fill(padding[:, None, :], -math.inf)
-        if causal:
-            future = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
-            scores = scores.masked_fill(future, -math.inf)
-        results.append(scores.softmax(-1) @ v_h)
-    return torch.cat(results, -1)
+    """On (B, T, C), by torch."""
+    q, k, v = heads(module, module.q_proj(query)), heads(module, module.k_proj(key)), heads(module, module.v_proj(key))
+    real = ~padding[:, None, None]
+    if causal:
+        real = real & torch.ones(q.size(2), k.size(2), dtype=torch.bool).tril()
+    return F.scaled_dot_product_attention(q, k, v, real).transpose(1, 2).flatten(2)
 
 
 def layer_norm(module):
-    """(x - mean) / sqrt(var + eps) * weight + bias, with the parameters of a norm."""
-
-    def norm(x):
-        centred = x - x.mean(-1, keepdim=True)
-        return centred / (centred.square().mean(-1, keepdim=True) + module.eps).sqrt() * module.weight + module.bias
-
-    return norm
+    """torch's, with the parameters of a norm."""
+    return lambda x: F.layer_norm(x, x.shape[-1:], module.weight, module.bias, module.eps)
 
 
 def sublayers(layer, padding, memory, memory_padding):
-    """(norm of the sublayer, its second norm or None, F up to its last projection, the last projection), in order."""
-
-    def second(name):
-        module = getattr(layer, f"{name}_output_layer_norm", None)
-        return module and layer_norm(module)
-
-    causal = memory is not None
+    """(norm of the sublayer, its second norm or None, F) in order."""
+    own, cross = layer.self_attn, getattr(layer, "encoder_attn", None)
 
     def last(module):  # of placement sub: a norm and the projection
         return (lambda h: module.linear(layer_norm(module.norm)(h))) if hasattr(module, "norm") else module
 
-    own = layer.self_attn
-    yield (
-        layer_norm(layer.self_attn_layer_norm),
-        second("self_attn"),
-        lambda h: last(own.out_proj)(attention(own, h, h, causal, padding)),
-    )
-    if causal:
-        cross = layer.encoder_attn
-        yield (
-            layer_norm(layer.encoder_attn_layer_norm),
-            second("encoder_attn"),
-            lambda h: cross.out_proj(attention(cross, h, memory, False, memory_padding)),
-        )
-    yield (layer_norm(layer.final_layer_norm), second("final"), lambda h: last(layer.fc2)(F.relu(layer.fc1(h))))
+    functions = {"self_attn": lambda h: last(own.out_proj)(attention(own, h, h, memory is not None, padding))}
+    if cross:
+        functions["encoder_attn"] = lambda h: cross.out_proj(attention(cross, h, memory, False, memory_padding))
+    functions["final"] = lambda h: last(layer.fc2)(F.relu(layer.fc1(h)))
+    for name, function in functions.items():
+        second = getattr(layer, f"{name}_output_layer_norm", None)
+        yield layer_norm(getattr(layer, f"{name}_layer_norm")), second and layer_norm(second), function
 
 
 def stack(placement, side, x, padding, memory=None, memory_padding=None):
@@ -234,28 +224,17 @@ def test_padding_changes_nothing_in_training(placement):
     narrow = placed(placement, "power", qk_norm="batch", psi_warmup_updates=2).double()
     wide = copy.deepcopy(narrow)
     src, prev = padded_batch(batch=4)
-    results = []
-    for model, (s, p) in ((narrow, (src, prev)), (wide, (F.pad(src, (4, 0), value=1), F.pad(prev, (0, 3), value=1)))):
-        for update in range(3):
-            model.train()
-            model.set_num_updates(update)
-            model.zero_grad()
-            loss = loss_of(model, s, p)
-            loss.backward()
-        model.set_num_updates(3)
-        state = {name: value for name, value in model.state_dict().items() if value.is_floating_point()}
-        results.append((loss, {n: p.grad for n, p in model.named_parameters()}, state))
-    (loss, gradients, state), (padded_loss, padded_gradients, padded_state) = results
+    loss, padded_loss = train(narrow, src, prev), train(wide, F.pad(src, (4, 0), value=1), F.pad(prev, (0, 3), value=1))
     # fairseq takes its softmax in float32, also in a float64 model, and the last digits depend on the processor: 2**-24
     # times the condition, 150 by the error of a model whose softmax is in float64. A missing mask changes the first
     # digit. Some gradients are zero but for rounding, so that the scale is the largest one.
     close = 5 * 150 * 2**-24
     assert_close(padded_loss, loss, close)
-    largest = max(gradient.abs().max().item() for gradient in gradients.values())
-    for name, gradient in gradients.items():
-        assert_close(padded_gradients[name], gradient, close, name, terms=largest)
-    for name, value in state.items():
-        assert_close(padded_state[name], value, close, name)
+    largest = max(parameter.grad.abs().max().item() for parameter in narrow.parameters())
+    for (name, one), two in zip(narrow.named_parameters(), wide.parameters(), strict=True):
+        assert_close(two.grad, one.grad, close, name, terms=largest)
+    for (name, one), two in zip(narrow.named_buffers(), wide.buffers(), strict=True):
+        assert_close(two, one, close, name)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -273,30 +252,17 @@ def test_incremental_decoding_is_full_decoding(placement):
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_recomputed_activations_give_the_same_training(placement):
-    plain, recomputed = (
-        placed(placement, "power", qk_norm="rms", checkpoint_activations=each) for each in (False, True)
-    )
-    src, prev = padded_batch()
+    plain, recomputed = (placed(placement, "power", qk_norm="rms", checkpoint_activations=on) for on in (False, True))
     for model in (plain, recomputed):
-        model.train()
-        for update in range(2):
-            model.set_num_updates(update)
-            model.zero_grad()
-            loss_of(model, src, prev).backward()
-        model.set_num_updates(2)
+        train(model, *padded_batch(), updates=2)
     assert_same_training(plain, recomputed, state=(1e-5, 1e-6))
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("changes", [{"encoder_layerdrop": 0.5, "decoder_layerdrop": 0.5}, {"quant_noise_pq": 0.1}])
 def test_other_options_of_fairseq(placement, changes):
-    model = placed(placement, "power", psi_warmup_updates=2, **changes).train()
-    src, prev = padded_batch()
-    for update in range(3):
-        model.set_num_updates(update)
-        loss = loss_of(model, src, prev)
-        loss.backward()
-    assert torch.isfinite(loss)
+    model = placed(placement, "power", psi_warmup_updates=2, **changes)
+    assert torch.isfinite(train(model, *padded_batch()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
@@ -340,9 +306,7 @@ def test_statistics_are_recorded_and_estimated_again(placement, tmp_path):
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_folding_works_or_is_one_line(placement, tmp_path):
     model = placed(placement, "batch")
-    both = {"encoder_norm_placement": placement, "decoder_norm_placement": placement}
-    settings = arch_args("transformer_pn_tiny", encoder_norm="batch", decoder_norm="batch", **small(placement), **both)
-    state = {"model": model.state_dict(), "args": settings}
+    state = {"model": model.state_dict(), "args": arch_args("transformer_pn_tiny", **small(placement, "batch"))}
     assert PLACEMENTS[placement].folds == (placement in ("pre", "sandwich", "peri", "sub"))
     if PLACEMENTS[placement].folds:
         folded, lines, difference = fold_checkpoint(state, "it")
@@ -368,12 +332,11 @@ def test_qk_norm_is_the_formula():
             assert parameter.item() == pytest.approx(math.sqrt(d))
             parameter.mul_(1.3)
         got = own(x, x, x, need_weights=False)[0].transpose(0, 1)
-        h, heads = x.transpose(0, 1), []
-        projected = (own.q_proj.linear(h), own.k_proj.linear(h), own.v_proj(h))
-        for q, k, v in zip(*(each.chunk(own.num_heads, -1) for each in projected), strict=True):
-            cosine = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(1, 2)
-            heads.append((1.3**2 * math.sqrt(d) * cosine).softmax(-1) @ v)
-        expected = own.out_proj(torch.cat(heads, -1))
+        h = x.transpose(0, 1)
+        q, k, v = (heads(own, projection(h)) for projection in (own.q_proj.linear, own.k_proj.linear, own.v_proj))
+        cosine = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(2, 3)
+        y = (1.3**2 * math.sqrt(d) * cosine).softmax(-1) @ v
+        expected = own.out_proj(y.transpose(1, 2).flatten(2))
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 

@@ -22,30 +22,28 @@ from .helpers import (
     state_of,
     train_step,
 )
-from .oracle import _Oracle, mean_over
+from .oracle import QuadraticMeanOracle, mean_over
 
 STEPS = 34
 WARMUP = 9
 
 
-class ReleaseOracle(_Oracle):
-    """The released code's arithmetic and bookkeeping: ``running_phi``, ``ema_gz`` and ``iters``."""
+class ReleaseOracle(QuadraticMeanOracle):
+    """The released code's arithmetic and bookkeeping: ``psi2`` and ``count`` are its running_phi and iters."""
 
     def __init__(self, channels, alpha_fwd=0.9, alpha_bwd=0.9, warmup=0, **common):
-        super().__init__(channels, **common)
-        self.alpha_fwd, self.alpha_bwd, self.warmup = alpha_fwd, alpha_bwd, warmup
-        self.running_phi = np.ones(channels)
+        super().__init__(channels, alpha_fwd, **common)
+        self.alpha_bwd, self.warmup = alpha_bwd, warmup
         self.ema_gz = np.zeros(channels)
-        self.iters = 0
 
     def set_num_updates(self, num_updates):
         """The release counts forwards."""
 
     def _normalize(self, x, real):
         own = mean_over(x**2, real)
-        number = self.iters + 1
-        root = np.sqrt((own if number <= self.warmup else self.running_phi) + self.eps)
-        return x / root, SimpleNamespace(own=own, ema_gz=self.ema_gz.copy(), cumulate=number < self.warmup)
+        number = self.count + 1
+        root = np.sqrt((own if number <= self.warmup else self.psi2) + self.eps)
+        return x / root, SimpleNamespace(own=own, ema_gz=self.ema_gz, cumulate=number < self.warmup)
 
     def _input_gradient(self, dxhat, ctx):
         correction = (1 - self.alpha_bwd) * ctx.saved.ema_gz * ctx.xhat  # at padding as well
@@ -53,20 +51,14 @@ class ReleaseOracle(_Oracle):
 
     def _update(self, dxhat, ctx):
         own = ctx.saved.own
-        self.iters += 1
+        self.count += 1
         if ctx.saved.cumulate:
-            self.running_phi = (self.running_phi * (self.iters - 1) + own) / self.iters
-        self.running_phi = self.alpha_fwd * self.running_phi + (1 - self.alpha_fwd) * own
+            self.psi2 = (self.psi2 * (self.count - 1) + own) / self.count
+        self.psi2 = self.alpha * self.psi2 + (1 - self.alpha) * own
         factor = 1 - (1 - self.alpha_bwd) * (ctx.xhat**2).mean(0)
         self.ema_gz = self.ema_gz * factor + (dxhat * ctx.xhat).mean(0)
 
-    def _normalize_eval(self, x):
-        return x / np.sqrt(self.running_phi + self.eps)
-
-    # The state by the names of the other oracles, with nu as the contract derives it from ema_gz.
-    psi2 = property(lambda self: self.running_phi)
-    nu = property(lambda self: (1 - self.alpha_bwd) * self.ema_gz)
-    count = property(lambda self: self.iters)
+    nu = property(lambda self: (1 - self.alpha_bwd) * self.ema_gz)  # as the contract derives it from ema_gz
 
 
 def make_pair(alpha_fwd=0.9, alpha_bwd=0.9, affine=True, groups=0, warmup=0, eps=1e-5):
@@ -116,8 +108,7 @@ def test_another_eps_also_changes_layer_scale_here_and_not_in_the_release():
         if step == 0:
             assert_close(actual * np.sqrt((m + eps) / (m + 1e-5)), y, 1e-7)
             assert np.abs(actual - y).max() > 0.05 * np.abs(y).max()
-    psi2, phi = state_of(norm)["running_psi2"].numpy(), released.running_phi
-    assert (psi2 < phi).all()
+    assert (state_of(norm)["running_psi2"].numpy() < released.psi2).all()
 
 
 def test_warmup_counts_forwards_and_not_updates():
