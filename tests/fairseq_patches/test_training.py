@@ -59,10 +59,7 @@ def test_flags_that_fail_in_fairseq_itself(train, flags):
         (["--layer-scale-groups=3"], "num_features=16 is not divisible by groups=3"),
         (["--best-checkpoint-metric=bleu"], "--best-checkpoint-metric bleu needs --eval-bleu"),
         (["--stop-min-lr=0.1"], "the learning rate begins at 0.01, where --stop-min-lr 0.1 ends the training"),
-        (
-            ["--lr-scheduler=cosine", "--warmup-updates=2", "--max-update=2"],
-            "--max-update leaves no update after --warmup-updates",
-        ),
+        (["--lr-scheduler=cosine", "--warmup-updates=2"], "--max-update leaves no update after --warmup-updates"),
         (["--skip-remainder-batch", "--update-freq=50"], "--skip-remainder-batch leaves nothing to train"),
         (["--write-checkpoints-asynchronously"], "needs the package iopath"),
         (["--encoder-attention-heads=5"], "embed_dim must be divisible by num_heads"),

@@ -45,9 +45,8 @@ def assert_close(actual, expected, dtype, what, factor=1.0):
     actual, expected = actual.double().numpy(), expected.numpy()
     if dtype in (torch.float16, torch.bfloat16):
         actual = unrounded(actual, expected, dtype)
-    np.testing.assert_allclose(
-        actual, expected, rtol=0, atol=factor * TOLERANCE[dtype] * abs(expected).max(), err_msg=what
-    )
+    close = factor * TOLERANCE[dtype] * abs(expected).max()
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=close, err_msg=what)
 
 
 @pytest.mark.parametrize(
@@ -108,8 +107,7 @@ def test_what_is_not_finite_at_padding_enters_no_statistic():
     for centered in (True, False):
         for found in kernels.moments(x, padding, 3, EPS, centered)[1:]:
             assert found.isfinite().all()
-    assert torch.equal(kernels.normalize(x, None, None, None, moment, padding, None, 3, EPS, True)[2].isfinite().all(),
-                       torch.tensor(True))  # fmt: skip
+    assert kernels.normalize(x, None, None, None, moment, padding, None, 3, EPS, True)[2].isfinite().all()
     found = kernels.gradient(dy, x, padding, weight, None, moment, nu, None, inv_rms, 3, EPS, True)[2]
     torch.testing.assert_close(found, products)
 
@@ -162,17 +160,15 @@ def test_the_same_threads_give_the_same_bits():
         first = kernels.normalize(x, weight, bias, None, moment, padding, None, 4, EPS, True)
         return *first, *kernels.gradient(dy, x, padding, weight, None, moment, nu, None, first[1], 4, EPS, True)
 
-    threads = torch.get_num_threads()
+    threads, results = torch.get_num_threads(), []
     try:
-        torch.set_num_threads(1)
-        one = run()
-        assert all(torch.equal(a, b) for a, b in zip(one, run(), strict=True))
-        torch.set_num_threads(2)
-        two = run()
-        assert all(torch.equal(a, b) for a, b in zip(two, run(), strict=True))
+        for number in (1, 2):
+            torch.set_num_threads(number)
+            results.append(run())
+            assert all(map(torch.equal, results[-1], run()))
     finally:
         torch.set_num_threads(threads)
-    for a, b in zip(one, two, strict=True):
+    for a, b in zip(*results, strict=True):
         assert_close(a, b.double(), torch.float32, "two threads", 4.0)  # sums are in another order
 
 
@@ -232,11 +228,8 @@ def test_sizes_that_do_not_fit_are_refused(implementation):
     if implementation != "cpp":
         pytest.skip("torch and Triton check")
     x = torch.randn(4, 6)
-    for weight, groups, padding in (
-        (torch.ones(5), 0, None),
-        (None, 4, None),
-        (None, 0, torch.ones(3, dtype=torch.bool)),
-    ):
+    short = torch.ones(3, dtype=torch.bool)
+    for weight, groups, padding in ((torch.ones(5), 0, None), (None, 4, None), (None, 0, short)):
         with pytest.raises(ValueError, match="do not fit x of shape"):
             kernels.normalize(x, weight, None, None, None, padding, None, groups, EPS, True)
 

@@ -28,9 +28,7 @@ if triton_ops.INTERPRETED:
     pytest.skip("the interpreter is on, which compiles nothing", allow_module_level=True)
 
 CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
-NAMES = [
-    name for name, value in vars(triton_kernels).items() if isinstance(value, JITFunction) and not name.startswith("_")
-]
+KERNELS = {name: value for name, value in vars(triton_kernels).items() if isinstance(value, JITFunction)}
 
 #: Tokens, channels, groups of layer-scale.
 SHAPES = [(4096, 512, 4), (4096, 1024, 16), (4099, 513, 3), (32768, 1024, 0), (4096, 4096, 16), (2**21, 8192, 1)]
@@ -69,7 +67,7 @@ class _Compiling:
 def compiling(capability: int) -> Iterator[list]:
     """Within the block the operators launch nothing; the list receives (name, grid, compiled kernel)."""
     compiled: list = []
-    kernels = SimpleNamespace(**{name: _Compiling(getattr(triton_kernels, name), compiled) for name in NAMES})
+    kernels = SimpleNamespace(**{name: _Compiling(kernel, compiled) for name, kernel in KERNELS.items()})
     with (
         mock.patch.object(driver, "_active", _NoGpu(capability)),
         mock.patch.multiple(triton_ops, kernels=kernels, _multiprocessors=lambda device: 132),

@@ -75,13 +75,8 @@ def test_a_value_that_is_refused_by_the_parser(flag, value, words, capsys):
 
 
 def test_shared_flags_reach_the_norms():
-    flags = vars(
-        parse(
-            *("--decoder-norm", "batch", "--norm-eps", "1e-3", "--norm-alpha-fwd", "0.95"),
-            *("--norm-alpha-bwd", "0.8", "--layer-scale-groups", "2", "--psi-warmup-updates", "11"),
-        )
-    )
-    model = build("transformer_pn_tiny", **flags)
+    flags = "--decoder-norm batch --norm-eps 1e-3 --norm-alpha-fwd 0.95 --norm-alpha-bwd 0.8 --layer-scale-groups 2"
+    model = build("transformer_pn_tiny", **vars(parse(*flags.split(), "--psi-warmup-updates", "11")))
     norm = model.encoder.layers[1].final_layer_norm
     assert (norm.eps, norm.alpha_fwd, norm.alpha_bwd) == (1e-3, 0.95, 0.8)
     assert (norm.layer_scale.groups, norm.psi_warmup_updates) == (2, 11)
@@ -254,9 +249,7 @@ def test_variant_is_passed_to_the_norms_that_have_it():
     norms = [module for module in model.modules() if isinstance(module, ChannelNorm)]
     assert {type(norm) for norm in norms} == {NORMS["power"].variants["release"]}
     # The release's norm after the last encoder layer has a warm-up of its own, independent of the flag.
-    assert [norm.psi_warmup_updates for norm in norms if norm is not model.encoder.layer_norm] == [11] * (
-        len(norms) - 1
-    )
+    assert {norm.psi_warmup_updates for norm in norms if norm is not model.encoder.layer_norm} == {11}
     assert model.encoder.layer_norm.psi_warmup_updates == 1000
     assert {norm.layer_scale.groups for norm in norms} == {4}
     paper = build("transformer_pn_tiny", psi_warmup_updates=11)
@@ -283,18 +276,14 @@ def test_help_lists_every_norm_and_with_an_architecture_its_flags(help_flag, cap
     assert stop.value.code == 0
     for name, entry in NORMS.items():
         assert f"transformer_{entry.short}_*({name})" in text, name
-    flags = [action.option_strings[0] for action in _actions(NormOptions.add_args)]
+    own = argparse.ArgumentParser(add_help=False)
+    NormOptions.add_args(own)
+    flags = [action.option_strings[0] for action in own._actions]
     assert all(text.count(flag) for flag in flags) and len(flags) > 15
     parser = options.get_training_parser()
     with pytest.raises(SystemExit):
         options.parse_args_and_arch(parser, ["data", help_flag])
     assert "--encoder-norm" not in capsys.readouterr().out
-
-
-def _actions(add_args):
-    parser = argparse.ArgumentParser(add_help=False)
-    add_args(parser)
-    return parser._actions
 
 
 def test_a_null_in_hydra_leaves_the_norm_to_the_architecture():

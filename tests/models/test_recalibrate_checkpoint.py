@@ -134,7 +134,8 @@ def test_half_precision_weights_stay_so_and_arithmetic_is_float32(plain, data):
 def test_nothing_to_recalibrate(trained, plain, data, tmp_path, capsys):
     """A model with LayerNorm: the PN model's checkpoint without its statistics."""
     state = load_checkpoint(plain)
-    state["model"] = {key: value for key, value in state["model"].items() if not _is_statistic(key)}
+    statistics = ("running_psi2", ".nu", "num_batches_tracked")
+    state["model"] = {key: value for key, value in state["model"].items() if not key.endswith(statistics)}
     model = state["cfg"]["model"]
     if isinstance(model, dict):
         model["encoder_norm"] = "layer"
@@ -147,10 +148,6 @@ def test_nothing_to_recalibrate(trained, plain, data, tmp_path, capsys):
     assert "nothing to recalibrate" in captured.out and captured.err == ""
     written = load_checkpoint(tmp_path / "out.pt")["model"]
     assert all(torch.equal(written[key], value) for key, value in state["model"].items() if "_float_tensor" not in key)
-
-
-def _is_statistic(key):
-    return key.endswith(("running_psi2", ".nu", "num_batches_tracked"))
 
 
 def longer_dictionary(bin_folder):
