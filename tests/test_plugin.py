@@ -40,14 +40,17 @@ def test_importing_the_package_loads_nothing_else(tmp_path):
     assert run(sys.executable, "-c", code, cwd=tmp_path).stdout == "{'pn_fairseq'}\n"
 
 
-NORMS_ALONE = """
+BLOCKER = """
 import sys
-blocked = {"fairseq", "numpy", "yaml", "scipy", "sacrebleu", "matplotlib", "omegaconf", "hydra", "tensorboardX"}
+blocked = {"fairseq", "yaml", "scipy", "sacrebleu", "matplotlib", "omegaconf", "hydra", "tensorboardX", "pandas"}
+blocked |= {*sys.argv[1:]}
 class Blocker:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in blocked:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Blocker())
+"""
+NORMS_ALONE = """
 import warnings
 warnings.filterwarnings("ignore", "Failed to initialize NumPy")
 import torch
@@ -67,8 +70,12 @@ print(sorted(name for name in blocked if name in sys.modules))
 
 
 def test_the_norms_need_torch_alone(installed, tmp_path):
-    done = run(sys.executable, "-c", NORMS_ALONE, cwd=tmp_path, PYTHONPATH=str(installed))
+    """And their suite NumPy and pytest."""
+    place = {"cwd": tmp_path, "PYTHONPATH": str(installed), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = run(sys.executable, "-c", BLOCKER + NORMS_ALONE, "numpy", **place)
     assert done.stdout == "[]\n" and done.stderr.count("pn_fairseq computes without its C++ kernels") == 1
+    suite = "from pn_fairseq.__main__ import call; sys.exit(call(['test-norms', 'rms', '--', '-k', 'state_dict']))"
+    assert " passed" in run(sys.executable, "-c", BLOCKER + suite, **place).stdout
 
 
 def test_what_an_installation_needs(installed):

@@ -113,6 +113,7 @@ reproduce --study none.yaml --dry-run                 | there is no; none.yaml; 
 reproduce --study compare_mask --dry-run              | did you mean 'compare_masks'?
 reproduce --study=compare_norms --multi30k /nowhere   | /nowhere is not a directory
 reproduce nothing --data data --dry-run               | there is no; verses_es_en
+reproduce verses --dry-run --archive text             | unrecognized arguments: --archive
 reproduce iwslt14 --dry-run --norms 'ln pnw'          | unknown norm 'pnw'; did you mean 'pn'?; ln, bn, pnv, pn
 reproduce iwslt14 --dry-run --norms ln,pnw            | unknown norm 'pnw'; did you mean 'pn'?
 reproduce iwslt14 --dry-run --norms ,                 | --norms; at least one

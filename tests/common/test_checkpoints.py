@@ -187,31 +187,22 @@ def test_save_keeps_a_symbolic_link(tmp_path):
     assert link.is_symlink() and os.listdir(tmp_path / "disk") == ["real.pt"]
 
 
-class FailingFile(io.FileIO):
-    """Takes 300 bytes, then fails as a full disk or a Ctrl-C does; torch's writer turns both into a RuntimeError."""
-
-    failure: BaseException
-
-    def write(self, data):
-        if self.tell() > 300:
-            raise self.failure
-        return super().write(data)
-
-
 @pytest.mark.parametrize(
     ("failure", "expected"),
     [(OSError(errno.ENOSPC, "No space left on device"), CheckpointError), (KeyboardInterrupt(), KeyboardInterrupt)],
 )
 def test_failure_while_writing_leaves_the_earlier_file(tmp_path, monkeypatch, failure, expected):
+    """After 300 bytes, as on a full disk or at a Ctrl-C; torch's writer turns both into a RuntimeError."""
     path = tmp_path / "out.pt"
     path.write_text("an earlier file")
 
-    def open_failing(path, mode, encoding):
-        file = FailingFile(path, mode)
-        file.failure = failure
-        return file
+    class FailingFile(io.FileIO):
+        def write(self, data):
+            if self.tell() > 300:
+                raise failure
+            return super().write(data)
 
-    monkeypatch.setattr("pathlib.Path.open", open_failing)
+    monkeypatch.setattr("pathlib.Path.open", lambda path, mode, encoding: FailingFile(path, mode))
     with pytest.raises(expected) as error:
         save_checkpoint(state_with(w=torch.randn(1000)), path)
     monkeypatch.undo()

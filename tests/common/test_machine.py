@@ -5,7 +5,6 @@ import subprocess
 import sys
 from importlib import metadata
 
-import pytest
 import torch
 
 import pn_fairseq
@@ -22,6 +21,8 @@ def test_description_is_of_this_machine_and_of_what_is_installed():
     assert found["cores"] == int(subprocess.check_output(["nproc"], env={**os.environ, "OMP_NUM_THREADS": ""}))
     assert len(found["gpus"]) == torch.cuda.device_count() and found["cuda"] == torch.version.cuda
     assert platform.release() in found["os"] and found["cpu"]
+    commit = git(ROOT, "rev-parse", "HEAD") if (ROOT / ".git").exists() else ""
+    assert (found["git_commit"] or "").removesuffix("-modified") == commit
 
 
 def git(folder, *arguments: str) -> str:
@@ -45,11 +46,6 @@ def test_commit_is_that_of_the_checkout_and_says_if_files_were_changed(tmp_path)
     assert machine._git_commit(package) == commit
     (package / "__init__.py").write_text("changed = True\n")
     assert machine._git_commit(package) == f"{commit}-modified"
-
-
-@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not in a checkout")
-def test_commit_of_this_checkout():
-    assert machine.describe()["git_commit"].removesuffix("-modified") == git(ROOT, "rev-parse", "HEAD")
 
 
 def test_a_machine_without_git(monkeypatch, tmp_path):

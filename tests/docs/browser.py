@@ -1,6 +1,5 @@
 """A headless Chromium, by its DevTools protocol over two pipes."""
 
-import base64
 import itertools
 import json
 import os
@@ -84,7 +83,3 @@ class Browser:
     def dark(self, on: bool) -> None:
         feature = {"name": "prefers-color-scheme", "value": "dark" if on else "light"}
         self.call("Emulation.setEmulatedMedia", features=[feature])
-
-    def picture(self, file) -> None:
-        """What the page looks like, as a PNG; for the person who looks for the cause of a failure."""
-        file.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))

@@ -32,16 +32,13 @@ LONGEST = {"my-unified": 80, "my-mix": 45, "l1": 25}
 
 @pytest.fixture(scope="module")
 def norm_modules(tmp_path_factory):
-    """Name -> file. The registry is as before at the end: other tests go through all that it holds."""
-    folder, before = tmp_path_factory.mktemp("norms"), dict(NORMS)
-    files = {}
+    """Name -> file."""
+    folder, files = tmp_path_factory.mktemp("norms"), {}
     for name, code in zip(LONGEST, BLOCKS, strict=True):
         files[name] = folder / f"my_{name.removeprefix('my-')}.py"
         files[name].write_text(code, "utf-8")
         load_norms(files[name])
-    yield files
-    NORMS.clear()
-    NORMS.update(before)
+    return files
 
 
 def test_the_examples_are_short_and_use_public_names_alone(norm_modules):

@@ -32,13 +32,7 @@ def test_named_files_exist():
 
 
 def test_the_snippet_of_the_readme():
-    """The content of padding changes no real token with the converted norm, and does with BatchNorm1d."""
-
-    class Transposed(nn.BatchNorm1d):
-        def forward(self, x):
-            return super().forward(x.transpose(1, 2)).transpose(1, 2)
-
-    torch.manual_seed(1)
+    """The content of padding changes no real token."""
     x, lengths = torch.randn(3, 7, 8), torch.tensor([7, 4, 2])
     mask = torch.arange(7) >= lengths[:, None]
     (block,) = blocks(ROOT / "README.md", "python")
@@ -52,8 +46,6 @@ def test_the_snippet_of_the_readme():
         assert len(norm_report(names["model"])) == 1
         found.append(names["y"][~mask])
     torch.testing.assert_close(*found)
-    one, other = (Transposed(8)(torch.where(mask[..., None], content, x))[~mask] for content in (0.0, 100.0))
-    assert (one - other).abs().max() > 0.1
 
 
 T, B, C, HEADS = 7, 3, 16, 2
@@ -101,15 +93,6 @@ def test_content_of_padding_changes_no_real_token(page, name, training):
         outputs.append(encoder(content, mask)[~mask.T])
     assert torch.allclose(*outputs, atol=1e-5)
     assert outputs[0].abs().max() > 0.1
-
-
-def test_without_a_mask_padding_changes_real_tokens(page):
-    """What the page warns of."""
-    x, mask = batch()
-    changed = torch.where(mask.T[..., None], 100.0, x)
-    encoder = page["Encoder"](2, C, HEADS, 32, psi_warmup_updates=2)
-    norm = encoder.layers[0].attention_norm
-    assert (norm(x) - norm(changed))[~mask.T].abs().max() > 0.1
 
 
 def test_checkpointed_layers_have_the_mask_of_the_block(page):
@@ -176,9 +159,6 @@ def test_the_code_for_hugging_face(tmp_path, monkeypatch, capsys):
         for each, content in ((model, 7), (again, 9))
     ]
     torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
-    other = names["BertForMaskedLM"](names["config"])(input_ids=names["tokens"]).logits[mask == 1]
-    with pytest.raises(AssertionError):
-        torch.testing.assert_close(outputs[0], other)
 
 
 def test_demonstration_of_the_leak(capsys):

@@ -64,20 +64,17 @@ def pn_help(*words: str) -> str:
 
 def fairseq_help(tool: str) -> str:
     """All option strings of fairseq's command for this project's models and the criterion, ... of the README."""
-    from fairseq import models, options, registry, tasks
+    from fairseq import options
 
     importlib.import_module("pn_fairseq.models")
-    parser = options.get_training_parser() if tool == "fairseq-train" else options.get_generation_parser()
-    models_here = ("transformer_pn_iwslt", "transformer_lm_pn_tiny", "tensorized_lm_pn_tiny")
-    classes = [models.ARCH_MODEL_REGISTRY[name] for name in models_here]
-    classes += [tasks.TASK_REGISTRY[name] for name in ("translation", "language_modeling")]
-    chosen = {"criterion": "label_smoothed_cross_entropy", "optimizer": "adam", "lr_scheduler": "inverse_sqrt"}
-    classes += [registry.REGISTRIES[kind]["registry"][name] for kind, name in chosen.items()]
-    found = set(parser._option_string_actions)
-    for cls in classes:
-        parser = options.argparse.ArgumentParser(conflict_handler="resolve")
-        cls.add_args(parser)
-        found |= set(parser._option_string_actions)
+    chosen = "--criterion label_smoothed_cross_entropy --optimizer adam --lr-scheduler inverse_sqrt --arch".split()
+    found = set()
+    for arch in ("transformer_pn_iwslt", "transformer_lm_pn_tiny", "tensorized_lm_pn_tiny"):
+        task = "language_modeling" if "_lm_" in arch else "translation"
+        parser = options.get_training_parser() if tool == "fairseq-train" else options.get_generation_parser()
+        words = ["data", "--task", task, *([*chosen, arch] if tool == "fairseq-train" else [])]
+        options.parse_args_and_arch(parser, words)  # adds the options of what was chosen
+        found |= parser._option_string_actions.keys()
     return " ".join(found)
 
 

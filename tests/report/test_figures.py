@@ -1,20 +1,14 @@
 """pn figures: what is drawn from probes, scores and checkpoints that are written here; mistakes."""
 
-import json
-
-import matplotlib
 import numpy as np
 import pytest
 import torch
+from matplotlib import pyplot
 
 from pn_fairseq.report.figures import FIGURES, Absent, Subject, read_subject
 from pn_fairseq.report.runs import read_runs
 
 from ..fixtures.reports import make_probed, make_run, report, with_score
-
-matplotlib.use("Agg")
-from matplotlib import pyplot  # noqa: E402
-
 from ..scripts_helpers import refused, verb
 
 main = verb("figures")
@@ -43,7 +37,6 @@ def test_boxes_are_fifths_of_training_of_the_first_norm(runs):
         assert [label.get_text() for label in axis.get_xticklabels()] == ["20", "40", "60", "80", "100"]
     drawn = [line.get_ydata() for line in figure.axes[1].lines if line.get_linestyle() == ":"]
     np.testing.assert_allclose(drawn, [(0.0505, 0.735, 1.023, 1.349, 1.373)])
-    pyplot.close(figure)
 
 
 def test_another_norm(runs):
@@ -51,7 +44,6 @@ def test_another_norm(runs):
     subject = read_subject(run, "bn", "bn", "encoder.layers.1.self_attn_layer_norm")
     figure = FIGURES[3].draw([subject])
     assert boxes(figure.axes[0])[0] == 15 * 1000 * 100 * 50
-    pyplot.close(figure)
 
 
 @pytest.mark.parametrize(("layer", "factors"), [(0, [1, 10]), (1, [10_000, 1000])])
@@ -61,7 +53,6 @@ def test_the_fourth_figure_takes_the_statistic_that_a_norm_normalizes_by(layer, 
     figure = FIGURES[4].draw([read_subject(run, run.name, run.name, name) for run in read_runs(runs)])
     for axis, unit in zip(figure.axes, (1, 100 * 50), strict=True):
         assert boxes(axis)[:2] == [15 * factor * unit for factor in factors]
-    pyplot.close(figure)
 
 
 def test_a_training_that_ended_early_fills_its_fifths(tmp_path):
@@ -77,7 +68,6 @@ def test_many_runs_can_be_told_apart(tmp_path):
     figure = FIGURES[2].draw(subjects_of(runs))
     looks = {(box.get_edgecolor(), box.get_hatch()) for box in figure.axes[0].patches}
     assert len(looks) == 12
-    pyplot.close(figure)
 
 
 def test_gradients_are_of_the_summed_loss_and_summed_over_tokens(runs):
@@ -89,7 +79,6 @@ def test_gradients_are_of_the_summed_loss_and_summed_over_tokens(runs):
     marks = [line for line in figure.axes[0].lines if line.get_linestyle() == ":"]
     np.testing.assert_allclose(marks[1].get_ydata(), [0.0084, 0.0086, 0.0067, 0.0074, 0.0076])
     assert boxes(figure.axes[0])[:2] == [15 * 100 * 50, 15 * 4 * 2]
-    pyplot.close(figure)
 
 
 def test_batch_size(tmp_path):
@@ -109,7 +98,6 @@ def test_batch_size(tmp_path):
         bleu = np.concatenate([line.get_ydata() for line in axis.lines])
         assert np.mean(axis.get_ylim()) == pytest.approx((np.nanmin(bleu) + np.nanmax(bleu)) / 2)
     assert max(line.get_ydata().max() for line in paper.lines) == 35.90
-    pyplot.close(figure)
 
 
 def test_spectra(tmp_path):
@@ -131,7 +119,6 @@ def test_spectra(tmp_path):
     for axis, divisor in zip(figure.axes, (8.0, 4.0, np.sqrt(85.0)), strict=True):
         ours = [line.get_ydata() for line in axis.lines if line.get_marker() == "None"]
         np.testing.assert_allclose(ours, [np.array([8, 4, 2, 1]) / divisor] * 2)
-    pyplot.close(figure)
     with pytest.raises(Absent, match="without.pt has no word embeddings"):
         FIGURES[6].draw([without])
 
@@ -143,7 +130,6 @@ def test_gains_are_those_of_the_last_recorded_update(runs):
     assert axis.get_title(loc="left") == "before self-attention"
     (paper,) = (line for line in axis.lines if line.get_linestyle() == ":")
     assert list(paper.get_ydata()) == [0.121, 0.090]
-    pyplot.close(figure)
 
 
 def test_the_papers_gains_stand_at_their_layers(runs):
@@ -156,7 +142,6 @@ def test_the_papers_gains_stand_at_their_layers(runs):
     figure = FIGURES[7].draw([subject])
     (paper,) = (line for line in figure.axes[0].lines if line.get_linestyle() == ":")
     assert list(paper.get_ydata()) == [0.124, 0.172]
-    pyplot.close(figure)
 
 
 def test_files_and_what_is_said_of_what_is_missing(runs, tmp_path, capsys):
@@ -195,8 +180,6 @@ def test_runs_that_differ_by_their_seed_or_mini_batch_are_a_line(tmp_path, monke
     )
     changes = [{}, {"dataset__max_tokens": 512}, {"model__layer_scale_groups": 0}]
     runs = [with_score(make_run(tmp_path / str(n), "pn", n, **one), 20) for n, one in enumerate(changes, 1)]
-    for run in runs:
-        (run / "starts.jsonl").write_text(json.dumps({"tokens_per_update": 4096}) + "\n")
     main([*map(str, runs), "--output", str(tmp_path / "out")])
     lines = ["PN", "PN", "PN (layer_scale_groups=0)"]
     assert [(one.tokens, one.line) for one in drawn] == list(zip((2048, 512, 2048), lines, strict=True))

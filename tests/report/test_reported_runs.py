@@ -142,26 +142,15 @@ def test_a_bleu_below_1_is_a_problem(tmp_path, monkeypatch):
         assert translation._differences(run, run, 1, comparisons)["chrf"] == f"−19.00, p = {p}"
 
 
-def settings_of_fairseq(seed: int, norm: str, data: Path) -> dict:
-    """What fairseq keeps in a checkpoint and in hydra's file, in part."""
-    return {
-        "common": {"seed": seed, "log_format": "json"},
-        "dataset": {"max_tokens": 2048},
-        "optimization": {"max_update": 40, "update_freq": [1]},
-        "model": {"_name": f"transformer_{norm}_tiny"},
-        "task": {"_name": "translation", "data": str(data), "source_lang": None, "target_lang": None},
-    }
-
-
 def plain_run(folder: Path, norm: str, seed: int, data: Path) -> Path:
     """A folder of fairseq-train: saved output and checkpoints; decoded and scored."""
     folder.mkdir()
     (folder / "output.txt").write_text(train_log(5))
-    settings = settings_of_fairseq(seed, norm, data)
+    cfg = settings(norm, seed, task__data=str(data), task__source_lang=None, task__target_lang=None)
     # The model of fairseq-train has the flags of all sections, also those that differ between the runs.
-    settings["model"] = argparse.Namespace(seed=seed, save_dir=str(folder), betas=(0.9, 0.98), **settings["model"])
-    settings["checkpoint"] = {"save_dir": str(folder)}
-    torch.save({"cfg": settings, "model": {"w": torch.zeros(1)}}, folder / "checkpoint_last.pt")
+    cfg["model"] = argparse.Namespace(seed=seed, save_dir=str(folder), betas=(0.9, 0.98), **cfg["model"])
+    cfg["checkpoint"] = {"save_dir": str(folder)}
+    torch.save({"cfg": cfg, "model": {"w": torch.zeros(1)}}, folder / "checkpoint_last.pt")
     write_scores(folder / "generate/test", *reversed(corpus_text(ERRORS[norm], seed)))
     return folder
 
@@ -185,7 +174,7 @@ def test_jobs_of_a_sweep(tmp_path):
     for norm in ("ln", "pn"):
         job = sweep / f"model._name=transformer_{norm}_tiny"
         (job / ".hydra").mkdir(parents=True)
-        (job / ".hydra/config.yaml").write_text(json.dumps(settings_of_fairseq(1, norm, tmp_path)))
+        (job / ".hydra/config.yaml").write_text(json.dumps(settings(norm, task__data=str(tmp_path))))
         (job / "train.log").write_text(train_log(5))
     (sweep / "multirun.yaml").touch()
     (sweep / ".hydra").mkdir()
@@ -255,8 +244,9 @@ def test_variants_are_named_by_what_differs_from_most_runs(tmp_path):
 def test_a_batch_is_the_same_on_any_number_of_ranks(tmp_path):
     for name, workers, update_freq in (("a", 1, 2), ("b", 2, 1)):
         # The task language_modeling has a copy of the seed.
-        run = make_run(tmp_path / name, seed=workers, optimization__update_freq=[update_freq], task__seed=workers)
-        (run / "starts.jsonl").write_text(json.dumps(START | {"world_size": workers, "tokens_per_update": 4096}) + "\n")
+        changes = {"optimization__update_freq": [update_freq], "task__seed": workers}
+        start = {"world_size": workers, "tokens_per_update": 4096}
+        make_run(tmp_path / name, seed=workers, start=start, **changes)
     page = report(tmp_path / "a", tmp_path / "b", output=tmp_path / "out")
     assert [row["seeds scored"] for row in page.systems.values()] == ["2 (1, 2)"]
     # Without a record it follows from the settings and the log: 2048 tokens x 2 x 1 rank in one, x 1 in the other.
@@ -269,12 +259,10 @@ def test_a_batch_is_the_same_on_any_number_of_ranks(tmp_path):
 def test_a_mini_batch_is_a_setting_of_norms_that_read_it(tmp_path):
     """LN is the same with any; BN is not."""
     runs = [
-        make_run(tmp_path / f"{norm}{tokens}", norm, dataset__max_tokens=tokens, optimization__update_freq=[freq])
+        make_run(tmp_path / f"{norm}{tokens}", norm, start={"tokens_per_update": 4096}, dataset__max_tokens=tokens)
         for norm in ("ln", "bn")
-        for tokens, freq in ((1024, 4), (4096, 1))
+        for tokens in (1024, 4096)
     ]
-    for run in runs:
-        (run / "starts.jsonl").write_text(json.dumps(START | {"tokens_per_update": 4096}) + "\n")
     systems = [*report(*runs, output=tmp_path / "out").systems]
     assert systems == ["LN", "BN (max_tokens=1024)", "BN (max_tokens=4096)"]
     assert names(read_runs(runs)) == [("LN", "LN"), ("LN", "LN"), (systems[1], "BN"), (systems[2], "BN")]

@@ -86,14 +86,7 @@ def test_the_newest_supported_interpreter_is_taken(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-def test_another_directory_is_not_overwritten(tmp_path):
-    (tmp_path / "thesis.tex").write_text("years of work")
-    done = run("bash", SCRIPTS / "make_venv.sh", VENV=str(tmp_path), check=False)
-    assert_refused(done, str(tmp_path), "refusing to overwrite")
-    assert (tmp_path / "thesis.tex").read_text() == "years of work"
-
-
-def test_a_link_and_the_environment_of_another_checkout_stay_as_they_are(made, tmp_path):
+def test_what_another_has_made_stays_as_it_is(made, tmp_path):
     """The second checkout's script is this one's; a mark without ``checkout=`` is that of an earlier version."""
     venv, checkout, mark = tmp_path / "venv", made.checkout, (tmp_path / "venv/.pn_fairseq").read_text()
     (tmp_path / "link").symlink_to("venv")
@@ -101,12 +94,16 @@ def test_a_link_and_the_environment_of_another_checkout_stay_as_they_are(made, t
     cases = [(name, "", f"/{name.rstrip('/')}' is a link to '") for name in ("link", "link/", "dangling")]
     cases += [("venv", f"checkout={checkout}\n", f"of the checkout '{checkout}'")]
     shutil.copytree(venv, checkout / ".venv")
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis/chapter 1").write_text("years of work")
+    cases += [("thesis", "", f"refusing to overwrite VENV='{tmp_path}/thesis'")]
     cases += [("checkout/.venv", "", f"of the checkout '{checkout}'")]
     for name, line, message in cases:
         (venv / ".pn_fairseq").write_text(line + mark)
         refused = run("bash", SCRIPTS / "make_venv.sh", VENV=f"{tmp_path}/{name}", check=False)
         assert_refused(refused, message, "choose another VENV")
         assert (venv / ".pn_fairseq").read_text() == line + mark and (checkout / ".venv/bin/python").exists()
+    assert (tmp_path / "thesis/chapter 1").read_text() == "years of work"
     refused = made.make(TORCH="torch==2.12.0")  # its own: refused for want of an interpreter only
     assert_refused(refused, "no-such-python")
 

@@ -84,8 +84,10 @@ def test_rows_of_a_table(unchecked):
 
 @pytest.mark.parametrize("name", reproduce.CORPORA)
 def test_help_lists_the_tables_and_each_is_planned(name, unchecked):
-    """Its rows, with a configuration that exists; of every corpus that has prepared data."""
+    """Its rows, with a configuration that exists; of every corpus that has prepared data. Of the options of the
+    preparation it lists those of the corpus."""
     text = in_process(name, "--help").stdout
+    assert ("--archive" in text) == ("--archive" in RECIPES[name].OPTIONS)
     listed = re.search(r"--table NAME(?s:.*?)NAME:(?s:(.*?))\n  --", text)
     config, tables = reproduce.CORPORA[name].config, {**PAPER, **LM_TABLES}
     known = [table for table, rows in tables.items() if rows.config.startswith(config)]
@@ -102,16 +104,9 @@ def test_help_lists_the_tables_and_each_is_planned(name, unchecked):
         assert lines[-1].endswith(f"--output runs/{tables[table].config}/report-{table}{paper}")
 
 
-@pytest.mark.parametrize(
-    ("name", "table"),
-    [("iwslt14", "adanorm-4-code"), *(
-        pytest.param(name, table, marks=pytest.mark.slow)
-        for name, corpus in reproduce.CORPORA.items() for table in corpus.tables
-    )],
-)  # fmt: skip
-def test_the_settings_of_a_table_are_checked(name, table):
-    """From the command line to the configuration, the architecture and the norms."""
-    dry_run(name, *(("--corpus", "/texts") if name == "ptb" else ()), "--table", table, "--seeds", "1")
+def test_the_settings_of_a_table_are_checked():
+    """From the command line to the configuration and the norms; tests/test_configs.py has the rows of all tables."""
+    dry_run("iwslt14", "--table", "adanorm-4-code", "--seeds", "1")
 
 
 def test_tables_have_the_norms_and_options_of_the_papers(unchecked):
@@ -240,14 +235,6 @@ def test_each_norm_with_settings_is_checked_before_the_preparation(calls):
     assert calls.read_text().splitlines() == checks[:1]
 
 
-def test_only_options_of_the_preparation_are_offered(unchecked):
-    words = ("--dry-run", "--archive", "/x", "--norms", "pn", "--seeds", "1")
-    assert in_process("iwslt14", *words).stdout.splitlines()[0].endswith("--archive /x")
-    assert_refused(in_process("verses", *words), "unrecognized arguments: --archive")
-    for name, offered in (("verses", False), ("iwslt14", True)):
-        assert ("--archive" in in_process(name, "--help").stdout) is offered
-
-
 @pytest.fixture
 def shell(monkeypatch):
     """A step is a line for the shell."""
@@ -289,21 +276,21 @@ def test_without_data_or_report_it_is_an_error(calls, fails, count):
     assert result.returncode == 2 and len(made_of) == count
 
 
-# test_a_step_that_a_signal_ends has SIGINT, which the step gets as well, and test_train.py sends it to a process.
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
-def test_an_interruption_ends_it_all(calls, tmp_path, number):
+def test_an_interruption_ends_it_all(calls, tmp_path):
+    """SIGINT, which the step gets as well: test_a_step_that_a_signal_ends; tests/pipeline/test_train.py sends it."""
     driver = "import sys, types; from pn_fairseq import __main__; from pn_fairseq.pipeline import reproduce; "
     driver += "sys.modules['pn_fairseq.pipeline.train'] = types.SimpleNamespace(main=lambda argv: 0); "
     driver += f"reproduce.program = lambda step: ['{tmp_path}/stub', *step]; sys.exit(__main__.main())"
     process = subprocess.Popen(
         [sys.executable, "-c", driver, "reproduce", "iwslt14"],
         env=environment(HANG="generate"),
-        **{"start_new_session": True, "stderr": subprocess.PIPE, "text": True},
+        stderr=subprocess.PIPE,
+        text=True,
     )
     wait_for(lambda: calls.exists() and "generate" in calls.read_text(), process)
-    os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
+    process.terminate()
     _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 128 + number
+    assert process.returncode == 128 + signal.SIGTERM
     assert stderr.splitlines()[-1] == "pn reproduce: interrupted; run the same command again to resume"
     assert [line.split()[0] for line in calls.read_text().splitlines()] == ["prepare", "train", "average", "generate"]
 
