@@ -205,6 +205,13 @@ def spoil(name, value):
     return change
 
 
+def assert_not_folded(state, tmp_path, *words):
+    torch.save(state, tmp_path / "trained.pt")
+    result = in_process("fold", tmp_path / "trained.pt", tmp_path / "folded.pt")
+    assert_refused(result, str(tmp_path / "trained.pt"), *words)
+    assert {path.name for path in tmp_path.iterdir()} == {"trained.pt"}
+
+
 def setting(**values):
     return lambda state: vars(state["cfg"]["model"]).update(values)
 
@@ -232,13 +239,6 @@ def test_what_cannot_be_folded_is_told_in_one_line(flags, change, words, diction
     if change is not None:
         change(state)
     assert_not_folded(state, tmp_path, *words)
-
-
-def assert_not_folded(state, tmp_path, *words):
-    torch.save(state, tmp_path / "trained.pt")
-    result = in_process("fold", tmp_path / "trained.pt", tmp_path / "folded.pt")
-    assert_refused(result, str(tmp_path / "trained.pt"), *words)
-    assert {path.name for path in tmp_path.iterdir()} == {"trained.pt"}
 
 
 def test_a_difference_beyond_the_tolerance_is_refused(dictionaries, tmp_path, monkeypatch):

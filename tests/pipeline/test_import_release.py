@@ -202,8 +202,10 @@ EXCHANGED = {
     **{"share_all_embeddings": False, "encoder_norm_self": "layer", "encoder_norm_ff": "layer"},
     **{"decoder_norm_self": "power", "decoder_norm_ff": "power"},
 }
-OLDER = {"lr": 0.0015, "data": ["data-bin/iwslt14"], "max_sentences": 8, "fp16": True}
-OLDER["arch"] = "transformer_wmt_en_de_big_t2t_v2"
+OLDER = {
+    **{"arch": "transformer_wmt_en_de_big_t2t_v2", "lr": 0.0015, "data": ["data-bin/iwslt14"]},
+    **{"max_sentences": 8, "fp16": True},
+}
 
 
 @pytest.mark.parametrize(
