@@ -3,6 +3,7 @@
 import gzip
 import importlib.util
 import io
+import itertools
 import logging
 import multiprocessing.forkserver
 import os
@@ -200,6 +201,7 @@ def _program(words: list[str]) -> int | None:
         from pn_fairseq.__main__ import ENVIRONMENT
 
         os.environ.update({**ENVIRONMENT, **os.environ})  # with these it does not start itself again
+        del sys.modules["pn_fairseq.__main__"]  # of which runpy would warn
         sys.argv = words[2:]
         sys.path.insert(0, os.getcwd())
         runpy.run_module(words[2], run_name="__main__", alter_sys=True)
@@ -222,6 +224,12 @@ def refused(capsys, code: int, *needles: str) -> str:
     return result.stderr.splitlines()[-1]
 
 
+def verses(lang: str, count: int, skip: int = 0, split: str = "train") -> list[str]:
+    """Lines of a split of the corpus in the repository."""
+    with gzip.open(ROOT / f"data/verses.es-en/{split}.{lang}.gz", "rt", encoding="utf-8") as file:
+        return [line.removesuffix("\n") for line in itertools.islice(file, skip, skip + count)]
+
+
 def cut_corpus(dest: Path, train: int = 600, valid: int = 40, test: int = 37) -> Path:
     """The first lines of each split of the corpus in the repository.
 
@@ -230,9 +238,8 @@ def cut_corpus(dest: Path, train: int = 600, valid: int = 40, test: int = 37) ->
     dest.mkdir(parents=True, exist_ok=True)
     for split, count in (("train", train), ("valid", valid), ("test", test)):
         for lang in ("es", "en"):
-            with gzip.open(ROOT / f"data/verses.es-en/{split}.{lang}.gz", "rt", encoding="utf-8") as file:
-                lines = [next(file) for _ in range(count)]
-            (dest / f"{split}.{lang}").write_text("".join(lines), encoding="utf-8")
+            text = "".join(f"{line}\n" for line in verses(lang, count, split=split))
+            (dest / f"{split}.{lang}").write_text(text, encoding="utf-8")
     return dest
 
 

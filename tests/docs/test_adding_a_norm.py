@@ -24,7 +24,7 @@ from ..norms.helpers import (
     train_step,
 )
 from ..norms.oracle_windows import UnifiedOracle
-from ..scripts_helpers import ROOT, run, script, verb
+from ..scripts_helpers import ROOT, run, verb
 
 BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/adding_a_norm.md").read_text("utf-8"), re.M | re.S)
 LONGEST = {"my-unified": 80, "my-mix": 45, "l1": 25}
@@ -217,11 +217,3 @@ def test_training_with_fairseq(norm_modules, data, tmp_path, monkeypatch, capfd)
     decode = ("fairseq-generate", data / "bin", "--user-dir", ROOT / "pn_fairseq", "--path", tmp_path / "averaged.pt")
     result = run(*decode, "--gen-subset", "valid", "--max-tokens", 2000, "--cpu", "--beam", 1, "--max-len-b", 5)
     assert len(re.findall(r"^H-", result.stdout, re.M)) == 40
-
-
-def test_train_sh_takes_a_path_relative_to_where_it_is_called(norm_modules, data, tmp_path):
-    words = ("verses_es_en", "--data", data, "--run", tmp_path / "run", "optimization.max_update=1")
-    norm = ("+model.norm_module=my_l1.py", "+model.encoder_norm=l1")
-    script("train.sh", *words, *norm, cwd=norm_modules["l1"].parent)
-    model = load_checkpoint(tmp_path / "run/checkpoints/checkpoint_last.pt")["model"]
-    assert "encoder.layer_norm.weight" in model and "encoder.layer_norm.nu" not in model

@@ -276,21 +276,21 @@ def test_without_data_or_report_it_is_an_error(calls, fails, count):
     assert result.returncode == 2 and len(made_of) == count
 
 
-def test_an_interruption_ends_it_all(calls, tmp_path):
-    """SIGINT, which the step gets as well: test_a_step_that_a_signal_ends; tests/pipeline/test_train.py sends it."""
+# test_a_step_that_a_signal_ends has SIGINT, which the step gets as well, and test_train.py sends it to a process.
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
+def test_an_interruption_ends_it_all(calls, tmp_path, number):
     driver = "import sys, types; from pn_fairseq import __main__; from pn_fairseq.pipeline import reproduce; "
     driver += "sys.modules['pn_fairseq.pipeline.train'] = types.SimpleNamespace(main=lambda argv: 0); "
     driver += f"reproduce.program = lambda step: ['{tmp_path}/stub', *step]; sys.exit(__main__.main())"
     process = subprocess.Popen(
         [sys.executable, "-c", driver, "reproduce", "iwslt14"],
         env=environment(HANG="generate"),
-        stderr=subprocess.PIPE,
-        text=True,
+        **{"start_new_session": True, "stderr": subprocess.PIPE, "text": True},
     )
     wait_for(lambda: calls.exists() and "generate" in calls.read_text(), process)
-    process.terminate()
+    os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
     _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM
+    assert process.returncode == 128 + number
     assert stderr.splitlines()[-1] == "pn reproduce: interrupted; run the same command again to resume"
     assert [line.split()[0] for line in calls.read_text().splitlines()] == ["prepare", "train", "average", "generate"]
 
