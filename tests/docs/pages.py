@@ -90,9 +90,7 @@ def ours(command: Command) -> tuple[str, list[str]] | None:
     if words and words[0] in OTHERS:  # srun ... pn train ..., torchrun ... -m pn_fairseq train ...
         begin = next((number for number, word in enumerate(words) if word in ("pn", "pn_fairseq")), len(words) - 1)
         words = [*(["pn"] if begin + 1 < len(words) else []), *words[begin + 1 :]]
-    if not words:
-        return None
-    if words[:2] == ["python", "-m"] and words[2] == "pytest":
+    if not words or words[:3] == ["python", "-m", "pytest"]:
         return None
     if words[:3] == ["python", "-m", "pn_fairseq"]:
         words = ["pn", *words[3:]]

@@ -39,13 +39,6 @@ def test_boxes_are_fifths_of_training_of_the_first_norm(runs):
     np.testing.assert_allclose(drawn, [(0.0505, 0.735, 1.023, 1.349, 1.373)])
 
 
-def test_another_norm(runs):
-    (run,) = read_runs(runs[:1])
-    subject = read_subject(run, "bn", "bn", "encoder.layers.1.self_attn_layer_norm")
-    figure = FIGURES[3].draw([subject])
-    assert boxes(figure.axes[0])[0] == 15 * 1000 * 100 * 50
-
-
 @pytest.mark.parametrize(("layer", "factors"), [(0, [1, 10]), (1, [10_000, 1000])])
 def test_the_fourth_figure_takes_the_statistic_that_a_norm_normalizes_by(layer, factors, runs):
     """Variances of BN and second moments of PN-V; in the second layer the other way round."""
