@@ -30,9 +30,6 @@ def test_a_folder_that_is_not_a_run_or_is_damaged(tmp_path):
             open_run(tmp_path)
 
 
-MADE = "averaged.pt is the average of 3, not of average_last=10 checkpoints"
-
-
 @pytest.mark.parametrize(
     ("made", "wanted", "listed"),
     [("update 3", 10, True), ("update 10", 10, False), ("update 3", None, False), (None, 10, False), ("", 10, False)],
@@ -44,7 +41,8 @@ def test_an_average_of_fewer_checkpoints_than_asked_for_is_a_problem(made, wante
     (tmp_path / "config.yaml").write_text("{}" if wanted is None else f"average_last: {wanted}\n")
     if made is not None:
         (tmp_path / "checkpoints/averaged.pt.made.txt").write_text(f"averaged={made}\n")
-    assert (MADE in Run(tmp_path, "run").problems) == listed
+    problem = "averaged.pt is the average of 3, not of average_last=10 checkpoints"
+    assert (problem in Run(tmp_path, "run").problems) == listed
 
 
 def checkpoint(file, update, train, valid):

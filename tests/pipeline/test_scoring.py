@@ -25,9 +25,8 @@ def joined_by(lines: list[str], seed: int, *spaces: str) -> list[str]:
     return [re.sub(" ", lambda _: rng.choice([" "] * 20 + [*spaces]), line) for line in lines]
 
 
-OTHER_SPACES = ("\xa0", "\u3000", "\u2028", "\x85", "\x1c", "\x1f")
 TEXT = reference()
-ODD = joined_by(TEXT, 7, *OTHER_SPACES)
+ODD = joined_by(TEXT, 7, "\xa0", "\u3000", "\u2028", "\x85", "\x1c", "\x1f")
 WITH_HYPHENS = joined_by(TEXT, 9, "-", "-é-", " @-@ ")
 WITH_MORE_HYPHENS = noisy(joined_by(WITH_HYPHENS, 10, "-", " - ", "--"), 11)
 

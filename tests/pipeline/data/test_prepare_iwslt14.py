@@ -19,10 +19,7 @@ OPERATIONS = 400
 #: On the PYTHONPATH, it kills a process at a point of its work.
 KILLING = Path(__file__).parent / "killing"
 
-
-@pytest.fixture(scope="module")
-def members() -> dict[str, str]:
-    return iwslt14_members()
+members = pytest.fixture(iwslt14_members, scope="module")
 
 
 @pytest.fixture(scope="module")
