@@ -24,6 +24,7 @@ from pn_fairseq.common.published import LM_TABLES, PAPER
 from pn_fairseq.models.norm_options import NormOptions
 from pn_fairseq.models.transformer_pn import TransformerPNConfig
 from pn_fairseq.norms import NORMS
+from pn_fairseq.pipeline.checks import check_values
 from pn_fairseq.pipeline.data.recipes import RECIPES
 from pn_fairseq.pipeline.reproduce import CORPORA
 from pn_fairseq.pipeline.runs import flat
@@ -343,6 +344,7 @@ def test_rows_of_published_tables_are_models(row):
     arch = f"{corpus.models[0]}_{NORMS[norm].short}_{corpus.size}"
     given = ["task.data=/data", f"model._name={arch}", *(f"model.{key}={value}" for key, value in changes)]
     cfg, _ = compose_settings(ROOT / f"configs/{config}.yaml", given, 1, on_cpu=True)
+    check_values(cfg)
     norms = model_of(cfg.model).norms
     assert (norms.decoder_norm if "_lm_" in arch else norms.encoder_norm) == norm
     assert {key: str(operator.attrgetter(key)(OmegaConf.create(vars(norms)))) for key, _ in changes} == dict(changes)
