@@ -198,7 +198,7 @@ def add_argument_hooks(model: nn.Module, norms: list, forms: dict, declared: boo
         argument = own[0] if own else None
         hook = ArgumentHook(name, parameters, argument, known.get(argument), norms, declared)
         module.register_forward_pre_hook(hook.before, with_kwargs=True)
-        module.register_forward_hook(hook.after, always_call=True)
+        module.register_forward_hook(hook.after, prepend=True, always_call=True)  # the last to begin ends first
         hooked += bool(own)
     if served and not hooked and forms is not ARGUMENT_FORMS:
         raise ValueError(

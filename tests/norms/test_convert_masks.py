@@ -3,6 +3,7 @@
 import copy
 import pickle
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -42,9 +43,8 @@ class Outer(nn.Module):
 def test_the_innermost_module_with_the_argument_decides():
     model = convert_norms(Outer(), "batch", mask_from=["padding_mask", "attention_mask"], skip="*pool")
     assert norm_report(model)[1].masks == ("argument padding_mask of inner", "argument attention_mask of the model")
-    assert "argument padding_mask of inner (no mask if None), else argument attention_mask" in str(
-        norm_report(model)[1]
-    )
+    line = str(norm_report(model)[1])
+    assert "argument padding_mask of inner (if None, only padding(...)), else argument attention_mask" in line
     x = torch.randn(B, T, C)
     filled = x.masked_fill(MASK[..., None], 1e4)
     valid = (~MASK).int()
@@ -55,6 +55,15 @@ def test_the_innermost_module_with_the_argument_decides():
         model(x, valid, fail=True)  # leaves no scope behind
     with pytest.warns(UserWarning, match="first takes statistics .* no padding mask has reached it: padding"):
         copy.deepcopy(model).first(x)
+
+
+@pytest.mark.parametrize("fail", [False, True])
+def test_the_scopes_of_two_conversions_end(fail):
+    model = convert_norms(Outer(), "layer", mask_from="attention_mask", only="first", zero_padding=True)
+    convert_norms(model, "batch", mask_from="attention_mask", only="inner.norm")
+    with pytest.raises(KeyError) if fail else nullcontext():
+        model(torch.randn(B, T, C), (~MASK).int(), fail=fail)
+    assert current_scope() is None
 
 
 def test_an_argument_that_is_none_hides_the_masks_of_modules_around():
