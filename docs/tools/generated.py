@@ -35,7 +35,7 @@ def properties() -> str:
         "parameters",
         "state",
         "training mixes tokens",
-        "in a transformer",
+        "default in a Transformer",
         "flags",
         "own options",
         "`release` differs",

@@ -56,12 +56,12 @@ class NormOptions:
     encoder_norm_last: str | None = flag("norm after the last encoder layer (default: that of --encoder-norm)", _norm)
     decoder_norm_last: str | None = flag("norm after the last decoder layer (default: that of --decoder-norm)", _norm)
     encoder_norm_placement: str = flag(
-        "where norms of encoder layers stand: {placements} (default: {default}; docs/placements.md)",
+        "where the norms of encoder layers go: {placements} (default: {default}; docs/placements.md)",
         _placement,
         "pre",
     )
     decoder_norm_placement: str = flag(
-        "where the norms of decoder layers stand: {placements} (default: {default})", _placement, "pre"
+        "where the norms of decoder layers go: {placements} (default: {default})", _placement, "pre"
     )
     qk_norm: str | None = flag("norm of the queries and keys of each attention head (default: none)", _norm)
     norm_options: Mapping[str, object] | None = flag(
@@ -86,13 +86,13 @@ class NormOptions:
         {"type": float, "metavar": "A"},
     )
     layer_scale_groups: int | None = flag(
-        "groups of channels that layer-scale divides by their root mean square before {scaled}; 0: off (default: the "
-        "norm's own)",
+        "number of groups of channels, each of which layer-scale divides by its root mean square before {scaled}; 0: "
+        "off (default: the norm's own)",
         {"type": int, "metavar": "G"},
     )
     psi_warmup_updates: int | None = flag(
-        "updates during which PN normalizes with the batch's own psi, and UN and MABN with the statistics of the batch "
-        "only; training forwards with --norm-variant release (default: the warm-up of the learning rate)",
+        "updates (with --norm-variant release, training forwards) during which PN normalizes with the batch's own psi, "
+        "and UN and MABN with the statistics of the batch only (default: the warm-up of the learning rate)",
         _whole,
     )
     norm_sync: str = flag(
@@ -110,8 +110,7 @@ class NormOptions:
         _whole,
     )
     norm_probe: str | None = flag(
-        "record the statistics of batches and of gradients of every norm in FILE, a folder of Parquet files "
-        "(docs/figures.md)",
+        "record statistics of batches and gradients for the norms in FILE, a folder of Parquet files (docs/figures.md)",
         {"metavar": "FILE"},
     )
     norm_probe_interval: int = flag("updates from record to record (default: {default})", _whole, 50)

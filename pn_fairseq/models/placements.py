@@ -1,4 +1,4 @@
-"""Where the norms of a layer stand: before, after or inside its sublayers, for every norm.
+"""Where the norms of a layer go: before, after or inside its sublayers, for every norm.
 
 x is the residual stream, F a sublayer (self-attention, cross-attention or feed-forward network) with its dropout, N a
 norm with the padding mask, and l = 1 ... L the number of a layer. A file of ``--norm-module`` adds a placement with

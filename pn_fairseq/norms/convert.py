@@ -127,7 +127,7 @@ class ReplacedNorm:
     def __str__(self) -> str:
         arguments = [*self.masks]
         if len(arguments) > 1:
-            arguments[0] += " (no mask if None)"
+            arguments[0] += " (if None, only padding(...))"
         masks = ", else ".join(["padding(...)", *arguments] if self.block_first else [*arguments, "padding(...)"])
         return f"{self.name}: {self.norm} for {self.replaced}, layout {self.layout or 'of the mask'}, mask from {masks}"
 

@@ -45,7 +45,7 @@ SMALL = {
     r"(fairseq-generate)": r"\1 --max-len-b 10 --cpu",
 }
 #: Commands of the README that others run: a pattern, and the file of tests, or of continuous integration.
-RUN_ELSEWHERE = {r"make venv.*|\. \.venv/bin/activate": ".ci/run", r"make demo": "test_end_to_end.py"}
+RUN_ELSEWHERE = {r"make venv.*|\. \.venv/bin/activate": ".ci/run", r"make demo.*": "test_end_to_end.py"}
 PLAIN = ROOT / "docs/plain_fairseq.md"
 #: Pages whose commands are run.
 RUN = (
