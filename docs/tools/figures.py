@@ -342,8 +342,8 @@ def relative() -> str:
     """One sentence for docs/why.md."""
     last = {run: course(run, THIRD, "tid_var")[1] for run in ("bn", "bn_ls", "pnv", "pnv_ls")}
     return (
-        "In the last fifth of the run these distances, relative to the standard deviation of the "
-        f"batch, are {last['bn_ls']:.3f} with and {last['bn']:.3f} without layer-scale for BN, {last['pnv_ls']:.3f} "
+        "In the last fifth of the run the relative distances of the standard deviations are "
+        f"{last['bn_ls']:.3f} with and {last['bn']:.3f} without layer-scale for BN, {last['pnv_ls']:.3f} "
         f"and {last['pnv']:.3f} for PN-V (`tid_var` in [medians.csv](figures/medians.csv))."
     )
 

@@ -37,7 +37,7 @@ def _load_cpp() -> str | None:
     if spec is None:
         missing = (
             f"they are not compiled for torch {torch.__version__} and this version of pn_fairseq; install it again "
-            "(make venv, or pip with --no-build-isolation) where there is a C++ compiler"
+            "(pip install --no-build-isolation) where there is a C++ compiler"
         )
     else:
         try:
