@@ -2,7 +2,8 @@
 
 ``python -m docs.tools.figures RUNS [key=value...]`` first trains six models in RUNS, with these settings if any are
 given, and writes the records and tables. Run again, it skips what is done and continues.
-``python -m docs.tools.figures --images OUTPUT`` writes those of the runs of examples/images.py in OUTPUT.
+``python -m docs.tools.figures --images OUTPUT`` writes the pictures and tables of the runs of
+examples/images.py in OUTPUT.
 
 The training runs are seed 3 of pn reproduce --study compare_norms with a probe, which changes no number.
 Both compute the tables of docs/figures.md and the numbers of docs/why.md from the records.

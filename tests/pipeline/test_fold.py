@@ -15,7 +15,7 @@ from pn_fairseq.norms import NORMS, LayerScale, fold_norms
 from pn_fairseq.norms.base import ChannelNorm, RunningNorm, running_norms
 
 from ..fixtures.checkpoints import HEADS, LAYERS, hypotheses, make, state_of, with_task
-from ..models.helpers import padded_batch
+from ..models.helpers import both_sides, padded_batch
 from ..scripts_helpers import assert_refused, call_in, in_process, verb
 
 main = verb("fold")
@@ -44,7 +44,7 @@ CASES = [
 CASES += [("power", 2, {"norm_variant": "release", "decoder_norm": "batch"})]
 LAST = {"encoder_norm_last": "power", "decoder_norm_last": "batch", "share_all_embeddings": False}
 CASES += [("batch", 2, LAST)]
-CASES += [("batch", 2, {f"{side}_norm_placement": name for side in ("encoder", "decoder")}) for name in ("peri", "sub")]
+CASES += [("batch", 2, both_sides(norm_placement=name)) for name in ("peri", "sub")]
 
 
 def test_a_norm_that_is_no_affine_map_in_evaluation_stays(dictionaries, tmp_path, monkeypatch):

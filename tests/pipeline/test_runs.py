@@ -190,7 +190,7 @@ def test_a_run_is_finished_where_its_log_ends_with_the_same_limits(tmp_path):
     assert not train.is_finished(cfg, 5, tmp_path, data)
 
 
-def test_two_trainings_in_one_run_are_refused(tmp_path):
+def test_two_training_processes_in_one_run_are_refused(tmp_path):
     """For as long as the training exists, and not the processes that load its data, which may outlive it a little."""
     ready, written = os.pipe()
     training = os.fork()

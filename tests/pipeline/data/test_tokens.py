@@ -1,6 +1,5 @@
 """Tokens, with the rule for the last full stop, which sacremoses lacks, plain text of them, and subwords."""
 
-import gzip
 import shutil
 
 import pytest
@@ -13,7 +12,7 @@ from pn_fairseq.pipeline.data.settings import Settings
 from pn_fairseq.pipeline.data.subwords import are_in, count_merges, learn, segmenter
 from pn_fairseq.pipeline.data.tokens import detokenize
 
-from ...scripts_helpers import ROOT
+from ...scripts_helpers import verses
 
 
 def tokenize(line: str, lang: str = "en", straighten: bool = False, **changes: object) -> str:
@@ -167,8 +166,7 @@ def test_tokens_become_plain_text(language, tokens, text):
 
 def test_plain_text_survives_its_tokens():
     """Sentences of the corpus with several quotations."""
-    with gzip.open(ROOT / "data/verses.es-en/test.en.gz", "rt", encoding="utf-8") as file:
-        quoting = [line.rstrip("\n") for line in file if line.count("“") > 1 and "—" not in line]
+    quoting = [line for line in verses("en", 1000, split="test") if line.count("“") > 1 and "—" not in line]
     assert len(quoting) > 15
     tokenizer = sacremoses.MosesTokenizer(lang="en")
     assert detokenize([tokenizer.tokenize(line, return_str=True) for line in quoting], "en") == quoting
