@@ -111,7 +111,7 @@ report scored --output out --planned PNV:loss         | --planned PNV: there is 
 reproduce compare_norms                               | pn reproduce --study compare_norms
 reproduce --study none.yaml --dry-run                 | there is no; none.yaml; compare_masks
 reproduce --study compare_mask --dry-run              | did you mean 'compare_masks'?
-reproduce --study=compare_norms --multi30k /nowhere   | /nowhere is not a directory
+reproduce --study=compare_norms --multi30k /nowhere   | unrecognized arguments: --multi30k
 reproduce nothing --data data --dry-run               | there is no; verses_es_en
 reproduce verses --dry-run --archive text             | unrecognized arguments: --archive
 reproduce iwslt14 --dry-run --norms 'ln pnw'          | unknown norm 'pnw'; did you mean 'pn'?; ln, bn, pnv, pn

@@ -189,21 +189,11 @@ def study_command(argv: Sequence[str]) -> int:
     add("--runs", type=Path, metavar="DIR", default=f"runs/{name}", help=runs)
     add_ranks(parser)
     add("--dry-run", action="store_true", help="print the commands and do nothing")
-    corpora = dict.fromkeys(part.corpus for part in study.parts)
-    of_users = [corpus for corpus in corpora if corpus in RECIPES and "--corpus" in RECIPES[corpus].OPTIONS]
-    for corpus in of_users:
-        text = f"the text of {corpus} (pn prepare {corpus} --help); without it that corpus is left out"
-        add(f"--{corpus}", dest=corpus, type=Path, metavar="DIR", help=text)
     args = vars(parser.parse_intermixed_args(options))
-    for corpus in of_users:
-        if args[corpus] and not args[corpus].is_dir():
-            raise UserError(f"--{corpus} {args[corpus]} is not a directory")
-        if not args[corpus]:
-            say("reproduce", f"note: {corpus} is left out without its text (--{corpus} DIR)")
-    parts = [part for part in study.parts if args.get(part.corpus, True)]
     failed = 0
-    for seed in sorted({seed for part in parts for seed in part.seeds}):  # a seed is whole before the next one begins
-        for part in parts:
+    seeds = sorted({seed for part in study.parts for seed in part.seeds})
+    for seed in seeds:  # a seed is whole before the next one begins
+        for part in study.parts:
             if seed in part.seeds:
                 failed |= reproduce(
                     part.corpus,
@@ -214,11 +204,10 @@ def study_command(argv: Sequence[str]) -> int:
                     runs=args["runs"] / part.folder,
                     data=part.data and Path(part.data),
                     ranks=args["ranks"] or part.ranks,
-                    preparation=["--corpus", str(args[part.corpus])] if part.corpus in of_users else [],
                     dry_run=args["dry_run"],
                 )
     if not args["dry_run"]:
-        for folder in dict.fromkeys(args["runs"] / part.folder for part in parts):
+        for folder in dict.fromkeys(args["runs"] / part.folder for part in study.parts):
             must(["report", *sorted(folder.glob("*_seed*")), "--output", folder / "report"])
     return failed
 

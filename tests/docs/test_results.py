@@ -10,6 +10,7 @@ import re
 import pandas
 import pytest
 
+from pn_fairseq.common.published import PAPER
 from pn_fairseq.pipeline.metrics import METRICS
 from pn_fairseq.report import intervals
 from pn_fairseq.report.significance import LOSS, MEASURES
@@ -22,7 +23,8 @@ SETTINGS = "ada_scale init_seed layer_scale_groups lr max_tokens norm_alpha_bwd 
 RUNS = pandas.read_csv(RESULTS / "runs.csv", dtype=dict.fromkeys(SETTINGS, "string"))
 #: Title of a column -> column of runs.csv, and decimals.
 COLUMNS = {
-    "BLEU": ("tokenized", 2), "chrF2": ("chrf", 2), "perplexity": ("perplexity", 2),
+    "BLEU": ("tokenized", 2), "BLEU on both test sets": ("tokenized test1", 2), "chrF2": ("chrf", 2),
+    "perplexity": ("perplexity", 2),
     "with statistics of the batch": ("batch", 2), "validation loss": (LOSS, 3), "test loss": ("bits", 3),
 }  # fmt: skip
 SELECTION = re.compile(
@@ -115,6 +117,19 @@ def differences_of(text: str, runs: pandas.DataFrame) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_numbers_of_a_page_are_those_of_its_runs(page):
     assert differences_of(page.read_text("utf-8"), RUNS) == []
+
+
+def test_the_published_score_and_the_runs_that_repeat_it():
+    (published,) = PAPER["multi30k-tiny"].rows
+    runs = RUNS.query("study == 'published' and encoder_norm_placement == 'post'")
+    page, mean = (RESULTS / "multi30k.md").read_text("utf-8"), runs["tokenized"].mean()
+    first = " ".join(page.split("\n\n")[1].split())
+    assert f"reaches {mean:.2f} BLEU" in first and f"{mean - published.bleu:.2f} above the {published.bleu}" in first
+    assert f"reaches {mean:.2f} BLEU" in " ".join((ROOT / "README.md").read_text("utf-8").split())
+    parts = r"(\S+) \(BP = (\S+),? ratio = \S+ hyp_len = (\d+) ref_len = 12103\)"
+    for run in runs.to_dict("records"):
+        precisions, brevity, tokens = re.fullmatch(parts, run["parts of tokenized BLEU"]).groups()
+        assert f"| seed {run['seed']} | {run['tokenized']:.2f} | {precisions} | {brevity} | {int(tokens):,} |" in page
 
 
 def test_a_digit_that_is_changed_in_a_page_or_in_the_table_is_noticed():
