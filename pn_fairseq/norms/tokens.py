@@ -267,11 +267,13 @@ class Training(torch.autograd.Function):
         kernels.refuse_second_derivative()
         x, weight, bias, padding, inv_rms, *further = ctx.saved_tensors
         contribution, norm = ctx.contribution, ctx.norm
+        if contribution.version is None:  # a second backward of a retained graph contributes nothing
+            contribution = copy(contribution)  # the first one's contribution may still wait for its flush
         scale = norm.current_loss_scale()
         tokens = Tokens(norm, contribution, x, padding, weight, bias, further, inv_rms, dy, scale)
         dx, parameters, *gradients = norm.backward_pass(tokens, contribution)
         norm.contribute(contribution)
-        contribution.version = None  # a second backward of a retained graph contributes nothing
+        contribution.version = None
         gradients = [value.to(parameter.dtype) for value, parameter in zip(gradients, further, strict=True)]
         if weight is None:
             return dx, None, None, None, None, None, *gradients

@@ -140,15 +140,18 @@ def test_gradient_accumulation_counts_every_batch_and_adds_gradients(case):
 
 
 def test_a_second_backward_of_a_retained_graph_gives_the_same_and_counts_nothing(running):
-    norm = running.trained()
+    norm, other = running.trained(), running.trained()
     x, mask, dy = tensors(rng(3))
     x.requires_grad_()
-    y = norm(x, mask)
+    y, of_other = norm(x, mask), other(x, mask)
     (once,) = torch.autograd.grad(y, x, dy, retain_graph=True)
     after = state_of(norm)
     (twice,) = torch.autograd.grad(y, x, dy)
     assert torch.equal(once, twice)
     assert_state_unchanged(norm, after)
+    for gradient in (dy, 3 * dy):  # nothing is flushed between the two
+        torch.autograd.grad(of_other, x, gradient, retain_graph=True)
+    assert_state_unchanged(other, after)
 
 
 @pytest.mark.parametrize("loaded_first", [True, False], ids=["before the backward", "after it"])
