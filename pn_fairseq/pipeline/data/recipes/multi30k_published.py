@@ -3,9 +3,9 @@
 Reads train, valid, test.2016 and test.2017 in both languages (train.en, ..., plain or .gz) and bpe-codes from --corpus:
 Moses' tokens, lower-cased, in subwords, from data/multi30k-en-de of the authors' public repository LividWo/Revisit-MMT,
 where bpe-codes is called code. The makers of Multi30k ask that it be used for research and education only, and it is
-not downloaded. The text, which is not
-changed, is for `pn train multi30k_en_de_tiny`. The subset test is test.2016, to which the published score refers, and
-test1 is test.2016 and test.2017 together. Expected: 29,000 training and 1,014 validation pairs, 1,000 in each test set.
+not downloaded. The text, which is not changed, is for `pn train multi30k_en_de_tiny`. The subset test is test.2016, to
+which the published score refers, and test1 is test.2016 and test.2017 together. Expected: 29,000 training and 1,014
+validation pairs, 1,000 in each test set.
 """
 
 from pn_fairseq.pipeline.data.corpus import Corpus
