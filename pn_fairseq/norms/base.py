@@ -292,9 +292,10 @@ class RunningNorm(StatefulNorm):
 
 def refuse_transforms() -> None:
     """Called in training."""
-    if torch.compiler.is_exporting() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_exporting() or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active():
         raise RuntimeError(
-            "torch.export and torch.func cannot transform a norm of pn_fairseq in training mode: call eval() first"
+            "torch.export and torch.func (and torch.jit.trace) cannot transform a norm of pn_fairseq in training mode: "
+            "call eval() first"
         )
 
 

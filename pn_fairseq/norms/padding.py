@@ -232,7 +232,8 @@ class padding(AbstractContextManager):
         self._scopes: list[Scope] = []
 
     def __enter__(self) -> padding:
-        scope = Scope(lambda: self._mask, declared=True)
+        mask = copy.copy(self._mask)  # which converts its tensor once: before the next block it may be refilled
+        scope = Scope(lambda: mask, declared=True)
         scope.is_block = True
         self._scopes.append(scope.__enter__())
         return self

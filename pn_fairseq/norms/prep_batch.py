@@ -9,6 +9,7 @@ from pn_fairseq import kernels
 from pn_fairseq.norms.batch import MaskedBatchNorm
 from pn_fairseq.norms.checks import check_whole
 from pn_fairseq.norms.compiled import find, operator
+from pn_fairseq.norms.state import COUNT
 from pn_fairseq.norms.tokens import Contribution, Tokens
 
 
@@ -72,8 +73,9 @@ class ProgressiveBatchNorm(MaskedBatchNorm):
             return 0.0
         if self._num_updates is not None:
             return max(0.0, 1.0 - self._num_updates / self.fade_updates)
-        # float64: 1 - lambda, which multiplies RepBN, is small at first.
-        return (1.0 - self.num_batches_tracked.double() / self.fade_updates).clamp(min=0.0)
+        # Read without a flush: in a frozen norm, the step that began with this forward may be waiting already. float64:
+        # 1 - lambda, which multiplies RepBN, is small at first.
+        return (1.0 - dict.__getitem__(self._buffers, COUNT).double() / self.fade_updates).clamp(min=0.0)
 
     def further_parameters(self) -> tuple[Tensor, ...]:
         # LN's gain and bias get their gradients in token_part, and zeros from backward_pass: without any gradient after
@@ -114,7 +116,8 @@ class ProgressiveBatchNorm(MaskedBatchNorm):
         sigma = (moment + self.eps).sqrt()
         if not further:
             return 1.0 + sigma, mean
-        return torch.addcmul(weight, further[0], sigma), torch.addcmul(bias, further[0], mean)
+        # In evaluation mean is a buffer, which may change before the backward.
+        return torch.addcmul(weight, further[0], sigma), torch.addcmul(bias, further[0], mean.clone())
 
 
 @operator("layer_share(Tensor norm) -> Tensor", lambda _: torch.empty((), dtype=torch.float64, device="cpu"))

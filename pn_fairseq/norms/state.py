@@ -118,7 +118,11 @@ def _saves_operators() -> bool:
 
 def is_recomputation() -> bool:
     """Whether this forward is a recomputation by checkpointing without reentry, whose first computation had gradients
-    enabled. With reentry the first computation has them disabled."""
+    enabled. With reentry the first computation has them disabled. A compiled backward repeats what its graph
+    checkpoints."""
+    node = torch._C._current_autograd_node()
+    if node is not None and node.name().startswith("CompiledFunction"):
+        return True
     autograd, hooks = torch._C._autograd, []
     while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
         hooks.append(top)
@@ -188,8 +192,8 @@ class StatefulNorm(ChannelNorm):
     def reset_running_stats(self) -> None:
         """Give the state its initial values."""
         self.discard_pending()
-        for name, buffer in self._buffers.items():
-            nn.init.constant_(buffer, self._initial.get(name, 0))
+        for name in (*self._initial, COUNT):  # a buffer of torch.nn.utils.prune is no state
+            nn.init.constant_(self._buffers[name], self._initial.get(name, 0))
 
     def train(self, mode: bool = True):
         self.flush()
@@ -224,6 +228,8 @@ class StatefulNorm(ChannelNorm):
 
 
 def _before_loading(module: StatefulNorm, state_dict: dict, prefix: str, *_) -> None:
+    if not any(prefix + name in state_dict for name in module._buffers):
+        return  # the parameters of adapters, for example: the state stays
     module.discard_pending()
     module.set_num_updates(None)
     # With assign=True torch takes the tensors as they are. The dict is torch's own, not the caller's.

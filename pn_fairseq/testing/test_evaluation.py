@@ -12,6 +12,7 @@ from pn_fairseq.testing.helpers import (
     CHANNELS,
     COUNT,
     assert_close,
+    assert_same,
     assert_state_unchanged,
     assert_states_equal,
     flushed,
@@ -152,6 +153,19 @@ def test_evaluation_has_gradients(running):
     some_steps(norm.float(), 1)
 
 
+def test_a_gradient_of_an_evaluation_is_of_the_state_that_it_used(running):
+    norm, twin = running.trained().eval(), running.trained().eval()
+    x, mask, dy = tensors(rng(3))
+    y = norm(x, mask)
+    some_steps(norm)
+    for model, result in ((norm, y), (twin, twin(x, mask))):
+        model.zero_grad()
+        result.backward(dy)
+    gradients = [[p.grad for p in model.parameters() if p.grad is not None] for model in (norm, twin)]
+    assert gradients[0]
+    assert_same(*gradients)
+
+
 # torch.compile, torch.export, torch.func.
 
 
@@ -219,6 +233,7 @@ def test_evaluation_under_transforms_of_torch_func(case):
         assert_close(per_token[key].sum(0), parameter.grad, terms=1.0)
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_transforms_of_torch_func_and_second_derivatives_in_training_are_refused(running):
     norm = running.trained(4)
     x = torch.randn(6, CHANNELS, requires_grad=True)
@@ -233,6 +248,8 @@ def test_transforms_of_torch_func_and_second_derivatives_in_training_are_refused
     for strict in (False, True):
         with pytest.raises(RuntimeError, match=r"torch.export .* call eval\(\) first"):
             torch.export.export(norm, (x,), strict=strict)
+    with pytest.raises(RuntimeError, match=r"torch.jit.trace.* call eval\(\) first"):
+        torch.jit.trace(norm, (x,))
     before = state_of(norm)
     given = {name: value.clone() for name, value in norm.named_buffers()}
     for some in (given, dict(list(given.items())[:1])):

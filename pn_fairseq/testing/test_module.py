@@ -46,7 +46,10 @@ def test_parameters_and_initial_state(case):
 
 def test_reset_parameters_gives_the_initial_values(case):
     norm, new = case.trained(), build_norm(case.name, CHANNELS, case.variant, **SCHEDULES)
+    norm.register_buffer("of_user", torch.ones(2), persistent=False)
     norm.reset_parameters()
+    assert norm.of_user.all()
+    del norm.of_user
     assert_same(norm.state_dict().values(), new.state_dict().values())
     assert_same(some_steps(norm), some_steps(new))
 

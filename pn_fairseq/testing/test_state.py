@@ -18,6 +18,7 @@ from pn_fairseq.testing.helpers import (
     checkpointed,
     random_batch,
     rng,
+    some_steps,
     state_of,
     tensors,
     to_mask,
@@ -169,6 +170,22 @@ def test_a_step_belongs_to_the_state_that_a_load_replaces(running, loaded_first)
         y.backward(dy)
     assert torch.equal(leaf.grad, leaf_of_plain.grad)
     assert_states_equal(norm, saved)
+
+
+def test_parameters_that_are_loaded_alone_leave_the_state_and_the_number_of_updates(running):
+    norm, twin = running.trained(psi_warmup_updates=9), running.trained(psi_warmup_updates=9)
+    for module in (norm, twin):
+        module.set_num_updates(1)
+        x, mask, dy = tensors(rng(3))
+        module(x.requires_grad_(), mask).backward(dy)  # waits for a flush
+    norm.load_state_dict(dict(norm.named_parameters()), strict=False)
+    assert_same(some_steps(norm), some_steps(twin))
+
+
+def test_a_frozen_norm_computes_the_same(running):
+    norm, frozen = running.trained(steps=1), running.trained(steps=1)
+    x, mask, _ = tensors(rng(3))
+    assert torch.equal(frozen.requires_grad_(False)(x, mask), norm(x, mask))
 
 
 @pytest.mark.parametrize("frozen", ["x", "parameters", "weight", "bias"])

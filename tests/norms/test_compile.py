@@ -95,6 +95,15 @@ def test_evaluation_loading_and_frozen_parameters_between_steps():
     assert breaks == 0 and worst <= 1e-6 and model.norm.num_batches_tracked == 3
 
 
+def test_a_frozen_norm_in_a_checkpointed_part_counts_once():
+    model = Block("power", checkpointed=True)
+    model.first.requires_grad_(False), model.norm.requires_grad_(False)
+    compiled = torch.compile(model, backend="aot_eager")
+    for _ in range(2):
+        compiled(*batch(5)).sum().backward()
+    assert model.norm.num_batches_tracked == 2
+
+
 def test_steps_without_gradients_are_those_of_eager_mode():
     norm = build_norm("batch", CHANNELS, affine=False)
     compiled = torch.compile(norm, backend="aot_eager", fullgraph=True)

@@ -225,6 +225,19 @@ def test_wrong_additive_mask():
         convert_norms(nn.LayerNorm(C), "batch")(torch.randn(B, T, C))
 
 
+@pytest.mark.parametrize("form", ["valid", "lengths", "additive"])
+def test_a_block_whose_tensor_is_refilled_has_another_mask(form):
+    x, model = torch.randn(B, T, C), convert_norms(FeedForward(), "batch")
+    given = {"valid": ~MASK, "lengths": LENGTHS.clone(), "additive": MASK * torch.tensor(-torch.inf).nan_to_num()}[form]
+    block = padding(**{form: given})
+    for flipped in (MASK, MASK.flip(0)):
+        with padding(flipped):
+            expected = copy.deepcopy(model)(x)
+        with block:
+            assert model(x).equal(expected)
+        given.copy_(given.flip(0))
+
+
 def test_one_warning_for_a_model_without_any_mask():
     model = convert_norms(FeedForward(), "batch", zero_padding=True)
     x = torch.randn(B, T, C)
