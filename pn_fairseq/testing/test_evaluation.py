@@ -188,7 +188,8 @@ def test_evaluation_compiles_without_a_graph_break(case, compiler):
 
 @long
 def test_training_under_compile_is_training(case, compiler):
-    """In one graph, and one more for all other lengths; the updates of a warm-up compile nothing again."""
+    """In one graph, and one more for all other lengths; the updates of a warm-up compile nothing again, but the end of
+    PRepBN's fade."""
     plain, twin = case.build(4, psi_warmup_updates=2), case.build(4, psi_warmup_updates=2)
     compiled = compiler(twin, fullgraph=True)
     generator = rng(1)
@@ -201,7 +202,7 @@ def test_training_under_compile_is_training(case, compiler):
             gradients = train_step(call, *batch)
             results.append([torch.tensor(value) for value in gradients.values()] + list(state_of(norm).values()))
         torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2 + (case.name == "prep-batch")
 
 
 @long
