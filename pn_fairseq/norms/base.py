@@ -9,7 +9,7 @@ from pn_fairseq import kernels
 from pn_fairseq.norms.channel import ChannelNorm
 from pn_fairseq.norms.checks import check_alpha, check_input, check_positive
 from pn_fairseq.norms.compiled import compiled_step
-from pn_fairseq.norms.diagnostics import collect
+from pn_fairseq.norms.diagnostics import Collected
 from pn_fairseq.norms.distributed import refuse_join, world_size
 from pn_fairseq.norms.nested import over_tokens
 from pn_fairseq.norms.state import COUNT, StatefulNorm, is_recomputation
@@ -80,7 +80,7 @@ class RunningNorm(StatefulNorm):
         super().__init__(num_features, **common)
         self.alpha_fwd = check_alpha("alpha_fwd", alpha_fwd)
         self.sync, self.process_group = sync, process_group
-        self._collected: dict[str, Tensor] = {}
+        self._collected = Collected()
 
     # What a norm defines.
 
@@ -167,8 +167,13 @@ class RunningNorm(StatefulNorm):
         return moments if self.mean_name is None else {self.mean_name: batch.mean, **moments}
 
     def observe(self, contribution: Contribution) -> dict[str, Tensor]:
-        """More :meth:`diagnostics` of a step that is about to be taken in, by name, each 0-d."""
+        """More :meth:`diagnostics` of the last step, by name, each 0-d. It is called when they are read."""
         return {}
+
+    def step_flags(self, contribution: Contribution, counted: Tensor) -> dict[str, Tensor]:
+        """Properties of a step that :meth:`diagnostics` counts, by name, each 0-d bool. ``counted``: whether the step
+        is about to enter the state."""
+        return {"nonfinite_steps": (contribution.batch.count > 0) & ~counted}
 
     # Training.
 
@@ -193,6 +198,11 @@ class RunningNorm(StatefulNorm):
 
     def training_step(self, apply, x: Tensor, weight, bias, padding_mask: Tensor | None, further) -> Tensor:
         """y of a training step without :meth:`token_part`; ``apply`` calls :class:`.Training`."""
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a CUDA graph cannot replay a training step of a norm of pn_fairseq, because the state is updated in "
+                "Python: call eval() before the capture, or leave the norm out of the graph"
+            )
         self.flush()
         if self.synchronises():
             refuse_join()
@@ -232,7 +242,7 @@ class RunningNorm(StatefulNorm):
         if not contribution.has_gradient:
             new = {name: value for name, value in new.items() if name not in self.gradient_state}
         if self.collecting:
-            collect(self, contribution, new[COUNT] > self.num_batches_tracked, self._collected)
+            self._collected.take(self, contribution, new[COUNT] > self.num_batches_tracked)
         return new
 
     def set_num_updates(self, num_updates: int | None) -> None:
@@ -287,7 +297,7 @@ class RunningNorm(StatefulNorm):
         moment. ``nonfinite_steps``: number of steps discarded because a statistic or gradient was not finite.
         """
         self.flush()
-        return dict(self._collected)
+        return self._collected.report(self)
 
 
 def refuse_transforms() -> None:

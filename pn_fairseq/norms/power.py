@@ -114,10 +114,13 @@ class PowerNorm(RunningNorm):
         return contribution.batch.moment / (contribution.psi2.to(contribution.batch.moment.dtype) + self.eps)
 
     def observe(self, contribution: Contribution) -> dict[str, Tensor]:
-        """``gamma_max``: largest Gamma of a channel. ``guarded_steps``: how often ``max(0, .)`` acted."""
-        gamma = self.gamma(contribution)
-        finite = gamma.isfinite().all() & contribution.products.isfinite().all()
-        return {"gamma_max": gamma.max(), "guarded_steps": ((1.0 - self.alpha_bwd) * gamma > 1.0).any() & finite}
+        """``gamma_max``: largest Gamma of a channel."""
+        return {"gamma_max": self.gamma(contribution).max()}
+
+    def step_flags(self, contribution: Contribution, counted: Tensor) -> dict[str, Tensor]:
+        """Also ``guarded_steps``: how often ``max(0, .)`` acted."""
+        guarded = ((1.0 - self.alpha_bwd) * self.gamma(contribution) > 1.0).any() & counted
+        return {**super().step_flags(contribution, counted), "guarded_steps": guarded}
 
     def diagnostics(self) -> dict[str, Tensor]:
         """The diagnostics of :class:`RunningNorm` and :meth:`observe`, and ``nu_rms``, the root mean square of nu."""

@@ -117,7 +117,5 @@ class PowerNormRelease(PowerNorm):
         }
         return self.if_counted(contribution, new)
 
-    def observe(self, contribution: Contribution) -> dict[str, Tensor]:
-        observed = super().observe(contribution)
-        del observed["guarded_steps"]  # (d)
-        return observed
+    def step_flags(self, contribution: Contribution, counted: Tensor) -> dict[str, Tensor]:
+        return RunningNorm.step_flags(self, contribution, counted)  # (d)

@@ -75,6 +75,7 @@ class Contribution:
             self.batch = Moments(None, parts.pop(0) / count.clamp(min=1.0), count[0], reduced=True)
         if not self.products_reduced:
             self.products = torch.stack(parts)
+        self.sums = self.work = None  # a handle of a collective call cannot be copied
 
 
 class Tokens:

@@ -263,6 +263,18 @@ def test_transforms_of_torch_func_and_second_derivatives_in_training_are_refused
     assert state_of(norm)[COUNT] == before[COUNT] + 1
 
 
+def test_a_training_step_in_a_cuda_graph_is_refused(running, monkeypatch):
+    norm = running.trained(4)
+    before, x = state_of(norm), torch.randn(6, CHANNELS)
+    with monkeypatch.context() as capturing:
+        capturing.setattr(torch.Tensor, "is_cuda", True)
+        capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(RuntimeError, match=r"CUDA graph .* call eval\(\) before the capture"):
+            norm(x)
+        assert norm.eval()(x).isfinite().all()
+    assert_state_unchanged(norm, before)
+
+
 # Diagnostics.
 
 

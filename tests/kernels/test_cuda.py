@@ -198,6 +198,20 @@ def test_evaluation_in_a_graph():
     torch.testing.assert_close(y, expected, rtol=0, atol=0)
 
 
+def test_a_training_step_in_a_graph_is_refused():
+    norm = NORMS["pn with layer-scale"]().cuda()
+    x, dy, mask = inputs()
+    norm(x, mask).backward(dy)
+    with (
+        pytest.raises(RuntimeError, match=r"call eval\(\) before the capture"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        norm(x, mask)
+    norm(x, mask).backward(dy)
+    norm.flush()
+    assert norm.num_batches_tracked == 2
+
+
 def test_evaluation_under_torch_compile():
     norm = NORMS["pn with layer-scale"]().cuda().eval()
     x = torch.randn(64, 8, 512, device="cuda")
