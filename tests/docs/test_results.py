@@ -9,6 +9,7 @@ import re
 
 import pandas
 import pytest
+from scipy import stats
 
 from pn_fairseq.common.published import PAPER
 from pn_fairseq.pipeline.metrics import METRICS
@@ -149,3 +150,19 @@ def test_each_run_has_what_it_was_trained_with():
     assert not RUNS[["study", "corpus", "system", "norm", "seed", "machine", "commit", LOSS]].isna().any().any()
     assert not RUNS.duplicated(["study", "corpus", "system", "model", "max_tokens", "seed", "machine"]).any()
     assert {*METRICS} - {"ter"} <= {*RUNS} and {*MEASURES} - {"ter"} <= {*RUNS}
+
+
+def test_the_losses_of_the_part_of_iwslt14():
+    page = (RESULTS / "iwslt14_sample.md").read_text("utf-8")
+    curves = pandas.read_csv(RESULTS / "iwslt14-sample-curves.csv")
+    last = curves.dropna(subset=["valid"]).groupby(["system", "seed"])["update"].max().min()
+    lowest = curves[curves["update"] <= last].groupby(["system", "seed"])["valid"].min().unstack()
+    lowest.loc["PN − LN"] = lowest.loc["PN"] - lowest.loc["LN"]
+    assert f"update {last:,}" in page.split("\n\n")[1].replace("\n", " ")
+    for name, values in lowest.iterrows():
+        assert f"| {name} | {' | '.join(f'{value:.3f}'.replace('-', '−') for value in values)} |" in page
+    difference = stats.ttest_rel(lowest.loc["PN"], lowest.loc["LN"])
+    low, high = difference.confidence_interval()
+    mean = -lowest.loc["PN − LN"].mean()
+    assert f"by {mean:.3f} bits per token on average" in page
+    assert f"{-high:.3f} to {-low:.3f}" in page and f"p = {difference.pvalue:.3f}" in page
