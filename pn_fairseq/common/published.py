@@ -51,6 +51,7 @@ class Table:
     measure: str = "tokenized BLEU"  # which BLEU it is
     data: Mapping[str, str] = field(default_factory=dict)  # in the settings of prepared data: languages, case, BPE, ...
     sentences: int | None = None  # size of the test set
+    training: int | None = None  # pairs of the training set
     compound_split: bool = False  # whether compounds were split for it
     exact: bool = False  # a row is shown beside systems with all of its settings only
     note: str = ""  # what else a reader has to know
@@ -125,16 +126,19 @@ PAPER_MEDIANS, PAPER_BLEU, PAPER_GAIN = _FIGURES["medians"], _FIGURES["bleu"], _
 PAPER_SPECTRA, SPECTRA_INDICES = _FIGURES["spectra"], _FIGURES["spectra_indices"]
 
 
-def recognise(data: Mapping[str, str], sentences: int | None) -> str | None:
+def recognise(data: Mapping[str, str], sentences: int | None, training: float | None) -> str | None:
     """The first of :data:`PAPER` whose data the prepared data is, or None.
 
-    Settings and size must all be the same: other corpora share the languages, and a part of one cannot be compared.
+    Settings and sizes must be the same: other corpora share the languages, and a part of one cannot be compared. Only
+    the size of the training set, which depends on the tokenizer, may be 10% smaller.
 
     Args:
         data: settings of the prepared data.
         sentences: size of the test set; None if it is not known.
+        training: pairs of the training set; None if their number is not known.
     """
     for name, table in PAPER.items():
-        if sentences == table.sentences and all(data.get(key) == value for key, value in table.data.items()):
+        part = table.training and training is not None and training < 0.9 * table.training
+        if sentences == table.sentences and not part and data.items() >= table.data.items():
             return name
     return None

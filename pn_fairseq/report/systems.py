@@ -7,10 +7,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import pandas
 
 from pn_fairseq import norms
+from pn_fairseq.common.files import read_settings
 from pn_fairseq.pipeline.metrics import METRICS
 from pn_fairseq.pipeline.runs import parts_of
 from pn_fairseq.report.runs import LM_MEASURES, Run
@@ -111,6 +113,16 @@ class Corpus:
     @property
     def runs(self) -> list[Run]:
         return list(self.frame["run"])
+
+    def data_folders(self) -> list[Path]:
+        """Where the prepared data is; a study trained elsewhere has several."""
+        return list(dict.fromkeys(run.data_folder for run in self.runs if run.data_folder))
+
+    def counts(self) -> dict[str, float]:
+        """Of the prepared data: pairs or tokens of each part; empty if the data is gone."""
+        files = [folder / "counts.txt" for folder in self.data_folders()]
+        counts = next((read_settings(file) for file in files if file.is_file()), {})
+        return {name: float(count) for name, count in counts.items()}
 
     def members(self, label: str) -> list[Run]:
         """The runs of a system."""

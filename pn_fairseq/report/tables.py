@@ -16,7 +16,6 @@ from pathlib import Path
 import pandas
 
 from pn_fairseq.common.command import say
-from pn_fairseq.common.files import read_settings
 from pn_fairseq.common.published import Row
 from pn_fairseq.pipeline.metrics import METRICS
 from pn_fairseq.pipeline.training_log import TrainingLog
@@ -78,7 +77,7 @@ def _plain(value: object) -> str:
 
 def data(corpus: Corpus) -> pandas.DataFrame:
     """Where the data is, its settings that are not off, and its counts."""
-    folders = dict.fromkeys(run.data_folder for run in corpus.runs if run.data_folder)
+    folders = corpus.data_folders()
     rows = {"prepared data": code(", ".join(map(os.path.relpath, folders))) if folders else missing("not recorded")}
     if corpus.data is None:
         rows["settings"] = missing("not recorded")
@@ -86,11 +85,10 @@ def data(corpus: Corpus) -> pandas.DataFrame:
         off = not value or value == "0" and key not in ("lower", "bpe")
         if not off and key not in ("folder", "clean_stage") and "." not in key:  # with a dot: a file, and its checksum
             rows[code(key)] = code(value)
-    files = [folder / "counts.txt" for folder in folders]
-    counts = next((read_settings(file) for file in files if file.is_file()), {})  # empty if the data is gone
+    counts = corpus.counts()
     titles = _COUNTS_OF_TOKENS if corpus.runs[0].language_model else _COUNTS_OF_PAIRS
     for name, title in titles.items():
-        rows[title] = f"{float(counts[name]):,.12g}" if name in counts else missing("not known")
+        rows[title] = f"{counts[name]:,.12g}" if name in counts else missing("not known")
     return pandas.DataFrame({"data": rows.keys(), "value": rows.values()})
 
 

@@ -61,7 +61,7 @@ def content(corpus: Corpus, paper: str | Table, resamples: int) -> dict:
     # Runs that were scored before a metric existed are shown without it.
     metrics = [name for name in METRICS if any(run.score(name) for run in scored)] or METRICS
     if paper == "auto":
-        paper = recognise(corpus.data or {}, size)
+        paper = recognise(corpus.data or {}, size, corpus.counts().get("train"))
     table = paper if isinstance(paper, Table) else PAPER.get(paper)
     published = {}
     if table:
