@@ -57,6 +57,10 @@ class Table:
     note: str = ""  # what else a reader has to know
     cited: Mapping[str, float] = field(default_factory=dict)  # rows that the table takes from other papers -> BLEU
 
+    def trained_on_more(self, training: float | None) -> bool:
+        """Whether a training set of ``training`` pairs (None: unknown) is a part of the table's."""
+        return None not in (training, self.training) and training < 0.9 * self.training
+
     def row(self, norm: str, settings: Mapping[str, object]) -> Row | None:
         """The row of a system with the encoder norm ``norm``; of several, the one whose settings the system has."""
         rows = [row for row in self.rows if row.norm == norm]
@@ -130,7 +134,7 @@ def recognise(data: Mapping[str, str], sentences: int | None, training: float | 
     """The first of :data:`PAPER` whose data the prepared data is, or None.
 
     Settings and sizes must be the same: other corpora share the languages, and a part of one cannot be compared. Only
-    the size of the training set, which depends on the tokenizer, may be 10% smaller.
+    the training set, whose size depends on the tokenizer, may be larger, or up to 10% smaller.
 
     Args:
         data: settings of the prepared data.
@@ -138,7 +142,6 @@ def recognise(data: Mapping[str, str], sentences: int | None, training: float | 
         training: pairs of the training set; None if their number is not known.
     """
     for name, table in PAPER.items():
-        part = table.training and training is not None and training < 0.9 * table.training
-        if sentences == table.sentences and not part and data.items() >= table.data.items():
+        if sentences == table.sentences and data.items() >= table.data.items() and not table.trained_on_more(training):
             return name
     return None

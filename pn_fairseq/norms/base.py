@@ -167,7 +167,8 @@ class RunningNorm(StatefulNorm):
         return moments if self.mean_name is None else {self.mean_name: batch.mean, **moments}
 
     def observe(self, contribution: Contribution) -> dict[str, Tensor]:
-        """More :meth:`diagnostics` of the last step, by name, each 0-d. It is called when they are read."""
+        """More :meth:`diagnostics` of the last step, by name, each 0-d. It is called when they are read. What is
+        counted over all steps belongs in :meth:`step_flags`."""
         return {}
 
     def step_flags(self, contribution: Contribution, counted: Tensor) -> dict[str, Tensor]:

@@ -267,14 +267,13 @@ class Training(torch.autograd.Function):
     def backward(ctx, dy):
         kernels.refuse_second_derivative()
         x, weight, bias, padding, inv_rms, *further = ctx.saved_tensors
-        contribution, norm = ctx.contribution, ctx.norm
-        if contribution.version is None:  # a second backward of a retained graph contributes nothing
-            contribution = copy(contribution)  # the first one's contribution may still wait for its flush
+        # Each backward of a retained graph has its own; that of the first one may wait for its flush, or have had it.
+        contribution, norm = copy(ctx.contribution), ctx.norm
         scale = norm.current_loss_scale()
         tokens = Tokens(norm, contribution, x, padding, weight, bias, further, inv_rms, dy, scale)
         dx, parameters, *gradients = norm.backward_pass(tokens, contribution)
         norm.contribute(contribution)
-        contribution.version = None
+        ctx.contribution.version = None  # a second backward of a retained graph contributes nothing
         gradients = [value.to(parameter.dtype) for value, parameter in zip(gradients, further, strict=True)]
         if weight is None:
             return dx, None, None, None, None, None, *gradients

@@ -92,6 +92,23 @@ def test_a_step_of_pn_in_the_warmup_needs_psi_at_once(ranks):
         assert rank[0, "flush"][:3] == (["at once"], ["started"], ["waited"])
 
 
+def backward_twice(rank):
+    """dx of two backwards of a retained graph, between which one rank alone flushes, and the number of steps."""
+    norm, x = build_norm("power", 8, sync=True), torch.randn(4, 3, 8, requires_grad=True)
+    y = norm(x)
+    (once,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    if rank == 0:
+        norm.flush()
+    (twice,) = torch.autograd.grad(y.sum(), x)
+    return once, twice, norm.num_batches_tracked
+
+
+def test_a_rank_alone_may_flush_between_two_backwards_of_a_retained_graph(ranks):
+    for rank in ranks:
+        once, twice, steps = rank["twice"]
+        assert torch.equal(once, twice) and steps == 1
+
+
 def seen_states(rank, wrapper=nn.parallel.DistributedDataParallel):
     """The state that each forward of an unsynchronised norm finds, here under DDP."""
     norm = build_norm("power", 8, psi_warmup_updates=2)
@@ -224,7 +241,7 @@ def on_ranks(rank, world, folder):
     one process whose loss is divided by their number."""
     options, empty_last = RANK_RUNS["with updates"]
     steps = run_steps(rank_norm(POWER, True), shard(rank_batches(world, empty_last), world, rank), **options)
-    found = {str(POWER): {"with updates": steps}, "seen": seen_states(rank)}
+    found = {str(POWER): {"with updates": steps}, "seen": seen_states(rank), "twice": backward_twice(rank)}
     batches = shard(rank_batches(world), world, rank)
     for name, wrapper in WRAPPERS.items():
         for sync, case in ((True, BATCH), (False, POWER)):

@@ -337,3 +337,5 @@ def test_paper_is_recognised_by_the_data(name, count, data, tmp_path):
         for pairs in (160_215, 14_410):
             (tmp_path / "counts.txt").write_text(f"train={pairs}\n")
             assert ("paper" in report(run, output=tmp_path / "out").systems["LN"]) is (pairs > 150_000)
+        page = report(run, "--paper", name, output=tmp_path / "out")
+        assert page.says("Not comparable with the paper: its training set has 160,239 pairs, this one 14,410.")
