@@ -46,6 +46,15 @@ def test_diagnostics_of_pn_are_those_of_the_last_batch():
     assert int(report["guarded_steps"]) == int(report["nonfinite_steps"]) == 0
 
 
+def test_a_guarded_step_is_counted_if_it_enters_the_state():
+    norm, x = PowerNorm(CHANNELS), torch.full((5, CHANNELS), 15.0**0.5, requires_grad=True)
+    norm.collecting = True
+    norm(x).backward(torch.ones_like(x))  # Gamma is 15, and 1 - (1 - 0.9) Gamma below 0
+    norm(10 * x).backward(torch.full_like(x, math.nan))
+    report = norm.diagnostics()
+    assert int(report["guarded_steps"]) == int(report["nonfinite_steps"]) == 1
+
+
 def test_psi_distance_of_pn_v():
     norm = PowerNormV(CHANNELS)
     norm.collecting = True
