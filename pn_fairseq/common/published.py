@@ -57,8 +57,8 @@ class Table:
     note: str = ""  # what else a reader has to know
     cited: Mapping[str, float] = field(default_factory=dict)  # rows that the table takes from other papers -> BLEU
 
-    def trained_on_more(self, training: float | None) -> bool:
-        """Whether a training set of ``training`` pairs (None: unknown) is a part of the table's."""
+    def has_larger_training_set(self, training: float | None) -> bool:
+        """Whether ``training`` pairs (None: unknown) are only a part of the corpus."""
         return None not in (training, self.training) and training < 0.9 * self.training
 
     def row(self, norm: str, settings: Mapping[str, object]) -> Row | None:
@@ -142,6 +142,7 @@ def recognise(data: Mapping[str, str], sentences: int | None, training: float | 
         training: pairs of the training set; None if their number is not known.
     """
     for name, table in PAPER.items():
-        if sentences == table.sentences and data.items() >= table.data.items() and not table.trained_on_more(training):
+        same = sentences == table.sentences and data.items() >= table.data.items()
+        if same and not table.has_larger_training_set(training):
             return name
     return None

@@ -267,7 +267,7 @@ class Training(torch.autograd.Function):
     def backward(ctx, dy):
         kernels.refuse_second_derivative()
         x, weight, bias, padding, inv_rms, *further = ctx.saved_tensors
-        # Each backward of a retained graph has its own; that of the first one may wait for its flush, or have had it.
+        # Each backward of a retained graph needs its own: the first one may wait for its flush, or have been flushed.
         contribution, norm = copy(ctx.contribution), ctx.norm
         scale = norm.current_loss_scale()
         tokens = Tokens(norm, contribution, x, padding, weight, bias, further, inv_rms, dy, scale)

@@ -58,11 +58,11 @@ def content(corpus: Corpus, paper: str | Table, resamples: int) -> dict:
     """
     scored = [run for run in corpus.runs if run.scores]
     size = next((run.decoded for run in corpus.runs if run.decoded), None)
-    training = corpus.counts().get("train")
+    pairs = corpus.counts().get("train")
     # Runs that were scored before a metric existed are shown without it.
     metrics = [name for name in METRICS if any(run.score(name) for run in scored)] or METRICS
     if paper == "auto":
-        paper = recognise(corpus.data or {}, size, training)
+        paper = recognise(corpus.data or {}, size, pairs)
     table = paper if isinstance(paper, Table) else PAPER.get(paper)
     published = {}
     if table:
@@ -83,7 +83,7 @@ def content(corpus: Corpus, paper: str | Table, resamples: int) -> dict:
             if run.scores
         ],
         "size": size,
-        "part": table and table.trained_on_more(training) and f"{training:,.0f}",
+        "pairs": pairs,
         "split": bool(table) and any(run.score("tokenized").compound_split != table.compound_split for run in scored),
         "decodings": sorted({run.decoding for run in corpus.runs if run.decoding}),
         "bootstrap": bootstrap(corpus, resamples),

@@ -332,7 +332,7 @@ def test_paper_is_recognised_by_the_data(name, count, data, tmp_path):
         assert page.says("Not comparable") is (compound_split is not split)
         assert page.says("35.4 in its text") == (not split)
     assert page.says(f"Not comparable with the paper: scored {'without' if split else 'with'} compound splitting")
-    if not split:  # the size of the training set: as another tokenizer leaves it, and that of a part of the corpus
+    if not split:  # training sets: the whole one after another tokenizer, and a part of the corpus
         (run / "data").write_text(f"{tmp_path}\n")
         for pairs in (160_215, 14_410):
             (tmp_path / "counts.txt").write_text(f"train={pairs}\n")
