@@ -152,17 +152,15 @@ def test_each_run_has_what_it_was_trained_with():
     assert {*METRICS} - {"ter"} <= {*RUNS} and {*MEASURES} - {"ter"} <= {*RUNS}
 
 
-def test_the_losses_of_the_part_of_iwslt14():
+def test_the_runs_of_the_part_of_iwslt14():
     page = (RESULTS / "iwslt14_sample.md").read_text("utf-8")
+    runs = RUNS.query("study == 'part of IWSLT14'").pivot(index="norm", columns="seed")
     curves = pandas.read_csv(RESULTS / "iwslt14-sample-curves.csv")
-    last = curves.dropna(subset=["valid"]).groupby(["system", "seed"])["update"].max().min()
-    lowest = curves[curves["update"] <= last].groupby(["system", "seed"])["valid"].min().unstack()
-    lowest.loc["PN − LN"] = lowest.loc["PN"] - lowest.loc["LN"]
-    assert f"update {last:,}" in page.split("\n\n")[1].replace("\n", " ")
-    for name, values in lowest.iterrows():
-        assert f"| {name} | {' | '.join(f'{value:.3f}'.replace('-', '−') for value in values)} |" in page
-    difference = stats.ttest_rel(lowest.loc["PN"], lowest.loc["LN"])
-    low, high = difference.confidence_interval()
-    mean = -lowest.loc["PN − LN"].mean()
-    assert f"by {mean:.3f} bits per token on average" in page
-    assert f"{-high:.3f} to {-low:.3f}" in page and f"p = {difference.pvalue:.3f}" in page
+    assert (curves.groupby(["system", "seed"])["valid"].min().unstack() == runs[LOSS]).all(axis=None)
+    for title, column, digits in (("BLEU", "tokenized", 2), ("validation loss", LOSS, 3)):
+        for norm, values in runs[column].iterrows():
+            assert f"| {title}, {norm} | {' | '.join(f'{value:.{digits}f}' for value in values)} |" in page
+        test = stats.ttest_rel(runs[column].loc["PN"], runs[column].loc["LN"])
+        assert f"p = {test.pvalue:.3f}" in page
+    mean = f"{(runs['tokenized'].loc['PN'] - runs['tokenized'].loc['LN']).mean():.2f} BLEU"
+    assert mean in page.split("\n\n")[1] and mean in (RESULTS / "index.md").read_text("utf-8")
