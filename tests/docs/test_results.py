@@ -153,14 +153,17 @@ def test_each_run_has_what_it_was_trained_with():
 
 
 def test_the_runs_of_the_part_of_iwslt14():
-    page = (RESULTS / "iwslt14_sample.md").read_text("utf-8")
+    page = " ".join((RESULTS / "iwslt14_sample.md").read_text("utf-8").split())
     runs = RUNS.query("study == 'part of IWSLT14'").pivot(index="norm", columns="seed")
-    curves = pandas.read_csv(RESULTS / "iwslt14-sample-curves.csv")
-    assert (curves.groupby(["system", "seed"])["valid"].min().unstack() == runs[LOSS]).all(axis=None)
-    for title, column, digits in (("BLEU", "tokenized", 2), ("validation loss", LOSS, 3)):
+    curves = pandas.read_csv(RESULTS / "iwslt14-sample-curves.csv").pivot(index="update", columns=["system", "seed"])
+    assert (curves["valid"].min().unstack() == runs[LOSS]).all(axis=None)
+    above = (curves["valid"]["PN"] >= curves["valid"]["LN"]).any(axis=1)
+    assert f"Up to update {above.index[above][-1]:,}" in page
+    for title, column, unit, digits in (("BLEU", "tokenized", "BLEU", 2), ("validation loss", LOSS, "bits", 3)):
         for norm, values in runs[column].iterrows():
             assert f"| {title}, {norm} | {' | '.join(f'{value:.{digits}f}' for value in values)} |" in page
-        test = stats.ttest_rel(runs[column].loc["PN"], runs[column].loc["LN"])
-        assert f"p = {test.pvalue:.3f}" in page
-    mean = f"{(runs['tokenized'].loc['PN'] - runs['tokenized'].loc['LN']).mean():.2f} BLEU"
-    assert mean in page.split("\n\n")[1] and mean in (RESULTS / "index.md").read_text("utf-8")
+        pn, ln = runs[column].loc["PN"], runs[column].loc["LN"]
+        test, difference = stats.ttest_rel(pn, ln), f"{abs((pn - ln).mean()):.{digits}f} {unit}"
+        interval = " to ".join(f"{end:+.{digits}f}" for end in test.confidence_interval()).replace("-", "−")
+        assert all(text in page.split("**")[1] for text in (difference, interval, f"p = {test.pvalue:.3f}"))
+        assert difference in (RESULTS / "index.md").read_text("utf-8")
