@@ -63,6 +63,11 @@ class TrainingLog:
         """Whether the last start reached its end."""
         return bool(self.starts) and self.starts[-1].done_seconds is not None
 
+    @property
+    def reason(self) -> str | None:
+        """Why the last start ended; None if it was cut off, or if the log does not say."""
+        return self.starts[-1].reason if self.ended else None
+
     def _current(self) -> Start:
         if not self.starts:
             self.starts.append(Start())

@@ -280,13 +280,9 @@ class Run(runs.Run):
             problems.append(f"training not finished: {done} (interrupted, failed or still running)")
         elif not log.ended and not self.from_checkpoints:
             problems.append(f"training cut off, but at {done}")
-        elif log.ended and self.max_update and log.updates < self.max_update:
-            reasons = {
-                "patience": f"no better validation loss {self.get('checkpoint.patience')} times in a row",
-                "stop_time_hours": "the time limit",
-                "max_update": "an earlier max_update",
-            }
-            reason = reasons.get(log.starts[-1].reason, "max_epoch, or a reason that is not logged")
+        elif log.ended and self.max_update and log.updates < self.max_update and log.reason != "patience":
+            reasons = {"stop_time_hours": "the time limit", "max_update": "an earlier max_update"}
+            reason = reasons.get(log.reason, "max_epoch, or a reason that is not logged")
             problems.append(f"training ended at {done}: {reason}")
         for kind, losses in (("training", log.train), ("validation", log.valid)):
             if faulty := sorted(update for update, loss in losses.items() if not math.isfinite(loss)):

@@ -190,6 +190,8 @@ def training(corpus: Corpus) -> pandas.DataFrame:
     for label, run in zip(corpus.frame["system"], corpus.runs, strict=True):
         numbers, log = _of_training(run), run.log or TrainingLog()
         whole = all(start.done_seconds is not None for start in log.starts)
+        limit = f"of {run.max_update:,}" if run.max_update else "(no limit)"
+        patience = f" (patience {run.get('checkpoint.patience')})" if log.reason == "patience" else ""
         wall_time = "" if math.isnan(numbers["seconds"]) else str(timedelta(seconds=round(numbers["seconds"])))
         texts = {
             LOSS: f"{numbers[LOSS]:.3f} at {numbers['at update']:,.0f}",
@@ -201,7 +203,7 @@ def training(corpus: Corpus) -> pandas.DataFrame:
         rows.append(
             {"norm": label, "seed": missing("not known") if run.seed is None else str(run.seed)}
             | {"run": code(run.name), "state": _state(run)}
-            | {"updates": f"{log.updates:,} " + (f"of {run.max_update:,}" if run.max_update else "(no limit)")}
+            | {"updates": f"{log.updates:,} {limit}{patience}"}
             | {name: missing("not logged") if "nan" in text else text for name, text in texts.items()}
         )
     return pandas.DataFrame(rows)
