@@ -128,9 +128,10 @@ def test_the_published_score_and_the_runs_that_repeat_it():
     assert f"reaches {mean:.2f} BLEU" in first and f"{mean - published.bleu:.2f} above the {published.bleu}" in first
     assert f"reaches {mean:.2f} BLEU" in " ".join((ROOT / "README.md").read_text("utf-8").split())
     parts = r"(\S+) \(BP = (\S+),? ratio = \S+ hyp_len = (\d+) ref_len = 12103\)"
-    for run in runs.to_dict("records"):
+    for run in RUNS.query("study.str.startswith('published') and encoder_norm_placement == 'post'").to_dict("records"):
         precisions, brevity, tokens = re.fullmatch(parts, run["parts of tokenized BLEU"]).groups()
-        assert f"| seed {run['seed']} | {run['tokenized']:.2f} | {precisions} | {brevity} | {int(tokens):,} |" in page
+        name = f"seed {run['seed']}" + ", again" * (run["study"] == "published, repeated")
+        assert f"| {name} | {run['tokenized']:.2f} | {precisions} | {brevity} | {int(tokens):,} |" in page
 
 
 def test_a_digit_that_is_changed_in_a_page_or_in_the_table_is_noticed():
