@@ -22,11 +22,12 @@ RESULTS = ROOT / "docs/results"
 PAGES = [ROOT / "README.md", *sorted(RESULTS.glob("*.md"))]
 SETTINGS = "ada_scale init_seed layer_scale_groups lr max_tokens norm_alpha_bwd norm_alpha_fwd".split()
 RUNS = pandas.read_csv(RESULTS / "runs.csv", dtype=dict.fromkeys(SETTINGS, "string"))
+RUNS["run"] = RUNS["norm"] + ", seed " + RUNS["seed"].astype(str)
 #: Title of a column -> column of runs.csv, and decimals.
 COLUMNS = {
     "BLEU": ("tokenized", 2), "BLEU on both test sets": ("tokenized test1", 2), "chrF2": ("chrf", 2),
-    "perplexity": ("perplexity", 2),
-    "with statistics of the batch": ("batch", 2), "validation loss": (LOSS, 3), "test loss": ("bits", 3),
+    "perplexity": ("perplexity", 2), "with statistics of the batch": ("batch", 2), "test loss": ("bits", 3),
+    "validation loss": (LOSS, 3), "ended at update": ("updates", 0),
 }  # fmt: skip
 SELECTION = re.compile(
     r"<!-- (?:runs: (?P<query>.+?)(?:; control: (?P<control>.+?))?(?:; rows: (?P<rows>.+?))?|not of runs\.csv: .+) -->"
@@ -67,7 +68,7 @@ class Selection:
             return self.difference(system, column)
         values = runs.dropna(subset=[column]).groupby(["machine", "seed"])[column].mean()
         deviation = f" ± {values.std():.{digits}f}" if len(values) > 1 else ""
-        return f"{values.mean():.{digits}f}{deviation}" if len(values) else "–"
+        return f"{values.mean():,.{digits}f}{deviation}" if len(values) else "–"
 
     def difference(self, system: str, column: str) -> str:
         """A difference with its interval and verdict, or why there is none; a control has "–"."""
@@ -136,8 +137,7 @@ def test_the_published_score_and_the_runs_that_repeat_it():
 
 def test_a_digit_that_is_changed_in_a_page_or_in_the_table_is_noticed():
     page = (RESULTS / "masks.md").read_text("utf-8")
-    places = [*INTERVAL.finditer(page)][:20]
-    changed = list(page)
+    places, changed = [*INTERVAL.finditer(page)][:20], list(page)
     for place in places:
         changed[place.end(3) - 1] = str((int(changed[place.end(3) - 1]) + 1) % 10)
     assert len(differences_of("".join(changed), RUNS)) == len(places)
