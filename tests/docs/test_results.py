@@ -6,9 +6,11 @@ first column of the tables names (default: the system). ``<!-- not of runs.csv: 
 """
 
 import re
+from pathlib import Path
 
 import pandas
 import pytest
+from scipy import stats
 
 from pn_fairseq.common.published import PAPER
 from pn_fairseq.pipeline.metrics import METRICS
@@ -78,8 +80,8 @@ class Selection:
 
 def parts(text: str):
     """The groups of each selection of a page, and the text below it; first the text above all selections."""
-    pieces = [*[None] * SELECTION.groups, *SELECTION.split(text)]
-    return [pieces[place : place + SELECTION.groups + 1] for place in range(0, len(pieces), SELECTION.groups + 1)]
+    width, pieces = SELECTION.groups + 1, [None] * SELECTION.groups + SELECTION.split(text)
+    return [pieces[place : place + width] for place in range(0, len(pieces), width)]
 
 
 def tables(text: str):
@@ -89,15 +91,20 @@ def tables(text: str):
         yield titles, rows
 
 
+def words(page: Path) -> str:
+    """The text of a page without its line breaks."""
+    return " ".join(page.read_text("utf-8").split())
+
+
 def differences_of(text: str, runs: pandas.DataFrame) -> list[str]:
     """What a page says, and what the runs say."""
     wrong = []
-    for query, control, rows_are, source, part in parts(text):
+    for query, control, first_column, source, part in parts(text):
         if not query:
             if not source and (INTERVAL.search(part) or [*tables(part)]):
                 wrong.append(f"numbers without a selection: {part[:80]!r}")
             continue
-        selection = Selection(query, control, rows_are, runs)
+        selection = Selection(query, control, first_column, runs)
         for titles, rows in tables(part):
             for name, *cells in rows:
                 for title, cell in zip(titles[1:], cells, strict=True):
@@ -122,7 +129,7 @@ def test_the_published_score_and_the_runs_that_repeat_it():
     page, mean = (RESULTS / "multi30k.md").read_text("utf-8"), runs["tokenized"].mean()
     first = " ".join(page.split("\n\n")[1].split())
     assert f"reaches {mean:.2f} BLEU" in first and f"{mean - published.bleu:.2f} above the {published.bleu}" in first
-    assert f"reaches {mean:.2f} BLEU" in " ".join((ROOT / "README.md").read_text("utf-8").split())
+    assert f"reaches {mean:.2f} BLEU" in words(ROOT / "README.md")
     parts = r"(\S+) \(BP = (\S+),? ratio = \S+ hyp_len = (\d+) ref_len = 12103\)"
     for run in RUNS.query("study.str.startswith('published') and encoder_norm_placement == 'post'").to_dict("records"):
         precisions, brevity, tokens = re.fullmatch(parts, run["parts of tokenized BLEU"]).groups()
@@ -149,22 +156,27 @@ def test_each_run_has_what_it_was_trained_with():
 
 
 def test_the_runs_of_the_part_of_iwslt14():
-    page = (RESULTS / "iwslt14_sample.md").read_text("utf-8")
+    page, index = (words(RESULTS / name) for name in ("iwslt14_sample.md", "index.md"))
     runs = RUNS.query("study == 'part of IWSLT14'").pivot(index="norm", columns="seed")
     curves = pandas.read_csv(RESULTS / "iwslt14-sample-curves.csv").pivot(index="update", columns=["system", "seed"])
     assert (curves["valid"].min().unstack() == runs[LOSS]).all(axis=None)
     above = (curves["valid"]["PN"] >= curves["valid"]["LN"]).any(axis=1)
     assert f"Up to update {above.index[above][-1]:,}" in page
+    for column, unit, digits in (("tokenized", "BLEU", 2), (LOSS, "bits", 3)):
+        pn, ln = runs[column].loc["PN"], runs[column].loc["LN"]
+        test, difference = stats.ttest_rel(pn, ln), (pn - ln).mean()
+        ends = " to ".join(f"{end:+.{digits}f}" for end in test.confidence_interval())
+        planned = f"PN − LN: {difference:+.{digits}f} ({ends}), p = {test.pvalue:.3f}, ".replace("-", "−")
+        assert planned in page and f"{abs(difference):.{digits}f} {unit}" in index
 
 
-@pytest.mark.parametrize("name, study", [("iwslt14_sample", "part of IWSLT14"), ("multi30k", "published, pre-norm")])
-def test_the_planned_comparisons(name, study):
-    page, index = (" ".join((RESULTS / f"{page}.md").read_text("utf-8").split()) for page in (name, "index"))
-    runs = RUNS[RUNS["study"] == study].drop(columns=["detokenized", "chrf"])
-    runs["tokenized"] = runs["tokenized test1"].fillna(runs["tokenized"])  # as planned, of both test sets of Multi30k
-    by_machine, by_seed = intervals.compare(runs), intervals.compare(runs.assign(machine="any"))  # PN's seed 1 has two
-    for column, compared in by_seed.items():
-        assert compared.planned("PN") in page and by_machine[column].planned("PN") in page
-        assert all(compared.text(interval) in page for norm, interval in compared.intervals.items() if norm != "PN")
-        difference, *_ = compared.text(compared.intervals["PN"]).split()
-        assert f"{difference[1:]} {'bits' if column == LOSS else 'BLEU'}" in index
+def test_the_planned_comparison_of_the_pre_norm_models():
+    page, index = (words(RESULTS / name) for name in ("multi30k.md", "index.md"))
+    runs = RUNS.query("study == 'published, pre-norm'").drop(columns=["tokenized", "detokenized", "chrf"])
+    runs = runs.rename(columns={"tokenized test1": "tokenized"})
+    for machine in (runs["machine"], "any"):  # PN with seed 1 was trained on two machines
+        compared = intervals.compare(runs.assign(machine=machine))
+        assert all(of_measure.planned("PN") in page for of_measure in compared.values())
+    for of_measure in compared.values():
+        assert of_measure.text(of_measure.intervals["BN"]) in page
+        assert of_measure.text(of_measure.intervals["PN"])[1:].split()[0] in index
