@@ -69,6 +69,21 @@ class ConvertedNorm:
         if self.gain_offset:
             nn.init.constant_(getattr(self, self.gain_name), 1.0 - self.gain_offset)
 
+    __jit_unused_properties__ = (*ChannelNorm.__jit_unused_properties__, "momentum")
+
+    @property
+    def momentum(self):
+        raise AttributeError("a converted norm has alpha_fwd, which is 1 - momentum")
+
+    @momentum.setter
+    def momentum(self, value) -> None:
+        """Recipes that freeze the statistics of torch's BatchNorm set this attribute, which no norm here reads."""
+        raise AttributeError(
+            f"{self.name}: momentum={value} would change nothing, because {type(self).__name__} averages with "
+            "alpha_fwd = 1 - momentum: set alpha_fwd. Batches enter no statistic while norm.ignoring is True, or after "
+            "norm.eval()"
+        )
+
     def __reduce__(self):
         return _rebuild, (type(self).__mro__[type(self).__mro__.index(ConvertedNorm) + 1],), self.__getstate__()
 
@@ -79,6 +94,8 @@ class ConvertedNorm:
         if x.is_nested:  # has no padding
             return super().forward(x)
         try:
+            if padding_mask is not None:
+                self._check_given_mask(x, padding_mask)
             tokens, padding = self.layout.channels_last(x), None
             if self.uses_mask() and torch.compiler.is_compiling():
                 padding = padding_of(tokens, padding_mask, self.handle, open_scopes[-1] if open_scopes else None)
@@ -87,6 +104,19 @@ class ConvertedNorm:
             return self._arranged(x, tokens, padding)
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from None
+
+    def _check_given_mask(self, x: Tensor, mask) -> None:
+        """Refuse a second argument that is no mask, also where this norm does not use a mask."""
+        if isinstance(mask, Tensor) and not mask.is_floating_point():
+            mask = PaddingMask("mask", mask, "the mask").value
+            if mask.dim() < x.dim():
+                return
+        found = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(
+            f"its second argument must be a padding mask, bool with True = padding, but it is {found} beside an input "
+            f"of {tuple(x.shape)}; if the model hands a gate or a residual to this norm, leave it as it is "
+            f"(skip={self.name!r})"
+        )
 
     def find_padding(self, tokens: Tensor, mask: Tensor | None) -> Tensor | None:
         """Which of ``tokens``, (..., C), are padding; None: nothing is. ``mask``: None, or the one that was given."""
@@ -221,8 +251,8 @@ def replacement(
     made = build_norm(norm, channels, batch_first=True, **{**defaults, **options})
     buffers = {key: buffer for key, buffer in module.named_buffers(recurse=False) if is_batch_norm}
     made.shares_statistics = {*made._buffers} <= {*buffers} and bool(made._buffers)
-    if made.shares_statistics and "alpha_fwd" not in options and module.momentum and module.momentum < 1:
-        made.alpha_fwd = 1.0 - module.momentum
+    if made.shares_statistics and "alpha_fwd" not in options:
+        made.alpha_fwd = _alpha_of_momentum(module.momentum, name or type(module).__name__)
     made.to(device=like.device, dtype=like.dtype if like.is_floating_point() else None)
     if made.shares_statistics:
         for key, buffer in buffers.items():
@@ -245,6 +275,19 @@ def replacement(
             getattr(made, f"_{hooks}{kind}", {}).update(getattr(module, f"_{hooks}{kind}", {}))
     made.register_load_state_dict_pre_hook(_before_loading)
     return made.train(module.training)
+
+
+def _alpha_of_momentum(momentum: float | None, name: str) -> float:
+    """``alpha_fwd`` of the statistics of a batch norm of torch: 0 keeps those of the last batch, 1 the initial ones."""
+    if momentum is None:
+        raise ValueError(
+            f"{name}: its momentum=None averages all batches equally, which no norm here does while it trains: give "
+            "alpha_fwd=0.9 (momentum=0.1), or another decay, and take the mean over batches by recalibrating() "
+            f"afterwards; or leave this norm as it is (skip={name!r})"
+        )
+    if not 0 <= momentum <= 1:
+        raise ValueError(f"{name}: its momentum={momentum} is not in [0, 1]: give alpha_fwd=, which is 1 - momentum")
+    return 1.0 - momentum
 
 
 def eps_of(module: nn.Module) -> float | None:

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -55,7 +56,42 @@ def test_sync_batch_norm_is_replaced_by_a_synchronised_norm():
     assert not convert_norms(FeedForward(), "power").norm.sync  # as in the paper
     assert convert_norms(nn.Sequential(nn.SyncBatchNorm(C, affine=False)), "power")[0].sync
     assert convert_norms(FeedForward(), "batch").norm.sync
-    assert convert_norms(nn.BatchNorm1d(C, momentum=1.0), "batch").alpha_fwd == 0.9  # it has to be above 0
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.1, 0.3, 1.0])
+@pytest.mark.parametrize("norm", ["batch", "batch-reg"])
+def test_momentum_is_carried_over(momentum, norm):
+    """0 freezes the statistics, 1 keeps those of the last batch."""
+    expected = nn.BatchNorm1d(C, momentum=momentum)
+    model = convert_norms(copy.deepcopy(expected), norm)
+    for step in range(4):
+        x = torch.randn(32, C) * (step + 1) + step
+        for each in (expected, model):
+            each(x).sum().backward()
+    # 4 batches of 32 values whose squares are at most 16 times their variance
+    for name in ("running_mean", "running_var"):
+        torch.testing.assert_close(getattr(model, name), getattr(expected, name), rtol=5e-5, atol=5e-5)
+    assert copy.deepcopy(model).alpha_fwd == 1 - momentum
+
+
+def test_a_momentum_that_cannot_be_carried_over_is_refused():
+    make = lambda momentum: nn.Sequential(nn.Linear(C, C), nn.BatchNorm1d(C, momentum=momentum))  # noqa: E731
+    with pytest.raises(ValueError, match=r"1: its momentum=None averages .* give alpha_fwd=0.9 .*recalibrating\(\)"):
+        convert_norms(model := make(None), "batch")
+    assert isinstance(model[1], nn.BatchNorm1d)
+    with pytest.raises(ValueError, match=r"1: its momentum=1.5 is not in \[0, 1\]: give alpha_fwd="):
+        convert_norms(make(1.5), "batch")
+    assert convert_norms(make(None), "batch", alpha_fwd=0.8)[1].alpha_fwd == 0.8
+    assert convert_norms(make(None), "rms")[1].replaced == "BatchNorm1d"  # has no statistics
+
+
+@pytest.mark.parametrize("replaced", [nn.LayerNorm, nn.BatchNorm1d])
+def test_momentum_that_is_set_later_is_refused(replaced):
+    model = convert_norms(nn.Sequential(replaced(C)), "batch")
+    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with pytest.raises(AttributeError, match="0: momentum=0.0 would change nothing, .* set alpha_fwd"):
+            each[0].momentum = 0.0
+        assert not hasattr(each[0], "momentum")
 
 
 @in_pairs(replaced=[nn.LayerNorm, nn.RMSNorm, nn.BatchNorm1d], norm=["batch", "power", "rms"], assign=[False, True])
@@ -170,6 +206,57 @@ def test_a_norm_without_eps_is_replaced():
     norm, x = type("UnitNorm", (ByVariance,), {"forward": forward})(gain="g"), torch.randn(B, T, C)
     del norm.variance_epsilon
     torch.testing.assert_close(convert_norms(nn.Sequential(norm), "rms")(x), norm(x))
+
+
+def of_two_inputs(forward):
+    """A norm that computes RMSNorm where it is called with x alone."""
+    return type("OfTwoInputs", (ByVariance,), {"forward": forward})()
+
+
+def gated(self, x, gate=None):
+    """As the norms of Mamba2."""
+    return ByVariance.forward(self, x if gate is None else x * torch.sigmoid(gate))
+
+
+@pytest.mark.parametrize(
+    ("forward", "second"),
+    [
+        (gated, "gate"),
+        (lambda self, x, residual=None, prenorm=False: ByVariance.forward(self, x), "residual"),
+        (lambda self, x, *, eps=None: ByVariance.forward(self, x), "eps"),
+        (lambda self, x, attention_mask=None: ByVariance.forward(self, x), "attention_mask"),  # True = token
+    ],
+)
+def test_a_norm_with_a_second_input_is_left(forward, second):
+    model = nn.ModuleDict({"plain": ByVariance(), "two": of_two_inputs(forward), "of_mamba": of_two_inputs(gated)})
+    kept = {name: module for name, module in model.items() if name != "plain"}
+    with pytest.warns(UserWarning, match=f"leaves some norms as they are: two takes a second input, {second}, that is"):
+        convert_norms(model, "rms")
+    assert [each.name for each in norm_report(model)] == ["plain"] and all(model[name] is kept[name] for name in kept)
+    with pytest.raises(ValueError, match=f"no norm to replace: two takes a second input, {second}, that is no padding"):
+        convert_norms(model, "rms", only="two")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        convert_norms(nn.ModuleDict({"again": ByVariance(), **kept}), "rms", skip=[*kept])
+
+
+def test_a_norm_whose_second_input_is_a_mask_is_replaced():
+    forward = lambda self, x, padding_mask=None: ByVariance.forward(self, x)  # noqa: E731
+    assert len(norm_report(convert_norms(nn.Sequential(of_two_inputs(forward)), "rms"))) == 1
+
+
+@pytest.mark.parametrize("norm", ["rms", "batch"])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_second_argument_that_is_no_mask_is_refused(norm, training):
+    """Also where no mask is used: T = C, so that only the type tells a gate from an additive mask."""
+    model, x = convert_norms(nn.Sequential(nn.LayerNorm(C)), norm, layout="BTC").train(training), torch.randn(B, C, C)
+    for given in (torch.rand(B, C, C), torch.rand(B, C), torch.rand(B, C, C) > 0.5, [[True] * C] * B, 0.5):
+        with pytest.raises(ValueError, match=r"0: its second argument must be a padding mask, bool .*skip='0'"):
+            model[0](x, given)
+    with pytest.raises(ValueError, match="does not say whether 1 is padding"):
+        model[0](x, torch.ones(B, C, dtype=torch.long))
+    mask = torch.arange(C) >= LENGTHS[:, None]
+    assert model[0](x, mask[:, None, None]).equal(copy.deepcopy(model)[0](x, mask))
 
 
 def test_a_weight_that_would_be_lost_is_refused():
