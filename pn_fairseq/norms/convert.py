@@ -52,12 +52,11 @@ def convert_norms(
             shape of its first mask; if B equals T in that mask, the forward raises ValueError. Batch norms of torch
             keep their own layout, (B, C, T) or (N, C). "BCHW" also replaces ``BatchNorm2d``.
         mask_from: the argument that holds the mask in the forward of the model or of modules in it. By default
-            arguments of known names are used, outside of ``with padding(...)`` blocks: %s (after the dot, in modules
-            of that package). For others give a dict: name -> one of %s (see :class:`padding`), or a function of the
-            value that returns the mask as bool, True = padding, None if there is none, or NotImplemented. If a forward
-            has several of these arguments, the first name in ``mask_from`` is used. A norm takes the innermost mask
-            around it: from the argument of a module, or from a ``with padding(...)`` block. With ``()`` only blocks
-            count.
+            arguments of known names are used: %s (after the dot, in modules of that package). For others give a dict:
+            name -> one of %s (see :class:`padding`), or a function of the value that returns the mask as bool, True =
+            padding, None if there is none, or NotImplemented. With ``()`` only ``with padding(...)`` blocks count. The
+            table of docs/own_model.md says which mask a norm takes: that of a block around the call, else that of the
+            innermost module around the norm that has such an argument.
         zero_padding: write zeros at padding after the norm, as a convolution that follows needs.
         options: for the norm, see :func:`build_norm`. A norm with running statistics has ``sync=True`` by default,
             except "power", which has it only in the place of a ``SyncBatchNorm``.
@@ -85,7 +84,7 @@ def convert(model, norm, only, skip, layout, mask_from, zero_padding, options, n
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)
-    conversion = Conversion(block_first=mask_from is None, warned=not forms and none_is_no_padding)
+    conversion = Conversion(none_is_no_padding, {"missing"} if none_is_no_padding and not forms else set())
     made = {
         module: replacement(module, names[module][0], norm, layout, zero_padding, conversion, options, offset)
         for module, offset in norms_to_replace(names, only, skip, layout).items()
@@ -96,7 +95,7 @@ def convert(model, norm, only, skip, layout, mask_from, zero_padding, options, n
                 parent._modules[key] = made[child]
     model = made.get(model, model)
     if forms:
-        add_argument_hooks(model, list(made.values()), forms, none_is_no_padding)
+        add_argument_hooks(model, list(made.values()), forms)
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder) and any(isinstance(m, ConvertedNorm) for m in module.modules()):
             module.use_nested_tensor = False  # it would read weight and bias of norms that may have none
@@ -112,9 +111,11 @@ class ReplacedNorm:
         replaced: class of the module that it took the place of.
         norm: its class.
         layout: of its input; None: read from the shape of the mask.
-        masks: arguments that its mask comes from, the innermost first. Where one is None, those after it are not
-            used. A ``with padding(...)`` block counts where no argument has a mask.
-        block_first: such a block counts before the arguments.
+        masks: arguments that its mask comes from outside of ``with padding(...)`` blocks, the innermost first. Where
+            one is None, those after it are not used.
+        line: of the table of docs/own_model.md, which decided in the last forward that asked for a mask; None: no
+            forward did.
+        decided: the same in words.
     """
 
     name: str
@@ -122,27 +123,27 @@ class ReplacedNorm:
     norm: str
     layout: str | None
     masks: tuple[str, ...]
-    block_first: bool
+    line: int | None = None
+    decided: str = ""
 
     def __str__(self) -> str:
         arguments = [*self.masks]
         if len(arguments) > 1:
-            arguments[0] += " (if None, only padding(...))"
-        masks = ", else ".join(["padding(...)", *arguments] if self.block_first else [*arguments, "padding(...)"])
-        return f"{self.name}: {self.norm} for {self.replaced}, layout {self.layout or 'of the mask'}, mask from {masks}"
+            arguments[0] += " (if it is None, no other)"
+        masks = ", else ".join(["padding(...)", *arguments])
+        last = "" if self.line is None else f"; last: {self.decided} (line {self.line})"
+        layout = self.layout or "of the mask"
+        return f"{self.name}: {self.norm} for {self.replaced}, layout {layout}, mask from {masks}{last}"
 
 
 def norm_report(model: nn.Module) -> list[ReplacedNorm]:
     r"""The norms that :func:`convert_norms` put into ``model``: ``print(*norm_report(model), sep="\n")``."""
-    return [
-        ReplacedNorm(
-            name or norm.name,
-            norm.replaced,
-            type(norm).__name__,
-            norm.layout.name,
-            tuple(arguments_with_mask(model, name, norm.conversion)),
-            norm.conversion.block_first,
-        )
-        for name, norm in model.named_modules()
-        if isinstance(norm, ConvertedNorm)
-    ]
+    report = []
+    for name, norm in model.named_modules():
+        if isinstance(norm, ConvertedNorm):
+            masks = tuple(arguments_with_mask(model, name, norm.conversion))
+            last = norm.mask_history.last
+            line, decided = (None, "") if last is None else (last.line, last.where)
+            kind = type(norm).__name__
+            report.append(ReplacedNorm(name or norm.name, norm.replaced, kind, norm.layout.name, masks, line, decided))
+    return report

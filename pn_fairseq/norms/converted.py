@@ -2,7 +2,7 @@
 
 import warnings
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from uuid import uuid4
 
@@ -13,7 +13,8 @@ from pn_fairseq.norms.base import COUNT, ChannelNorm, RunningNorm
 from pn_fairseq.norms.channel import no_fast_path
 from pn_fairseq.norms.compiled import find, open_scopes, operator
 from pn_fairseq.norms.layouts import Layout
-from pn_fairseq.norms.padding import PaddingMask, Scope, current_backward, current_scopes
+from pn_fairseq.norms.mask_search import BLOCK, GIVEN, NONE, Found, find_argument, find_mask, masks_around
+from pn_fairseq.norms.padding import AllIsKnown, PaddingMask, Scope, current_backward, current_scopes
 from pn_fairseq.norms.registry import build_norm, find_norm
 
 #: Batch norms of torch that can be replaced.
@@ -27,13 +28,44 @@ class Conversion:
     Copies keep the ``id``, so the hooks of a model also serve a copy of one of its norms.
 
     Attributes:
-        block_first: nobody named the arguments that have a mask, so a ``with padding(...)`` block counts before them.
-        warned: whether the warning of a missing mask has been given.
+        none_is_no_padding: of an argument, as in fairseq, rather than that nobody gave a mask.
+        warned: the kinds of warnings that have been given.
     """
 
-    block_first: bool = False
-    warned: bool = False
+    none_is_no_padding: bool = False
+    warned: set[str] = field(default_factory=set)
     id: str = field(default_factory=lambda: uuid4().hex)
+
+    def warn(self, kind: str, text: str) -> None:
+        """Give the warning ``text``, the only one of its kind for a model."""
+        if kind not in self.warned:
+            self.warned.add(kind)
+            warnings.warn(f"{text} (This warning appears once for a model.)", stacklevel=3)
+
+
+@dataclass
+class MaskHistory:
+    """Where a norm has had its masks from in forwards that were no recomputations.
+
+    Attributes:
+        block: from a ``with padding(...)`` block.
+        no_padding: from ``with padding(None)``, that there is no padding.
+        argument: from the argument of a module.
+        last: in the last forward.
+    """
+
+    block: bool = False
+    no_padding: bool = False
+    argument: bool = False
+    last: Found | None = None
+
+    def add(self, found: Found) -> None:
+        self.last = replace(found, mask=None, scope=None)
+        if found.line == BLOCK:
+            self.block = self.block or found.mask is not None
+            self.no_padding = self.no_padding or found.mask is None
+        elif found.line != GIVEN:
+            self.argument = self.argument or found.mask is not None
 
 
 class ConvertedNorm:
@@ -50,8 +82,7 @@ class ConvertedNorm:
     layout: Layout
     zero_padding: bool
     conversion: Conversion
-    #: Where masks of this norm have come from: "block" and "argument".
-    mask_sources: set[str]
+    mask_history: MaskHistory
 
     #: The gain is the parameter ``gain_name`` plus ``gain_offset``, as in the replaced module.
     gain_name = "weight"
@@ -120,63 +151,78 @@ class ConvertedNorm:
 
     def find_padding(self, tokens: Tensor, mask: Tensor | None) -> Tensor | None:
         """Which of ``tokens``, (..., C), are padding; None: nothing is. ``mask``: None, or the one that was given."""
-        padding_mask = self._find_mask(tokens) if mask is None else PaddingMask("mask", mask, "the mask")
-        return None if padding_mask is None else self.layout.padding(tokens, padding_mask)
+        if mask is None:
+            found = self._find_mask(tokens)
+        else:
+            found = Found(GIVEN, "the mask of the call", PaddingMask("mask", mask, "the mask"))
+            self.mask_history.add(found)
+        if found.mask is None:
+            return None
+        generates = self.training and not torch.is_grad_enabled()
+        return self.layout.padding(tokens, found.mask, generates)
 
     def uses_mask(self) -> bool:
         return self.zero_padding or (self.training and isinstance(self, RunningNorm))
 
-    def _find_mask(self, x: Tensor) -> PaddingMask | None:
-        """The mask of the innermost scope in which one is known.
-
-        Where the argument of a module is None, the masks of modules around it may be for other sequences (a decoder
-        inside an encoder-decoder): only a ``with padding(...)`` block counts then. Likewise a mask that may be for the
-        source is none for the tokens of a module that attends to the source.
-        """
-        empty: Scope | None = None  # the argument is None
-        hidden: PaddingMask | None = None  # by it
-        attended = None
+    def _find_mask(self, x: Tensor) -> Found:
         scopes = [*current_scopes()]
-        in_block = self.conversion.block_first and any(scope.is_block for scope in scopes)
-        for scope in scopes:
-            hook = scope.hook
-            if hook is not None and (in_block or hook.conversion != self.conversion.id):
-                continue
-            mask = scope.mask()
-            if mask is None:
-                if scope.declared:
-                    return None
-                empty = empty or scope
-            elif mask is not NotImplemented:
-                if hook is None or (empty is None and not _is_for_attended(mask, scope, attended)):
-                    self.mask_sources.add("block" if hook is None else "argument")
-                    return mask
-                hidden = hidden if empty is None else mask
-            attended = scope.attended if attended is None else attended
-        if current_backward() != -1:
-            if "block" in self.mask_sources or (empty is None and "argument" in self.mask_sources):
-                raise RuntimeError(
-                    f"{self.name}: this forward is being recomputed (activation checkpointing), but its padding mask "
-                    "is gone; pass the mask as an argument of the checkpointed module (convert_norms(mask_from=...)), "
-                    "or give checkpoint context_fn=padding.context_fn"
-                )
-        else:
-            self._warn(x, empty, hidden)
-        return None
+        found = find_mask(self.name, self.conversion.id, scopes)
+        if current_backward() == -1:
+            if found.line == BLOCK and found.mask is None:
+                self._warn_of_hidden_mask(found, scopes)
+            elif found.mask is None:
+                self._warn_of_missing_mask(x, found)
+            self.mask_history.add(found)
+        elif found.line != BLOCK and not any(isinstance(scope, AllIsKnown) for scope in scopes):
+            self._refuse_another_mask(found)
+        return found
 
-    def _warn(self, x: Tensor, empty: Scope | None, hidden: PaddingMask | None) -> None:
-        if self.conversion.warned or x.dim() != 3 or not (self.training and isinstance(self, RunningNorm)):
+    def _refuse_another_mask(self, found: Found) -> None:
+        """Called in a recomputation, where ``found`` may not be what the forward found: blocks have ended, and the
+        modules around the recomputed part do not run again."""
+        had = self.mask_history
+        if found.mask is not None:
+            is_gone = had.block or had.no_padding
+        elif found.line == NONE:
+            is_gone = had.block
+        else:
+            is_gone = had.block or had.argument
+        if is_gone:
+            raise RuntimeError(
+                f"{self.name}: this forward is being recomputed (activation checkpointing), but its padding mask "
+                "is gone; pass the mask as an argument of the checkpointed module (convert_norms(mask_from=...)), "
+                "or give checkpoint context_fn=padding.context_fn"
+            )
+
+    def _warn_of_hidden_mask(self, found: Found, scopes: list[Scope]) -> None:
+        """Called in `with padding(None)`, which may have been written to silence the warning of a missing mask."""
+        if "hidden" in self.conversion.warned or found.scope.only is not None:
             return
-        if hidden is not None and hidden.time(x.size(1)) in x.shape and not hidden.has_padding:
-            return  # Hugging Face's models hand None on in such a batch
-        self.conversion.warned = True
-        reason = "" if empty is None else f" ({empty.hook.source} is None)"
-        warnings.warn(
+        hidden = find_argument(self.conversion.id, scopes).mask
+        if hidden is None or (hidden.waits_for_device and self.mask_history.no_padding):
+            return
+        if hidden.has_padding:
+            self.conversion.warn(
+                "hidden",
+                f"{self.name}: `with padding(None)` says that there is no padding, and hides {hidden.source}, which "
+                "has some: leave the block out, or give it only= with the names of the norms that it is for.",
+            )
+
+    def _warn_of_missing_mask(self, x: Tensor, found: Found) -> None:
+        if "missing" in self.conversion.warned or x.dim() != 3 or not (self.training and isinstance(self, RunningNorm)):
+            return
+        reason = ""
+        if found.line == NONE:
+            around = [mask for mask in masks_around(found) if mask.time(x.size(1)) in x.shape]
+            is_full = bool(around) and not any(mask.has_padding for mask in around)
+            if self.conversion.none_is_no_padding or is_full:  # Hugging Face's models hand None on in such a batch
+                return
+            reason = f" ({found.where})"
+        self.conversion.warn(
+            "missing",
             f"{self.name} takes statistics over the tokens of a batch, and no padding mask has reached it{reason}: "
             "padding, if there is any, is counted. Run the model in `with padding(...)`, or convert it with "
-            "mask_from=...; `with padding(None)` says that there is no padding. (This warning appears once for a "
-            "model.)",
-            stacklevel=2,
+            "mask_from=...; `with padding(None)` says that there is no padding.",
         )
 
     def _arranged(self, x: Tensor, tokens: Tensor, padding: Tensor | None) -> Tensor:
@@ -210,13 +256,6 @@ def padding_of(tokens, mask, norm, scope):
     if padding is None:
         return tokens.new_zeros(tokens.shape[:-1], dtype=torch.bool)
     return padding.clone(memory_format=torch.contiguous_format)
-
-
-def _is_for_attended(mask: PaddingMask, scope: Scope, attended: tuple[int, ...] | None) -> bool:
-    """Whether ``mask``, from an argument of a module around one that attends to ``attended``, may be for that."""
-    if attended is None or scope.attended is not None or scope.hook.of_target:
-        return False
-    return scope.hook.of_source or not attended or (mask.batch, mask.time(0)) in (attended, attended[::-1])
 
 
 @cache
@@ -268,8 +307,8 @@ def replacement(
     made.__class__ = _converted_class(type(made))
     made.name, made.replaced = name or type(module).__name__, type(module).__name__
     made.replaced_keys = frozenset(module.state_dict())
-    made.layout = Layout(_own_layout(module), layout if layout in ("BTC", "TBC") else None)
-    made.zero_padding, made.conversion, made.mask_sources = zero_padding, conversion, set()
+    made.layout = Layout(_own_layout(module), layout if layout in ("BTC", "TBC") else None, made.name)
+    made.zero_padding, made.conversion, made.mask_history = zero_padding, conversion, MaskHistory()
     for hooks in ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks"):
         for kind in ("", "_with_kwargs", "_always_called"):
             getattr(made, f"_{hooks}{kind}", {}).update(getattr(module, f"_{hooks}{kind}", {}))

@@ -298,7 +298,7 @@ def test_patterns_choose():
     assert names(convert_norms(make(), "batch", only=["a.*", "b.last"], skip="*.norm")) == ["a.last", "b.last"]
     report = str(norm_report(convert_norms(make(), "batch", mask_from="lengths", skip="b.*"))[0])
     assert report.startswith(
-        "a.norm: MaskedBatchNorm for LayerNorm, layout of the mask, mask from argument lengths of a,"
+        "a.norm: MaskedBatchNorm for LayerNorm, layout of the mask, mask from padding(...), else argument lengths of a"
     )
     assert "layout TBC, mask from padding(...)" in str(norm_report(convert_norms(make(), "batch", layout="TBC"))[0])
 

@@ -200,7 +200,7 @@ def whisper():
     def call(m, x):
         sound = x.masked_fill(MASK[..., None], 0.0).repeat_interleave(2, 1).transpose(1, 2)
         tokens, mask = tokens_of(x).flip(0), (~MASK).long().flip(0)
-        with padding(MASK):
+        with padding(MASK, only="encoder.*"):
             y = m(input_features=sound, decoder_input_ids=tokens, decoder_attention_mask=mask).last_hidden_state
         return y.flip(0)
 
