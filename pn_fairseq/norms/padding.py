@@ -75,7 +75,10 @@ class PaddingMask:
                 + (", or lengths= if it counts the tokens of each sequence" if value.dim() == 1 else "")
             )
         if form == "valid" and floating:
-            raise ValueError(f"{source}: a mask of {value.dtype} may be additive; give bool or int, or additive=")
+            raise ValueError(
+                f"{source}: a mask of {value.dtype} may be additive; give bool or int, or additive=; if the model "
+                "makes it itself, run the model in `with padding(...)`, whose mask takes its place"
+            )
         if form == "additive" and not floating:
             raise ValueError(f"{source}: an additive mask (0 for tokens, -inf for padding) is not {value.dtype}")
         if form == "lengths":

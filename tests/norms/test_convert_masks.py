@@ -469,6 +469,21 @@ def test_a_block_for_no_norm_that_asks_is_named():
             model.eval()(x)  # no norm asks
 
 
+def test_a_block_takes_the_place_of_a_mask_that_cannot_be_read():
+    """As the one that Longformer makes, which has a third value."""
+    model = convert_norms(FeedForward(), "batch", mask_from={"lengths": "valid"}, layout="BTC")
+    made = torch.where(MASK, -10000.0, 0.0)
+    made[:, 0] = 10000.0
+
+    def call(model, x):
+        with padding(MASK):
+            return model(x, made)
+
+    assert effect_of_padding(model, call, MASK) == 0
+    with pytest.raises(ValueError, match=r"may be additive; .* run the model in `with padding\(...\)`, whose mask"):
+        model(torch.randn(B, T, C), made)
+
+
 def test_a_block_that_hides_padding_is_told_once():
     x, model = torch.randn(B, T, C), convert_norms(FeedForward(), "batch")
     full = torch.full_like(LENGTHS, T)
