@@ -8,11 +8,15 @@ from dataclasses import dataclass
 from torch import nn
 
 from pn_fairseq.norms.converted import Conversion, ConvertedNorm, replacement
+from pn_fairseq.norms.future_tokens import warn_of_future_tokens
 from pn_fairseq.norms.layouts import LAYOUTS
 from pn_fairseq.norms.mask_arguments import add_argument_hooks, arguments_with_mask, mask_forms
 from pn_fairseq.norms.padding import ARGUMENT_FORMS, FORMS
 from pn_fairseq.norms.registry import find_norm
 from pn_fairseq.norms.replaceable import norms_to_replace
+
+#: Updates of the psi warm-up of "power", as in the paper's models, unless ``psi_warmup_updates`` is given.
+PSI_WARMUP_UPDATES = 1000
 
 
 def convert_norms(
@@ -59,11 +63,16 @@ def convert_norms(
             innermost module around the norm that has such an argument.
         zero_padding: write zeros at padding after the norm, as a convolution that follows needs.
         options: for the norm, see :func:`build_norm`. A norm with running statistics has ``sync=True`` by default,
-            except "power", which has it only in the place of a ``SyncBatchNorm``.
+            except "power", which has it only in the place of a ``SyncBatchNorm``. "power" has a psi warm-up of 1,000
+            updates unless ``psi_warmup_updates`` is given: without one it starts with psi = 1, and does not normalize
+            at first. Give the length of your learning rate's warm-up, and ``layer_scale_groups`` = attention heads, as
+            in the paper's Transformer. In the warm-up it mixes the tokens of a batch: in a causal decoder they leak.
 
     Raises:
         ValueError: a pattern, name, layout or option does not fit, or there is nothing to replace.
     """
+    if norm == "power":
+        options = {"psi_warmup_updates": PSI_WARMUP_UPDATES, **options}
     return convert(model, norm, only, skip, layout, mask_from, zero_padding, options)
 
 
@@ -96,6 +105,7 @@ def convert(model, norm, only, skip, layout, mask_from, zero_padding, options, n
     model = made.get(model, model)
     if forms:
         add_argument_hooks(model, list(made.values()), forms)
+    warn_of_future_tokens(model, {norm.name: norm for norm in made.values() if norm is not model}, stacklevel=4)
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder) and any(isinstance(m, ConvertedNorm) for m in module.modules()):
             module.use_nested_tensor = False  # it would read weight and bias of norms that may have none
@@ -113,6 +123,7 @@ class ReplacedNorm:
         layout: of its input; None: read from the shape of the mask.
         masks: arguments that its mask comes from outside of ``with padding(...)`` blocks, the innermost first. Where
             one is None, those after it are not used.
+        psi_warmup_updates: length of its psi warm-up; None: it has none.
         line: of the table of docs/own_model.md, which decided in the last forward that asked for a mask; None: no
             forward did.
         decided: the same in words.
@@ -123,6 +134,7 @@ class ReplacedNorm:
     norm: str
     layout: str | None
     masks: tuple[str, ...]
+    psi_warmup_updates: int | None = None
     line: int | None = None
     decided: str = ""
 
@@ -133,7 +145,8 @@ class ReplacedNorm:
         masks = ", else ".join(["padding(...)", *arguments])
         last = "" if self.line is None else f"; last: {self.decided} (line {self.line})"
         layout = self.layout or "of the mask"
-        return f"{self.name}: {self.norm} for {self.replaced}, layout {layout}, mask from {masks}{last}"
+        warmup = "" if self.psi_warmup_updates is None else f", psi warm-up of {self.psi_warmup_updates} updates"
+        return f"{self.name}: {self.norm} for {self.replaced}{warmup}, layout {layout}, mask from {masks}{last}"
 
 
 def norm_report(model: nn.Module) -> list[ReplacedNorm]:
@@ -141,9 +154,17 @@ def norm_report(model: nn.Module) -> list[ReplacedNorm]:
     report = []
     for name, norm in model.named_modules():
         if isinstance(norm, ConvertedNorm):
-            masks = tuple(arguments_with_mask(model, name, norm.conversion))
             last = norm.mask_history.last
-            line, decided = (None, "") if last is None else (last.line, last.where)
-            kind = type(norm).__name__
-            report.append(ReplacedNorm(name or norm.name, norm.replaced, kind, norm.layout.name, masks, line, decided))
+            report.append(
+                ReplacedNorm(
+                    name=name or norm.name,
+                    replaced=norm.replaced,
+                    norm=type(norm).__name__,
+                    layout=norm.layout.name,
+                    masks=tuple(arguments_with_mask(model, name, norm.conversion)),
+                    psi_warmup_updates=getattr(norm, "psi_warmup_updates", None),
+                    line=None if last is None else last.line,
+                    decided="" if last is None else last.where,
+                )
+            )
     return report

@@ -177,7 +177,8 @@ def test_a_gain_that_is_zero_centred_or_has_another_name_stays_so(gain, norm, dt
     wide, parameter = x.double(), state[name].double().requires_grad_()
     centered = wide - wide[~MASK].mean(0) if norm == "batch" else wide
     squares = centered.square()
-    moments = {"rms": squares.mean(-1, keepdim=True), "batch": squares[~MASK].mean(0), "power": torch.ones(())}
+    of_batch = squares[~MASK].mean(0)  # PN in its psi warm-up, too
+    moments = {"rms": squares.mean(-1, keepdim=True), "batch": of_batch, "power": of_batch}
     expected = (parameter + offset) * centered / (moments[norm] + 1e-3).sqrt()
     with padding(MASK):
         y = model(x)
