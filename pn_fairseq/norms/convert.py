@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from pn_fairseq.norms.channel import ChannelNorm
 from pn_fairseq.norms.converted import Conversion, ConvertedNorm, replacement
 from pn_fairseq.norms.future_tokens import warn_of_future_tokens
 from pn_fairseq.norms.layouts import LAYOUTS
@@ -89,6 +90,7 @@ def convert(model, norm, only, skip, layout, mask_from, zero_padding, options, n
         raise ValueError(
             f"norm {norm!r} has no option {', '.join(map(repr, unknown))}; known: {', '.join(sorted(known))}"
         )
+    refuse_wrapped(model)
     forms = mask_forms(mask_from)
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -110,6 +112,47 @@ def convert(model, norm, only, skip, layout, mask_from, zero_padding, options, n
         if isinstance(module, nn.TransformerEncoder) and any(isinstance(m, ConvertedNorm) for m in module.modules()):
             module.use_nested_tensor = False  # it would read weight and bias of norms that may have none
     return model
+
+
+#: Classes that keep a list of a model's parameters. A norm that came later would have parameters that they do not know.
+_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Raises ValueError if ``model`` or a part of it is wrapped for several ranks."""
+    for name, module in model.named_modules():
+        for cls in type(module).__mro__:
+            if cls.__name__ in _WRAPPERS:
+                raise ValueError(
+                    f"{name or 'the model'} is wrapped in {cls.__name__}, which would not reduce the gradients of "
+                    "parameters that the new norms add: convert before you wrap"
+                )
+
+
+def norm_parameter_names(
+    model: nn.Module, replaced: type[nn.Module] | tuple[type[nn.Module], ...] | None = None
+) -> list[str]:
+    """The names of the parameters of the norms of ``model``, as in ``model.named_parameters()``.
+
+    An optimizer often decays no parameters of norms, and finds the norms by their classes, such as
+    ``torch.nn.LayerNorm``. Norms of this package have other classes::
+
+        norms = set(norm_parameter_names(model))
+        decayed = [p for name, p in model.named_parameters() if name not in norms]
+
+    Args:
+        replaced: only norms that :func:`convert_norms` put in the place of modules of this class or these classes, as
+            ``isinstance`` finds them. By default all norms of this package.
+    """
+    kinds = (replaced,) if isinstance(replaced, type) else replaced
+    names = []
+    for prefix, module in model.named_modules():
+        if not isinstance(module, ChannelNorm):
+            continue
+        if kinds is not None and not (isinstance(module, ConvertedNorm) and module.took_the_place_of(kinds)):
+            continue
+        names += [f"{prefix}.{name}".lstrip(".") for name, _ in module.named_parameters()]
+    return names
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,8 @@ class ConvertedNorm:
     name: str
     replaced: str
     replaced_keys: frozenset[str]
+    #: Module and name of the class of the replaced module and of its bases.
+    replaced_classes: frozenset[tuple[str, str]]
     shares_statistics: bool
     layout: Layout
     zero_padding: bool
@@ -114,6 +116,10 @@ class ConvertedNorm:
             "alpha_fwd = 1 - momentum: set alpha_fwd. Batches enter no statistic while norm.ignoring is True, or after "
             "norm.eval()"
         )
+
+    def took_the_place_of(self, classes: tuple[type[nn.Module], ...]) -> bool:
+        """Whether the replaced module was an instance of one of ``classes``."""
+        return any(_identity(cls) in self.replaced_classes for cls in classes)
 
     def __reduce__(self):
         return _rebuild, (type(self).__mro__[type(self).__mro__.index(ConvertedNorm) + 1],), self.__getstate__()
@@ -307,6 +313,7 @@ def replacement(
     made.__class__ = _converted_class(type(made))
     made.name, made.replaced = name or type(module).__name__, type(module).__name__
     made.replaced_keys = frozenset(module.state_dict())
+    made.replaced_classes = frozenset(_identity(cls) for cls in type(module).__mro__)
     made.layout = Layout(_own_layout(module), layout if layout in ("BTC", "TBC") else None, made.name)
     made.zero_padding, made.conversion, made.mask_history = zero_padding, conversion, MaskHistory()
     for hooks in ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks"):
@@ -327,6 +334,11 @@ def _alpha_of_momentum(momentum: float | None, name: str) -> float:
     if not 0 <= momentum <= 1:
         raise ValueError(f"{name}: its momentum={momentum} is not in [0, 1]: give alpha_fwd=, which is 1 - momentum")
     return 1.0 - momentum
+
+
+def _identity(cls: type) -> tuple[str, str]:
+    """By which a class is found again where the class itself may not be pickled."""
+    return cls.__module__, cls.__qualname__
 
 
 def eps_of(module: nn.Module) -> float | None:

@@ -6,10 +6,21 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import prune
 
-from pn_fairseq.norms import NORMS, MaskedBatchNorm, build_norm, convert_norms, fold_norms, norm_report, padding
+from pn_fairseq.norms import (
+    NORMS,
+    MaskedBatchNorm,
+    build_norm,
+    convert_norms,
+    fold_norms,
+    norm_parameter_names,
+    norm_report,
+    padding,
+)
 
 from ..pairwise import in_pairs
 from .converted import LENGTHS, MASK, SOME, B, ByVariance, C, FeedForward, T, randomized
@@ -333,6 +344,46 @@ def test_every_norm_can_be_put_in(name):
         model(torch.randn(B, T, C)).sum().backward()
     with padding(MASK[:, 1:]):  # evaluation looks at no mask
         model.eval()(torch.randn(B, T, C))
+
+
+# Wrappers and optimizers.
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_wrapped_model_is_refused(one_rank):
+    """Where RMSNorm has no bias, DistributedDataParallel would not reduce the new one's gradient."""
+    make = lambda: nn.Sequential(nn.Linear(C, C), nn.RMSNorm(C))  # noqa: E731
+    message = "is wrapped in DistributedDataParallel, which .*: convert before you wrap"
+    with pytest.raises(ValueError, match=f"the model {message}"):
+        convert_norms(wrapped := nn.parallel.DistributedDataParallel(make()), "batch")
+    assert isinstance(wrapped.module[1], nn.RMSNorm)
+    with pytest.raises(ValueError, match=f"inner {message}"):
+        convert_norms(nn.ModuleDict({"inner": wrapped}), "batch")
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (1,))
+    with pytest.raises(ValueError, match="the model is wrapped in FSDPModule"):
+        convert_norms(fully_shard(make(), mesh=mesh), "batch")
+    nn.parallel.DistributedDataParallel(convert_norms(make(), "batch"))
+
+
+def test_names_of_the_parameters_of_norms():
+    model = nn.ModuleDict({"norm": nn.LayerNorm(C), "wide": Wide(C), "t5": ByVariance(), "other": nn.GroupNorm(2, C)})
+    model["own"], model["linear"] = build_norm("power", C), nn.Linear(C, C)
+    expected = {name for name, _ in model.named_parameters() if name.startswith(("norm", "wide"))}
+    convert_norms(model, "batch")
+    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert set(norm_parameter_names(each, nn.LayerNorm)) == expected
+        assert norm_parameter_names(each, (Wide, nn.RMSNorm)) == ["wide.weight", "wide.bias"]
+        everything = {*expected, "t5.weight", "t5.bias", "own.weight", "own.bias"}
+        assert set(norm_parameter_names(each)) == everything and len(norm_parameter_names(each)) == len(everything)
+    assert norm_parameter_names(convert_norms(nn.LayerNorm(C), "rms")) == ["weight"]
 
 
 # Padding.

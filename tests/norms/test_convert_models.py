@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pn_fairseq.norms import convert_norms, norm_report, padding, running_norms
+from pn_fairseq.norms import convert_norms, norm_parameter_names, norm_report, padding, running_norms
 from pn_fairseq.testing.ranks import run_ranks
 
 from ..fixtures.hugging_face import hugging_face
@@ -117,6 +117,28 @@ def test_a_decoder_without_its_mask_does_not_take_the_one_of_the_source(make):
     with padding(MASK.flip(0), only="*decoder.*"):
         model(input_ids=ids[0], decoder_input_ids=ids[1], **given)
     assert {each.line for each in norm_report(model) if "decoder." in each.name} == {2}
+
+
+def decayed(model):
+    """The parameters to which ``Trainer`` applies weight decay; the names of the class that it looks for."""
+    from transformers import Trainer
+
+    return {*Trainer.__new__(Trainer).get_decay_parameter_names(model)}
+
+
+@pytest.mark.parametrize("name", ["GPT2", "Bloom", "Bert"])
+def test_weight_decay_stays_where_it_was(name):
+    """Trainer decays no nn.LayerNorm, which it finds by its class: without their names GPT-2's gains were decayed."""
+    hf = hugging_face()
+    sizes = {"n_embd": C, "n_layer": 1, "n_head": 2}
+    if name != "GPT2":
+        sizes = {"hidden_size": C, "num_attention_heads": 2} | ({"n_layer": 1, "n_head": 2} if name == "Bloom" else {})
+    model = getattr(hf, f"{name}Model")(getattr(hf, f"{name}Config")(vocab_size=VOCABULARY, **sizes))
+    before = decayed(model)
+    convert_norms(model, "batch", layout="BTC")
+    after = decayed(model)
+    assert (after != before) == (name != "Bert")
+    assert after - set(norm_parameter_names(model, nn.LayerNorm)) == before
 
 
 class Conformer(nn.Module):
