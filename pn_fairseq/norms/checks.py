@@ -4,6 +4,7 @@ import math
 from numbers import Integral, Real
 
 import torch
+import torch.utils._python_dispatch
 from torch import Tensor
 
 
@@ -57,3 +58,20 @@ def check_input(x: Tensor, padding_mask: Tensor | None, num_features: int, batch
             f"padding_mask of shape {tuple(padding_mask.shape)} does not fit an input of shape {tuple(x.shape)} = "
             f"{layouts} = {tuple(expected)}"
         )
+
+
+def empty_sentences(count: int, sentences: int) -> str:
+    """What to say of a mask (B, T) that leaves ``count`` of ``sentences`` without a token."""
+    return (
+        f"{count} of {sentences} sentences consist of padding only: is the mask inverted? True is padding; where 1 is "
+        "a token, give ~mask, or padding(valid=...)."
+    )
+
+
+def can_look_at_values() -> bool:
+    """Whether the program may read numbers of tensors: not while it is compiled, traced, transformed or captured."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active():
+        return False
+    if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:  # fake tensors, among others
+        return False
+    return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())

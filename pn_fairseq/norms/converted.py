@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pn_fairseq.norms.base import COUNT, ChannelNorm, RunningNorm
 from pn_fairseq.norms.channel import no_fast_path
+from pn_fairseq.norms.checks import can_look_at_values, empty_sentences
 from pn_fairseq.norms.compiled import find, open_scopes, operator
 from pn_fairseq.norms.layouts import Layout
 from pn_fairseq.norms.mask_search import BLOCK, GIVEN, NONE, Found, find_argument, find_mask, masks_around
@@ -30,10 +31,12 @@ class Conversion:
     Attributes:
         none_is_no_padding: of an argument, as in fairseq, rather than that nobody gave a mask.
         warned: the kinds of warnings that have been given.
+        has_had_mask: whether one of its norms has had a mask.
     """
 
     none_is_no_padding: bool = False
     warned: set[str] = field(default_factory=set)
+    has_had_mask: bool = False
     id: str = field(default_factory=lambda: uuid4().hex)
 
     def warn(self, kind: str, text: str) -> None:
@@ -86,6 +89,9 @@ class ConvertedNorm:
     conversion: Conversion
     mask_history: MaskHistory
 
+    #: Whether the counter of steps has been looked at in evaluation.
+    has_looked_at_count = False
+
     #: The gain is the parameter ``gain_name`` plus ``gain_offset``, as in the replaced module.
     gain_name = "weight"
     gain_offset = 0.0
@@ -128,6 +134,8 @@ class ConvertedNorm:
         return f"{super()._get_name()} for {self.replaced}"
 
     def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        if not self.training and isinstance(self, RunningNorm):
+            self._warn_of_initial_statistics()
         if x.is_nested:  # has no padding
             return super().forward(x)
         try:
@@ -164,8 +172,35 @@ class ConvertedNorm:
             self.mask_history.add(found)
         if found.mask is None:
             return None
+        self._warn_of_empty_sentences(found.mask)
         generates = self.training and not torch.is_grad_enabled()
         return self.layout.padding(tokens, found.mask, generates)
+
+    def _warn_of_empty_sentences(self, mask: PaddingMask) -> None:
+        """Look at every mask that is on the CPU, once, and elsewhere at the first one, since that waits for the device.
+        An inverted mask already shows there: nothing is left of the longest sentence."""
+        is_first, self.conversion.has_had_mask = not self.conversion.has_had_mask, True
+        if "empty" in self.conversion.warned or (mask.waits_for_device and not is_first):
+            return
+        if can_look_at_values() and mask.empty_sentences:
+            text = empty_sentences(mask.empty_sentences, mask.batch)
+            self.conversion.warn("empty", f"{self.name}: by {mask.source} {text}")
+
+    def _warn_of_initial_statistics(self) -> None:
+        """Called in evaluation. It looks at the state once, since that waits for the device."""
+        if self.has_looked_at_count or "initial" in self.conversion.warned or not can_look_at_values():
+            return
+        moment = self._buffers[self.moment_name]
+        if moment.is_meta:
+            return
+        self.has_looked_at_count = True
+        if (self._buffers[COUNT] == 0) & (moment == 1).all():  # recalibrating() counts no step
+            self.conversion.warn(
+                "initial",
+                f"{self.name} is evaluated, but has counted no training step: its running statistics are the initial "
+                "ones. Train the model after the conversion. If the statistics are in a checkpoint, convert the model "
+                "before you load it: an unconverted model drops them.",
+            )
 
     def uses_mask(self) -> bool:
         return self.zero_padding or (self.training and isinstance(self, RunningNorm))

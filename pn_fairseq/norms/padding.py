@@ -136,9 +136,16 @@ class PaddingMask:
         """The number of tokens that are not padding. It waits for the device."""
         return int(self.value.sum() if self.form == "lengths" else (~self.of(self.value.size(-1))).sum())
 
+    @cached_property
+    def empty_sentences(self) -> int:
+        """The number of sentences without a token; 0 for masks that are not (B, T). It waits for the device."""
+        if self.form == "lengths":
+            return int((self.value <= 0).sum())
+        return int(self.of(self.value.size(-1)).all(1).sum()) if self.value.dim() == 2 else 0
+
     @property
     def waits_for_device(self) -> bool:
-        """Whether :attr:`has_padding` makes the program wait."""
+        """Whether :attr:`has_padding` and :attr:`empty_sentences` make the program wait."""
         return self.value.device.type != "cpu"
 
     @property

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pn_fairseq.norms import convert_norms, norm_report, padding
+from pn_fairseq.norms import convert_norms, norm_report, padding, recalibrating
 from pn_fairseq.norms.padding import current_scope
 
 from ..pairwise import in_pairs
@@ -247,7 +247,7 @@ def test_one_warning_for_a_model_without_any_mask():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with padding(None):
-            model(x)
+            model(x).sum().backward()
         with padding(MASK):
             model(x)
         model(x.flatten(0, 1))
@@ -463,6 +463,7 @@ def test_a_block_for_no_norm_that_asks_is_named():
             model(x)
         with padding(None, only=["norm", "last"]), padding(MASK, only="lst"):
             model(x)
+    model(x, LENGTHS).sum().backward()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with padding(MASK, only="lst"):
@@ -677,3 +678,93 @@ def test_the_report_says_which_line_of_the_table_held():
 def _in_block(model, x):
     with padding(lengths=LENGTHS):
         model(x)
+
+
+# Silence where one line belongs.
+
+
+def texts(caught):
+    return [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize(
+    ("given", "count"),
+    [
+        ({"mask": ~MASK}, 1),
+        ({"valid": MASK}, 1),
+        ({"additive": torch.zeros(B, T).masked_fill(~MASK, -torch.inf)}, 1),
+        ({"lengths": torch.tensor([7, 0, 0])}, 2),
+        ({"mask": torch.ones(B, T, dtype=torch.bool)}, 3),
+        ({"mask": MASK}, 0),
+        ({"lengths": LENGTHS}, 0),
+    ],
+)
+@pytest.mark.parametrize("layout", ["BTC", "TBC"])
+def test_sentences_without_a_token_are_told_once(given, count, layout):
+    model, x = convert_norms(FeedForward(), "batch", layout=layout), torch.randn(B, T, C)
+    x = x if layout == "BTC" else x.transpose(0, 1)
+    with warnings.catch_warnings(record=True) as caught, padding(**given):
+        warnings.simplefilter("always")
+        model(x)
+        model(x)
+    name = next(iter(given))
+    expected = (
+        f"norm: by padding({name}=...) {count} of 3 sentences consist of padding only: is the mask inverted? True"
+    )
+    assert len(caught) == bool(count) and all(text.startswith(expected) for text in texts(caught))
+
+
+def test_a_later_batch_with_an_empty_sentence_is_told_but_not_by_a_norm_that_uses_no_mask():
+    model, x = convert_norms(FeedForward(), "batch", layout="BTC"), torch.randn(B, T, C)
+    other = convert_norms(FeedForward(), "rms", layout="BTC")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(x, LENGTHS)
+        other(x, LENGTHS * 0)
+    with pytest.warns(UserWarning, match="norm: by argument lengths of the model 1 of 3 sentences consist of padding"):
+        model(x, torch.tensor([7, 4, 0]))
+
+
+def test_evaluation_of_a_norm_that_counted_no_step_is_told_once():
+    x, model = torch.randn(B, T, C), convert_norms(FeedForward(), "batch")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.eval()(x)
+        model(x)
+    (text,) = texts(caught)
+    assert text.startswith("norm is evaluated, but has counted no training step: its running statistics are the initia")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        convert_norms(FeedForward(), "rms").eval()(x)
+        trained = convert_norms(FeedForward(), "batch")
+        trained(x, LENGTHS).sum().backward()
+        trained.eval()(x)
+        again = convert_norms(FeedForward(), "batch")
+        again.load_state_dict(trained.state_dict())
+        again.eval()(x)
+        convert_norms(randomized(FeedForward(nn.BatchNorm1d)), "batch").eval()(x.flatten(0, 1))
+        recalibrated = convert_norms(FeedForward(), "batch")
+        with torch.no_grad(), recalibrating(recalibrated):
+            recalibrated(x, LENGTHS)
+        recalibrated.eval()(x)
+        torch.export.export(convert_norms(FeedForward(), "batch").eval(), (x,))
+        torch.func.vmap(convert_norms(FeedForward(), "batch").eval())(x)
+        convert_norms(FeedForward(), "batch").to("meta").eval()(x.to("meta"))
+    lost = convert_norms(FeedForward(), "batch")
+    plain = FeedForward()
+    plain.load_state_dict({key: value for key, value in trained.state_dict().items() if key in plain.state_dict()})
+    lost.load_state_dict(plain.state_dict())  # as from_pretrained of an unconverted model drops the statistics
+    with pytest.warns(UserWarning, match="convert the model before you load it"):
+        lost.eval()(x)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([3, 4], r"padding\(mask=...\): expected a tensor, got list; .*lengths=torch.tensor"),
+        (LENGTHS, "or lengths= if"),
+    ],
+)
+def test_numbers_of_tokens_in_the_place_of_a_mask_name_lengths(given, message):
+    with pytest.raises(ValueError, match=message):
+        padding(given)
