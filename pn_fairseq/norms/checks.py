@@ -1,6 +1,7 @@
 """Argument checks that all norms share. Each raises ValueError with the offending values in it."""
 
 import math
+import warnings
 from numbers import Integral, Real
 
 import torch
@@ -66,6 +67,20 @@ def empty_sentences(count: int, sentences: int) -> str:
         f"{count} of {sentences} sentences consist of padding only: is the mask inverted? True is padding; where 1 is "
         "a token, give ~mask, or padding(valid=...)."
     )
+
+
+def warn_of_empty_sentences(padding_mask: Tensor) -> None:
+    """One warning in a program, if ``padding_mask`` (B, T) leaves a sentence without a token."""
+    if padding_mask.dim() != 2 or not can_look_at_values() or _told:
+        return
+    count = int(padding_mask.all(1).sum())
+    if count:
+        _told.add("empty sentences")
+        warnings.warn(f"padding_mask: by it {empty_sentences(count, len(padding_mask))}", stacklevel=4)
+
+
+#: The warnings that this program has given.
+_told: set[str] = set()
 
 
 def can_look_at_values() -> bool:

@@ -89,6 +89,9 @@ class ConvertedNorm:
     conversion: Conversion
     mask_history: MaskHistory
 
+    #: The look at the first mask is :meth:`_warn_of_empty_sentences`, which knows which dimension is the sentence's.
+    has_looked_at_mask = True
+
     #: Whether the counter of steps has been looked at in evaluation.
     has_looked_at_count = False
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pn_fairseq.norms import convert_norms, norm_report, padding, recalibrating
+from pn_fairseq.norms import MaskedBatchNorm, build_norm, checks, convert_norms, norm_report, padding, recalibrating
 from pn_fairseq.norms.padding import current_scope
 
 from ..pairwise import in_pairs
@@ -712,6 +712,19 @@ def test_sentences_without_a_token_are_told_once(given, count, layout):
         f"norm: by padding({name}=...) {count} of 3 sentences consist of padding only: is the mask inverted? True"
     )
     assert len(caught) == bool(count) and all(text.startswith(expected) for text in texts(caught))
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_a_norm_of_ones_own_layer_tells_once_of_sentences_without_a_token(batch_first, monkeypatch):
+    monkeypatch.setattr(checks, "_told", set())
+    x = torch.randn((B, T, C) if batch_first else (T, B, C))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for given in (None, MASK, MASK | (torch.arange(T) > 5), ~MASK, ~MASK):  # the third has an empty position
+            MaskedBatchNorm(C, batch_first=batch_first)(x, given)
+        build_norm("rms", C, batch_first=batch_first)(x, ~MASK)
+    (text,) = texts(caught)
+    assert text.startswith("padding_mask: by it 1 of 3 sentences consist of padding only: is the mask inverted?")
 
 
 def test_a_later_batch_with_an_empty_sentence_is_told_but_not_by_a_norm_that_uses_no_mask():
