@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
 import torch
@@ -31,8 +32,9 @@ def norms_to_replace(names: dict[nn.Module, list[str]], only, skip, layout: str 
         offsets = {module: offset for module in names if (offset := _offset(module, layout)) is not None}
     for pattern in [*(only or ()), *(skip or ())]:
         if not any(fnmatchcase(name, pattern) for module in offsets for name in names[module]):
-            known = ", ".join(names[module][0] or "the model" for module in offsets) or "none"
-            raise ValueError(f"the pattern {pattern!r} matches no norm of the model; norms: {known}")
+            known = ", ".join(names[module][0] or "the model" for module in offsets)
+            known = f"norms: {known}" if known else _why_none(names)
+            raise ValueError(f"the pattern {pattern!r} matches no norm of the model; {known}")
 
     def matches(module: nn.Module, patterns: list[str]) -> bool:
         return any(fnmatchcase(name, pattern) for name in names[module] for pattern in patterns)
@@ -46,7 +48,11 @@ def norms_to_replace(names: dict[nn.Module, list[str]], only, skip, layout: str 
     chosen = {module: offsets[module] for module in wanted if not isinstance(offsets[module], str)}
     if not chosen:
         listed = "; ".join(f"{labels[module]} {offsets[module]}" for module in wanted)
-        raise ValueError(f"the model has no norm to replace{': ' if listed else ''}{listed}")
+        if not offsets:
+            listed = _why_none(names)
+        elif not wanted:
+            listed = "only= and skip= leave none"
+        raise ValueError(f"the model has no norm to replace: {listed}")
     left = [module for module in wanted if module not in chosen and chosen.keys().isdisjoint(module.modules())]
     _warn_of_those_left({labels[module]: offsets[module] for module in left})
     for module in chosen:
@@ -63,6 +69,17 @@ def norms_to_replace(names: dict[nn.Module, list[str]], only, skip, layout: str 
                 "dimension: give 'BTC' or 'TBC'"
             )
     return chosen
+
+
+def _why_none(modules: Iterable[nn.Module]) -> str:
+    """Why none of ``modules`` can be replaced."""
+    own = sorted({type(module).__name__ for module in modules if isinstance(module, ChannelNorm)})
+    if own:
+        return f"its norms are of this package already ({', '.join(own)}); convert a model with its original norms"
+    return (
+        "it has neither a LayerNorm or RMSNorm over the last dimension, nor a BatchNorm1d or SyncBatchNorm, nor a "
+        "module of another class that computes the same"
+    )
 
 
 def _warn_of_those_left(reasons: dict[str, str]) -> None:

@@ -336,6 +336,17 @@ def test_wrong_arguments(arguments, message):
         convert_norms(FeedForward(), **{"norm": "batch", **arguments})
 
 
+def test_a_model_that_is_converted_and_one_without_norms_are_told_apart():
+    model = convert_norms(FeedForward(), "batch")
+    for options in ({}, {"only": "norm"}):
+        with pytest.raises(ValueError, match=r"its norms are of this package already \(MaskedBatchNorm\)"):
+            convert_norms(model, "power", **options)
+    with pytest.raises(ValueError, match="no norm to replace: it has neither a LayerNorm or RMSNorm over the last"):
+        convert_norms(nn.Sequential(nn.Linear(C, C), nn.GroupNorm(2, C)), "batch")
+    with pytest.raises(ValueError, match="no norm to replace: only= and skip= leave none"):
+        convert_norms(FeedForward(), "batch", only="norm", skip="norm")
+
+
 @pytest.mark.parametrize("name", [name for name in NORMS])
 def test_every_norm_can_be_put_in(name):
     model = convert_norms(FeedForward(), name)
