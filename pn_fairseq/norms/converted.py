@@ -17,6 +17,7 @@ from pn_fairseq.norms.layouts import Layout
 from pn_fairseq.norms.mask_search import BLOCK, GIVEN, NONE, Found, find_argument, find_mask, masks_around
 from pn_fairseq.norms.padding import AllIsKnown, PaddingMask, Scope, current_backward, current_scopes
 from pn_fairseq.norms.registry import build_norm, find_norm
+from pn_fairseq.norms.sharding import is_distributed
 
 #: Batch norms of torch that can be replaced.
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm)
@@ -137,8 +138,15 @@ class ConvertedNorm:
         return f"{super()._get_name()} for {self.replaced}"
 
     def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        if not self.training and isinstance(self, RunningNorm):
-            self._warn_of_initial_statistics()
+        if isinstance(self, RunningNorm):
+            if type(x) is not Tensor and is_distributed(x):
+                raise ValueError(
+                    f"{self.name}: {type(self).__name__} needs the statistics of all tokens, but its input is a "
+                    "DTensor, as under SequenceParallel: take a norm of each token by itself, such as 'rms', or leave "
+                    "this norm out of the plan"
+                )
+            if not self.training:
+                self._warn_of_initial_statistics()
         if x.is_nested:  # has no padding
             return super().forward(x)
         try:
