@@ -3,15 +3,26 @@
 import copy
 import inspect
 import pickle
+import re
 import warnings
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pn_fairseq.norms import MaskedBatchNorm, build_norm, checks, convert_norms, norm_report, padding, recalibrating
+from pn_fairseq.norms import (
+    MaskedBatchNorm,
+    build_norm,
+    checks,
+    convert_norms,
+    mask_search,
+    norm_report,
+    padding,
+    recalibrating,
+)
 from pn_fairseq.norms.padding import current_scope
 
 from ..pairwise import in_pairs
@@ -781,3 +792,23 @@ def test_evaluation_of_a_norm_that_counted_no_step_is_told_once():
 def test_numbers_of_tokens_in_the_place_of_a_mask_name_lengths(given, message):
     with pytest.raises(ValueError, match=message):
         padding(given)
+
+
+def test_the_table_of_the_page_has_the_lines_of_the_search():
+    page = (Path(__file__).parents[2] / "docs/own_model.md").read_text("utf-8")
+    rows = re.findall(r"^\| (\d+) \| (.*?) \| (.*?) \|$", page, re.M)
+    assert [int(number) for number, _, _ in rows] == [*range(1, 13)]
+    words = {
+        mask_search.GIVEN: "`norm(x, mask)`",
+        mask_search.BLOCK: "`with padding(...)` block around the call",
+        mask_search.ARGUMENT: "(B, T)",
+        mask_search.NONE: "… None",
+        mask_search.TWO: "two arguments have a value",
+        mask_search.OF_TARGET: "attends to other tokens",
+        mask_search.NOTHING: "nothing applies",
+    }
+    for number, expected in words.items():
+        assert expected in rows[number - 1][1]
+    for prefixes, column in ((mask_search.ATTENDED_NAMES, 0), (mask_search.TARGET_NAMES, 1)):
+        named = re.findall(r"`(\w+_)\.\.\.`", rows[mask_search.OF_TARGET - 1][2].partition(";")[2 * column])
+        assert named and all(name.startswith(prefixes) for name in named)

@@ -250,7 +250,7 @@ CASES = {
     ),
     "Hugging Face Whisper": Case(
         whisper,
-        "`with padding(mask)`, `decoder_attention_mask`",
+        '`with padding(mask, only="encoder.*")`, `decoder_attention_mask`',
         '`mask_from="attention_mask"`, and the block for the encoder, whose attention reads padding',
         {"mask_from": "attention_mask"},
         reversed_in="decoder",
