@@ -14,7 +14,7 @@ from pn_fairseq.norms.channel import no_fast_path
 from pn_fairseq.norms.checks import can_look_at_values, empty_sentences
 from pn_fairseq.norms.compiled import find, open_scopes, operator
 from pn_fairseq.norms.layouts import Layout
-from pn_fairseq.norms.mask_search import BLOCK, GIVEN, NONE, Found, find_argument, find_mask, masks_around
+from pn_fairseq.norms.mask_search import BLOCK, GIVEN, NONE, Found, find_mask, hidden_mask, masks_around
 from pn_fairseq.norms.padding import AllIsKnown, PaddingMask, Scope, current_backward, current_scopes
 from pn_fairseq.norms.registry import build_norm, find_norm
 from pn_fairseq.norms.sharding import is_distributed
@@ -145,7 +145,7 @@ class ConvertedNorm:
                     "DTensor, as under SequenceParallel: take a norm of each token by itself, such as 'rms', or leave "
                     "this norm out of the plan"
                 )
-            if not self.training:
+            if not (self.training or torch.compiler.is_compiling()):
                 self._warn_of_initial_statistics()
         if x.is_nested:  # has no padding
             return super().forward(x)
@@ -165,7 +165,7 @@ class ConvertedNorm:
         """Refuse a second argument that is no mask, also where this norm does not use a mask."""
         if isinstance(mask, Tensor) and not mask.is_floating_point():
             mask = PaddingMask("mask", mask, "the mask").value
-            if mask.dim() < x.dim():
+            if mask.dim() < x.dim() or (mask.dim() == 2 and mask.shape != x.shape):  # (B, T) also for rows (N, C)
                 return
         found = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(
@@ -250,7 +250,7 @@ class ConvertedNorm:
         """Called in `with padding(None)`, which may have been written to silence the warning of a missing mask."""
         if "hidden" in self.conversion.warned or found.scope.only is not None:
             return
-        hidden = find_argument(self.conversion.id, scopes).mask
+        hidden = hidden_mask(self.conversion.id, scopes)
         if hidden is None or (hidden.waits_for_device and self.mask_history.no_padding):
             return
         if hidden.has_padding:

@@ -105,10 +105,22 @@ def find_argument(conversion: str, scopes: Iterable[Scope]) -> Found:
     return Found(NOTHING, "no block, and no argument of a module")
 
 
+def hidden_mask(conversion: str, scopes: Iterable[Scope]) -> PaddingMask | None:
+    """What :func:`find_argument` finds; None also for a value that cannot be read, since a block stands for it."""
+    try:
+        return find_argument(conversion, scopes).mask
+    except ValueError:
+        return None
+
+
 def masks_around(found: Found) -> list[PaddingMask]:
     """The masks that are hidden by an argument that is None, where the modules around attend to the same tokens."""
     masks: list[PaddingMask] = []
     for scope in found.scope.around():
-        if isinstance(scope, Arguments) and scope.attends == found.scope.attends:
+        if not isinstance(scope, Arguments) or scope.attends != found.scope.attends:
+            continue
+        try:
             masks += [mask for mask in scope.masks().values() if mask is not None]
+        except ValueError:  # a value that cannot be read says nothing
+            continue
     return masks

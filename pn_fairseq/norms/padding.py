@@ -279,7 +279,7 @@ class padding(AbstractContextManager):
     def __exit__(self, *error) -> None:
         block = self._blocks.pop()
         block.__exit__(*error)
-        if block.asked and not any(block.asked.values()):
+        if not any(error) and block.asked and not any(block.asked.values()):
             warnings.warn(
                 f"`with padding(..., only={', '.join(map(repr, block.only))})` was for none of the norms that looked "
                 f"for a mask in it: {', '.join(list(block.asked)[:3])}{', ...' * (len(block.asked) > 3)}",

@@ -269,6 +269,8 @@ def test_a_second_argument_that_is_no_mask_is_refused(norm, training):
         model[0](x, torch.ones(B, C, dtype=torch.long))
     mask = torch.arange(C) >= LENGTHS[:, None]
     assert model[0](x, mask[:, None, None]).equal(copy.deepcopy(model)[0](x, mask))
+    rows = model[0](x.flatten(0, 1), mask)
+    assert rows.view_as(x).equal(copy.deepcopy(model)[0](x, mask))
 
 
 def test_a_weight_that_would_be_lost_is_refused():

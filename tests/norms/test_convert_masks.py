@@ -492,6 +492,8 @@ def test_a_block_takes_the_place_of_a_mask_that_cannot_be_read():
             return model(x, made)
 
     assert effect_of_padding(model, call, MASK) == 0
+    with padding(None):
+        model(torch.randn(B, T, C), made)
     with pytest.raises(ValueError, match=r"may be additive; .* run the model in `with padding\(...\)`, whose mask"):
         model(torch.randn(B, T, C), made)
 
