@@ -54,6 +54,8 @@ class Encoder(nn.Module):
         super().__init__()
         layer = nn.TransformerEncoderLayer(channels, 4, 4 * channels, 0.0, "gelu", norm_first=True, batch_first=True)
         encoder = nn.TransformerEncoder(layer, LAYERS, nn.LayerNorm(channels), enable_nested_tensor=False)
+        if name == "power":
+            options = {"psi_warmup_updates": 0, **options}  # most steps of a training are after the warm-up
         self.encoder = convert_norms(encoder, name, mask_from="src_key_padding_mask", layout="BTC", **options)
         self.register_buffer("mask", _padding(sentences, LENGTH), persistent=False)
         self.channels = channels

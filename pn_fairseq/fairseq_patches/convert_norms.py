@@ -12,6 +12,7 @@ from functools import partial
 from fairseq import models
 from fairseq.dataclass import utils
 from fairseq.models import ARCH_MODEL_REGISTRY
+from fairseq.models.speech_to_text import S2TTransformerEncoder
 from fairseq.modules import checkpoint_activations
 from fairseq.utils import safe_getattr
 from omegaconf import OmegaConf, open_dict
@@ -23,6 +24,7 @@ from pn_fairseq.common.run_settings import learning_rate_warmup
 from pn_fairseq.fairseq_patches import patch
 from pn_fairseq.norms import RunningNorm, build_norm, convert_norms, running_norms
 from pn_fairseq.norms.convert import convert
+from pn_fairseq.norms.converted import ConvertedNorm
 from pn_fairseq.norms.options import read_pairs, typed, unknown_option
 from pn_fairseq.norms.padding import current_backward, padding
 from pn_fairseq.norms.registry import find_norm
@@ -154,8 +156,26 @@ def checkpointed_forward(original, original_forward, offload_to_cpu, *args, **kw
     return original(forward, offload_to_cpu, *args, **kwargs)
 
 
+@patch(S2TTransformerEncoder, "_forward", "self src_tokens src_lengths return_all_hiddens")
+def encoder_of_speech(original, self, src_tokens, src_lengths, return_all_hiddens=False):
+    """The norm after the last layer gets the mask of the frames that the layers get, which is no argument there."""
+    norm = self.layer_norm
+    if not isinstance(norm, ConvertedNorm) or without_mask in norm._forward_pre_hooks.values():
+        return original(self, src_tokens, src_lengths, return_all_hiddens)
+    masks_of_layers: list[Tensor] = []
+    hooks = [
+        self.transformer_layers[0].register_forward_pre_hook(lambda module, args: masks_of_layers.append(args[1])),
+        norm.register_forward_pre_hook(lambda module, args: (*args, masks_of_layers[0])),
+    ]
+    try:
+        return original(self, src_tokens, src_lengths, return_all_hiddens)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def masks(task) -> dict:
-    """The arguments of fairseq's modules that hold masks, the first of which counts in a module that has several."""
+    """The arguments of fairseq's modules that hold masks."""
     arguments = dict.fromkeys(("self_attn_padding_mask", "encoder_padding_mask", "padding_mask"), "mask")
     for name in ("source_dictionary", "target_dictionary"):
         try:
@@ -165,7 +185,6 @@ def masks(task) -> dict:
         if hasattr(dictionary, "pad"):
             mask = partial(padding_of, dictionary.pad())
             return {**arguments, "prev_output_tokens": mask, "src_tokens": mask}
-    # Speech without a dictionary: what the layers were given counts for the norm after the last one.
     return {**arguments, "src_tokens": partial(padding_of, 1)}
 
 

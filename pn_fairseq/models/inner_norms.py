@@ -13,7 +13,7 @@ class InnerMasks(Scope):
     """The padding (B, T) of the input of a module, and of the keys of an attention. Converted norms do not see it."""
 
     def __init__(self, queries: Tensor | None, keys: Tensor | None):
-        super().__init__(lambda: NotImplemented)
+        super().__init__()
         self.queries, self.keys = queries, keys
 
 

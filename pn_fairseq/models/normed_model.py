@@ -1,11 +1,14 @@
 """What every model with these norms does: averaging statistics, logging diagnostics, folding for decoding."""
 
+import logging
+
 import torch
 
 from pn_fairseq.common.errors import FoldedModelError
 from pn_fairseq.common.norm_report import NormReport
 from pn_fairseq.models.norm_options import NormOptions
-from pn_fairseq.norms import running_norms
+from pn_fairseq.norms import ChannelNorm, running_norms
+from pn_fairseq.norms.future_tokens import in_decoders, leak
 
 #: Name of a buffer that marks the weights of a folded model.
 FOLDED_MARK = "norms_folded"
@@ -26,6 +29,7 @@ class NormedModel:
             self.norm_probe = NormProbe(self, norms.norm_probe, norms.norm_probe_interval, norms.norm_probe_layers)
         #: Whether the norms are folded into the projections that follow them; such a model can only decode.
         self.folded = norms.norms_folded
+        self._has_told_of_leak = False
         if self.folded:
             self.register_buffer(FOLDED_MARK, torch.ones((), dtype=torch.int64))
             self.eval()
@@ -33,7 +37,19 @@ class NormedModel:
     def train(self, mode: bool = True):
         if mode and self.folded:
             raise FoldedModelError()
+        if mode and not self._has_told_of_leak:
+            self._has_told_of_leak = True
+            self._tell_of_leak()
         return super().train(mode)
+
+    def _tell_of_leak(self) -> None:
+        norms = {name: module for name, module in self.named_modules() if isinstance(module, ChannelNorm)}
+        names = in_decoders(self, norms)
+        if names:
+            logging.getLogger(__name__).warning(
+                f"{leak(names, norms[names[0]])} --decoder-norm layer, for example, never mixes tokens; docs/norms.md "
+                "(Properties) says which norms do."
+            )
 
     def load_state_dict(self, state_dict, strict=True, model_cfg=None, args=None):
         if FOLDED_MARK in state_dict and not self.folded:

@@ -8,7 +8,7 @@ from pn_fairseq.norms.base import ChannelNorm, RunningNorm, running_norms, set_l
 from pn_fairseq.norms.batch import MaskedBatchNorm, MaskedBatchNormRelease
 from pn_fairseq.norms.batch_reg import RegularizedBatchNorm, RegularizedBatchNormRelease
 from pn_fairseq.norms.batch_renorm import BatchRenorm
-from pn_fairseq.norms.convert import convert_norms, norm_report
+from pn_fairseq.norms.convert import convert_norms, norm_parameter_names, norm_report
 from pn_fairseq.norms.dyt import DynamicErf, DynamicTanh
 from pn_fairseq.norms.fold import fold_norms
 from pn_fairseq.norms.group import GroupNorm
@@ -65,6 +65,7 @@ __all__ = [
     "convert_norms",
     "fold_norms",
     "load_norms",
+    "norm_parameter_names",
     "norm_report",
     "padding",
     "recalibrating",

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from pn_fairseq import kernels
 from pn_fairseq.norms.channel import ChannelNorm
-from pn_fairseq.norms.checks import check_alpha, check_input, check_positive
+from pn_fairseq.norms.checks import check_alpha, check_input, check_positive, warn_of_empty_sentences
 from pn_fairseq.norms.compiled import compiled_step
 from pn_fairseq.norms.diagnostics import Collected
 from pn_fairseq.norms.distributed import refuse_join, world_size
@@ -71,6 +71,9 @@ class RunningNorm(StatefulNorm):
 
     #: What the loss is multiplied by before the backward pass; see :func:`pn_fairseq.norms.set_loss_scale`.
     loss_scale = None
+
+    #: Whether the norm has looked for sentences without a token, in its first mask only: it waits for the device.
+    has_looked_at_mask = False
 
     #: While True, training batches enter no statistic: this rank repeats a batch because its own data has ended. In a
     #: synchronized norm this rank adds zeros to the all-reduce.
@@ -191,6 +194,9 @@ class RunningNorm(StatefulNorm):
         if compiling:
             y = compiled_step(self, x, padding_mask)
         else:
+            if padding_mask is not None and not self.has_looked_at_mask:
+                self.has_looked_at_mask = True
+                warn_of_empty_sentences(padding_mask)
             further = self.further_parameters()
             y = self.training_step(Training.apply, x, self.gain, self.bias, padding_mask, further)
         return self._with_token_part(y, x)

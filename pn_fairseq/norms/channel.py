@@ -9,6 +9,7 @@ from pn_fairseq.norms.checks import check_input, check_positive, check_whole
 from pn_fairseq.norms.compiled import handle_of
 from pn_fairseq.norms.layer_scale import LayerScale
 from pn_fairseq.norms.nested import over_tokens
+from pn_fairseq.norms.sharding import is_distributed, register
 
 _REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
@@ -136,6 +137,8 @@ class ChannelNorm(nn.Module):
         if x.is_nested:
             return over_tokens(self.forward, x, padding_mask)
         check_input(x, padding_mask, self.num_features, self.batch_first)
+        if type(x) is not Tensor and is_distributed(x):
+            register()
         return self.normalize(self.layer_scale(x) if self.layer_scale_groups else x)
 
     def normalize(self, h: Tensor) -> Tensor:

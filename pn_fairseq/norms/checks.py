@@ -1,9 +1,11 @@
 """Argument checks that all norms share. Each raises ValueError with the offending values in it."""
 
 import math
+import warnings
 from numbers import Integral, Real
 
 import torch
+import torch.utils._python_dispatch
 from torch import Tensor
 
 
@@ -57,3 +59,34 @@ def check_input(x: Tensor, padding_mask: Tensor | None, num_features: int, batch
             f"padding_mask of shape {tuple(padding_mask.shape)} does not fit an input of shape {tuple(x.shape)} = "
             f"{layouts} = {tuple(expected)}"
         )
+
+
+def empty_sentences(count: int, sentences: int) -> str:
+    """What to say of a mask (B, T) that leaves ``count`` of ``sentences`` without a token."""
+    return (
+        f"{count} of {sentences} sentences consist of padding only: is the mask inverted? True is padding; where 1 is "
+        "a token, give ~mask, or padding(valid=...)."
+    )
+
+
+def warn_of_empty_sentences(padding_mask: Tensor) -> None:
+    """One warning in a program, if ``padding_mask`` (B, T) leaves a sentence without a token."""
+    if padding_mask.dim() != 2 or not can_look_at_values() or _told:
+        return
+    count = int(padding_mask.all(1).sum())
+    if count:
+        _told.add("empty sentences")
+        warnings.warn(f"padding_mask: by it {empty_sentences(count, len(padding_mask))}", stacklevel=4)
+
+
+#: The warnings that this program has given.
+_told: set[str] = set()
+
+
+def can_look_at_values() -> bool:
+    """Whether the program may read numbers of tensors: not while it is compiled, traced, transformed or captured."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active():
+        return False
+    if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:  # fake tensors, among others
+        return False
+    return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())

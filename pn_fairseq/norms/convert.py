@@ -7,12 +7,17 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from pn_fairseq.norms.channel import ChannelNorm
 from pn_fairseq.norms.converted import Conversion, ConvertedNorm, replacement
+from pn_fairseq.norms.future_tokens import warn_of_future_tokens
 from pn_fairseq.norms.layouts import LAYOUTS
 from pn_fairseq.norms.mask_arguments import add_argument_hooks, arguments_with_mask, mask_forms
 from pn_fairseq.norms.padding import ARGUMENT_FORMS, FORMS
 from pn_fairseq.norms.registry import find_norm
 from pn_fairseq.norms.replaceable import norms_to_replace
+
+#: Updates of the psi warm-up of "power", as in the paper's models, unless ``psi_warmup_updates`` is given.
+PSI_WARMUP_UPDATES = 1000
 
 
 def convert_norms(
@@ -52,19 +57,23 @@ def convert_norms(
             shape of its first mask; if B equals T in that mask, the forward raises ValueError. Batch norms of torch
             keep their own layout, (B, C, T) or (N, C). "BCHW" also replaces ``BatchNorm2d``.
         mask_from: the argument that holds the mask in the forward of the model or of modules in it. By default
-            arguments of known names are used, outside of ``with padding(...)`` blocks: %s (after the dot, in modules
-            of that package). For others give a dict: name -> one of %s (see :class:`padding`), or a function of the
-            value that returns the mask as bool, True = padding, None if there is none, or NotImplemented. If a forward
-            has several of these arguments, the first name in ``mask_from`` is used. A norm takes the innermost mask
-            around it: from the argument of a module, or from a ``with padding(...)`` block. With ``()`` only blocks
-            count.
+            arguments of known names are used: %s (after the dot, in modules of that package). For others give a dict:
+            name -> one of %s (see :class:`padding`), or a function of the value that returns the mask as bool, True =
+            padding, None if there is none, or NotImplemented. With ``()`` only ``with padding(...)`` blocks count. The
+            table of docs/own_model.md says which mask a norm takes: that of a block around the call, else that of the
+            innermost module around the norm that has such an argument.
         zero_padding: write zeros at padding after the norm, as a convolution that follows needs.
         options: for the norm, see :func:`build_norm`. A norm with running statistics has ``sync=True`` by default,
-            except "power", which has it only in the place of a ``SyncBatchNorm``.
+            except "power", which has it only in the place of a ``SyncBatchNorm``. "power" has a psi warm-up of 1,000
+            updates unless ``psi_warmup_updates`` is given: without one it starts with psi = 1, and does not normalize
+            at first. Give the length of your learning rate's warm-up, and ``layer_scale_groups`` = attention heads, as
+            in the paper's Transformer. In the warm-up it mixes the tokens of a batch: in a causal decoder they leak.
 
     Raises:
         ValueError: a pattern, name, layout or option does not fit, or there is nothing to replace.
     """
+    if norm == "power":
+        options = {"psi_warmup_updates": PSI_WARMUP_UPDATES, **options}
     return convert(model, norm, only, skip, layout, mask_from, zero_padding, options)
 
 
@@ -81,11 +90,12 @@ def convert(model, norm, only, skip, layout, mask_from, zero_padding, options, n
         raise ValueError(
             f"norm {norm!r} has no option {', '.join(map(repr, unknown))}; known: {', '.join(sorted(known))}"
         )
+    refuse_wrapped(model)
     forms = mask_forms(mask_from)
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)
-    conversion = Conversion(block_first=mask_from is None, warned=not forms and none_is_no_padding)
+    conversion = Conversion(none_is_no_padding, {"missing"} if none_is_no_padding and not forms else set())
     made = {
         module: replacement(module, names[module][0], norm, layout, zero_padding, conversion, options, offset)
         for module, offset in norms_to_replace(names, only, skip, layout).items()
@@ -96,11 +106,53 @@ def convert(model, norm, only, skip, layout, mask_from, zero_padding, options, n
                 parent._modules[key] = made[child]
     model = made.get(model, model)
     if forms:
-        add_argument_hooks(model, list(made.values()), forms, none_is_no_padding)
+        add_argument_hooks(model, list(made.values()), forms)
+    warn_of_future_tokens(model, {norm.name: norm for norm in made.values() if norm is not model}, stacklevel=4)
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder) and any(isinstance(m, ConvertedNorm) for m in module.modules()):
             module.use_nested_tensor = False  # it would read weight and bias of norms that may have none
     return model
+
+
+#: Classes that keep a list of a model's parameters. A norm that came later would have parameters that they do not know.
+_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Raises ValueError if ``model`` or a part of it is wrapped for several ranks."""
+    for name, module in model.named_modules():
+        for cls in type(module).__mro__:
+            if cls.__name__ in _WRAPPERS:
+                raise ValueError(
+                    f"{name or 'the model'} is wrapped in {cls.__name__}, which would not reduce the gradients of "
+                    "parameters that the new norms add: convert before you wrap"
+                )
+
+
+def norm_parameter_names(
+    model: nn.Module, replaced: type[nn.Module] | tuple[type[nn.Module], ...] | None = None
+) -> list[str]:
+    """The names of the parameters of the norms of ``model``, as in ``model.named_parameters()``.
+
+    An optimizer often decays no parameters of norms, and finds the norms by their classes, such as
+    ``torch.nn.LayerNorm``. Norms of this package have other classes::
+
+        norms = set(norm_parameter_names(model))
+        decayed = [p for name, p in model.named_parameters() if name not in norms]
+
+    Args:
+        replaced: only norms that :func:`convert_norms` put in the place of modules of this class or these classes, as
+            ``isinstance`` finds them. By default all norms of this package.
+    """
+    kinds = (replaced,) if isinstance(replaced, type) else replaced
+    names = []
+    for prefix, module in model.named_modules():
+        if not isinstance(module, ChannelNorm):
+            continue
+        if kinds is not None and not (isinstance(module, ConvertedNorm) and module.took_the_place_of(kinds)):
+            continue
+        names += [f"{prefix}.{name}".lstrip(".") for name, _ in module.named_parameters()]
+    return names
 
 
 @dataclass(frozen=True)
@@ -112,9 +164,12 @@ class ReplacedNorm:
         replaced: class of the module that it took the place of.
         norm: its class.
         layout: of its input; None: read from the shape of the mask.
-        masks: arguments that its mask comes from, the innermost first. Where one is None, those after it are not
-            used. A ``with padding(...)`` block counts where no argument has a mask.
-        block_first: such a block counts before the arguments.
+        masks: arguments that its mask comes from outside of ``with padding(...)`` blocks, the innermost first. Where
+            one is None, those after it are not used.
+        psi_warmup_updates: length of its psi warm-up; None: it has none.
+        line: of the table of docs/own_model.md, which decided in the last forward that asked for a mask; None: no
+            forward did.
+        decided: the same in words.
     """
 
     name: str
@@ -122,27 +177,37 @@ class ReplacedNorm:
     norm: str
     layout: str | None
     masks: tuple[str, ...]
-    block_first: bool
+    psi_warmup_updates: int | None = None
+    line: int | None = None
+    decided: str = ""
 
     def __str__(self) -> str:
         arguments = [*self.masks]
         if len(arguments) > 1:
-            arguments[0] += " (if None, only padding(...))"
-        masks = ", else ".join(["padding(...)", *arguments] if self.block_first else [*arguments, "padding(...)"])
-        return f"{self.name}: {self.norm} for {self.replaced}, layout {self.layout or 'of the mask'}, mask from {masks}"
+            arguments[0] += " (if it is None, no other)"
+        masks = ", else ".join(["padding(...)", *arguments])
+        last = "" if self.line is None else f"; last: {self.decided} (line {self.line})"
+        layout = self.layout or "of the mask"
+        warmup = "" if self.psi_warmup_updates is None else f", psi warm-up of {self.psi_warmup_updates} updates"
+        return f"{self.name}: {self.norm} for {self.replaced}{warmup}, layout {layout}, mask from {masks}{last}"
 
 
 def norm_report(model: nn.Module) -> list[ReplacedNorm]:
     r"""The norms that :func:`convert_norms` put into ``model``: ``print(*norm_report(model), sep="\n")``."""
-    return [
-        ReplacedNorm(
-            name or norm.name,
-            norm.replaced,
-            type(norm).__name__,
-            norm.layout.name,
-            tuple(arguments_with_mask(model, name, norm.conversion)),
-            norm.conversion.block_first,
-        )
-        for name, norm in model.named_modules()
-        if isinstance(norm, ConvertedNorm)
-    ]
+    report = []
+    for name, norm in model.named_modules():
+        if isinstance(norm, ConvertedNorm):
+            last = norm.mask_history.last
+            report.append(
+                ReplacedNorm(
+                    name=name or norm.name,
+                    replaced=norm.replaced,
+                    norm=type(norm).__name__,
+                    layout=norm.layout.name,
+                    masks=tuple(arguments_with_mask(model, name, norm.conversion)),
+                    psi_warmup_updates=getattr(norm, "psi_warmup_updates", None),
+                    line=None if last is None else last.line,
+                    decided="" if last is None else last.where,
+                )
+            )
+    return report

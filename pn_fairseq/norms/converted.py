@@ -2,7 +2,7 @@
 
 import warnings
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from uuid import uuid4
 
@@ -11,10 +11,13 @@ from torch import Tensor, nn
 
 from pn_fairseq.norms.base import COUNT, ChannelNorm, RunningNorm
 from pn_fairseq.norms.channel import no_fast_path
+from pn_fairseq.norms.checks import can_look_at_values, empty_sentences
 from pn_fairseq.norms.compiled import find, open_scopes, operator
 from pn_fairseq.norms.layouts import Layout
-from pn_fairseq.norms.padding import PaddingMask, Scope, current_backward, current_scopes
+from pn_fairseq.norms.mask_search import BLOCK, GIVEN, NONE, Found, find_mask, hidden_mask, masks_around
+from pn_fairseq.norms.padding import AllIsKnown, PaddingMask, Scope, current_backward, current_scopes
 from pn_fairseq.norms.registry import build_norm, find_norm
+from pn_fairseq.norms.sharding import is_distributed
 
 #: Batch norms of torch that can be replaced.
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm)
@@ -27,13 +30,46 @@ class Conversion:
     Copies keep the ``id``, so the hooks of a model also serve a copy of one of its norms.
 
     Attributes:
-        block_first: nobody named the arguments that have a mask, so a ``with padding(...)`` block counts before them.
-        warned: whether the warning of a missing mask has been given.
+        none_is_no_padding: of an argument, as in fairseq, rather than that nobody gave a mask.
+        warned: the kinds of warnings that have been given.
+        has_had_mask: whether one of its norms has had a mask.
     """
 
-    block_first: bool = False
-    warned: bool = False
+    none_is_no_padding: bool = False
+    warned: set[str] = field(default_factory=set)
+    has_had_mask: bool = False
     id: str = field(default_factory=lambda: uuid4().hex)
+
+    def warn(self, kind: str, text: str) -> None:
+        """Give the warning ``text``, the only one of its kind for a model."""
+        if kind not in self.warned:
+            self.warned.add(kind)
+            warnings.warn(f"{text} (This warning appears once for a model.)", stacklevel=3)
+
+
+@dataclass
+class MaskHistory:
+    """Where a norm has had its masks from in forwards that were no recomputations.
+
+    Attributes:
+        block: from a ``with padding(...)`` block.
+        no_padding: from ``with padding(None)``, that there is no padding.
+        argument: from the argument of a module.
+        last: in the last forward.
+    """
+
+    block: bool = False
+    no_padding: bool = False
+    argument: bool = False
+    last: Found | None = None
+
+    def add(self, found: Found) -> None:
+        self.last = replace(found, mask=None, scope=None)
+        if found.line == BLOCK:
+            self.block = self.block or found.mask is not None
+            self.no_padding = self.no_padding or found.mask is None
+        elif found.line != GIVEN:
+            self.argument = self.argument or found.mask is not None
 
 
 class ConvertedNorm:
@@ -46,12 +82,19 @@ class ConvertedNorm:
     name: str
     replaced: str
     replaced_keys: frozenset[str]
+    #: Module and name of the class of the replaced module and of its bases.
+    replaced_classes: frozenset[tuple[str, str]]
     shares_statistics: bool
     layout: Layout
     zero_padding: bool
     conversion: Conversion
-    #: Where masks of this norm have come from: "block" and "argument".
-    mask_sources: set[str]
+    mask_history: MaskHistory
+
+    #: The look at the first mask is :meth:`_warn_of_empty_sentences`, which knows which dimension is the sentence's.
+    has_looked_at_mask = True
+
+    #: Whether the counter of steps has been looked at in evaluation.
+    has_looked_at_count = False
 
     #: The gain is the parameter ``gain_name`` plus ``gain_offset``, as in the replaced module.
     gain_name = "weight"
@@ -69,6 +112,25 @@ class ConvertedNorm:
         if self.gain_offset:
             nn.init.constant_(getattr(self, self.gain_name), 1.0 - self.gain_offset)
 
+    __jit_unused_properties__ = (*ChannelNorm.__jit_unused_properties__, "momentum")
+
+    @property
+    def momentum(self):
+        raise AttributeError("a converted norm has alpha_fwd, which is 1 - momentum")
+
+    @momentum.setter
+    def momentum(self, value) -> None:
+        """Recipes that freeze the statistics of torch's BatchNorm set this attribute, which no norm here reads."""
+        raise AttributeError(
+            f"{self.name}: momentum={value} would change nothing, because {type(self).__name__} averages with "
+            "alpha_fwd = 1 - momentum: set alpha_fwd. Batches enter no statistic while norm.ignoring is True, or after "
+            "norm.eval()"
+        )
+
+    def took_the_place_of(self, classes: tuple[type[nn.Module], ...]) -> bool:
+        """Whether the replaced module was an instance of one of ``classes``."""
+        return any(_identity(cls) in self.replaced_classes for cls in classes)
+
     def __reduce__(self):
         return _rebuild, (type(self).__mro__[type(self).__mro__.index(ConvertedNorm) + 1],), self.__getstate__()
 
@@ -76,9 +138,20 @@ class ConvertedNorm:
         return f"{super()._get_name()} for {self.replaced}"
 
     def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        if isinstance(self, RunningNorm):
+            if type(x) is not Tensor and is_distributed(x):
+                raise ValueError(
+                    f"{self.name}: {type(self).__name__} needs the statistics of all tokens, but its input is a "
+                    "DTensor, as under SequenceParallel: take a norm of each token by itself, such as 'rms', or leave "
+                    "this norm out of the plan"
+                )
+            if not (self.training or torch.compiler.is_compiling()):
+                self._warn_of_initial_statistics()
         if x.is_nested:  # has no padding
             return super().forward(x)
         try:
+            if padding_mask is not None:
+                self._check_given_mask(x, padding_mask)
             tokens, padding = self.layout.channels_last(x), None
             if self.uses_mask() and torch.compiler.is_compiling():
                 padding = padding_of(tokens, padding_mask, self.handle, open_scopes[-1] if open_scopes else None)
@@ -88,65 +161,120 @@ class ConvertedNorm:
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from None
 
+    def _check_given_mask(self, x: Tensor, mask) -> None:
+        """Refuse a second argument that is no mask, also where this norm does not use a mask."""
+        if isinstance(mask, Tensor) and not mask.is_floating_point():
+            mask = PaddingMask("mask", mask, "the mask").value
+            if mask.dim() < x.dim() or (mask.dim() == 2 and mask.shape != x.shape):  # (B, T) also for rows (N, C)
+                return
+        found = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(
+            f"its second argument must be a padding mask, bool with True = padding, but it is {found} beside an input "
+            f"of {tuple(x.shape)}; if the model hands a gate or a residual to this norm, leave it as it is "
+            f"(skip={self.name!r})"
+        )
+
     def find_padding(self, tokens: Tensor, mask: Tensor | None) -> Tensor | None:
         """Which of ``tokens``, (..., C), are padding; None: nothing is. ``mask``: None, or the one that was given."""
-        padding_mask = self._find_mask(tokens) if mask is None else PaddingMask("mask", mask, "the mask")
-        return None if padding_mask is None else self.layout.padding(tokens, padding_mask)
+        if mask is None:
+            found = self._find_mask(tokens)
+        else:
+            found = Found(GIVEN, "the mask of the call", PaddingMask("mask", mask, "the mask"))
+            self.mask_history.add(found)
+        if found.mask is None:
+            return None
+        self._warn_of_empty_sentences(found.mask)
+        generates = self.training and not torch.is_grad_enabled()
+        return self.layout.padding(tokens, found.mask, generates)
+
+    def _warn_of_empty_sentences(self, mask: PaddingMask) -> None:
+        """Look at every mask that is on the CPU, once, and elsewhere at the first one, since that waits for the device.
+        An inverted mask already shows there: nothing is left of the longest sentence."""
+        is_first, self.conversion.has_had_mask = not self.conversion.has_had_mask, True
+        if "empty" in self.conversion.warned or (mask.waits_for_device and not is_first):
+            return
+        if can_look_at_values() and mask.empty_sentences:
+            text = empty_sentences(mask.empty_sentences, mask.batch)
+            self.conversion.warn("empty", f"{self.name}: by {mask.source} {text}")
+
+    def _warn_of_initial_statistics(self) -> None:
+        """Called in evaluation. It looks at the state once, since that waits for the device."""
+        if self.has_looked_at_count or "initial" in self.conversion.warned or not can_look_at_values():
+            return
+        moment = self._buffers[self.moment_name]
+        if moment.is_meta:
+            return
+        self.has_looked_at_count = True
+        if (self._buffers[COUNT] == 0) & (moment == 1).all():  # recalibrating() counts no step
+            self.conversion.warn(
+                "initial",
+                f"{self.name} is evaluated, but has counted no training step: its running statistics are the initial "
+                "ones. Train the model after the conversion. If the statistics are in a checkpoint, convert the model "
+                "before you load it: an unconverted model drops them.",
+            )
 
     def uses_mask(self) -> bool:
         return self.zero_padding or (self.training and isinstance(self, RunningNorm))
 
-    def _find_mask(self, x: Tensor) -> PaddingMask | None:
-        """The mask of the innermost scope in which one is known.
-
-        Where the argument of a module is None, the masks of modules around it may be for other sequences (a decoder
-        inside an encoder-decoder): only a ``with padding(...)`` block counts then. Likewise a mask that may be for the
-        source is none for the tokens of a module that attends to the source.
-        """
-        empty: Scope | None = None  # the argument is None
-        hidden: PaddingMask | None = None  # by it
-        attended = None
+    def _find_mask(self, x: Tensor) -> Found:
         scopes = [*current_scopes()]
-        in_block = self.conversion.block_first and any(scope.is_block for scope in scopes)
-        for scope in scopes:
-            hook = scope.hook
-            if hook is not None and (in_block or hook.conversion != self.conversion.id):
-                continue
-            mask = scope.mask()
-            if mask is None:
-                if scope.declared:
-                    return None
-                empty = empty or scope
-            elif mask is not NotImplemented:
-                if hook is None or (empty is None and not _is_for_attended(mask, scope, attended)):
-                    self.mask_sources.add("block" if hook is None else "argument")
-                    return mask
-                hidden = hidden if empty is None else mask
-            attended = scope.attended if attended is None else attended
-        if current_backward() != -1:
-            if "block" in self.mask_sources or (empty is None and "argument" in self.mask_sources):
-                raise RuntimeError(
-                    f"{self.name}: this forward is being recomputed (activation checkpointing), but its padding mask "
-                    "is gone; pass the mask as an argument of the checkpointed module (convert_norms(mask_from=...)), "
-                    "or give checkpoint context_fn=padding.context_fn"
-                )
-        else:
-            self._warn(x, empty, hidden)
-        return None
+        found = find_mask(self.name, self.conversion.id, scopes)
+        if current_backward() == -1:
+            if found.line == BLOCK and found.mask is None:
+                self._warn_of_hidden_mask(found, scopes)
+            elif found.mask is None:
+                self._warn_of_missing_mask(x, found)
+            self.mask_history.add(found)
+        elif found.line != BLOCK and not any(isinstance(scope, AllIsKnown) for scope in scopes):
+            self._refuse_another_mask(found)
+        return found
 
-    def _warn(self, x: Tensor, empty: Scope | None, hidden: PaddingMask | None) -> None:
-        if self.conversion.warned or x.dim() != 3 or not (self.training and isinstance(self, RunningNorm)):
+    def _refuse_another_mask(self, found: Found) -> None:
+        """Called in a recomputation, where ``found`` may not be what the forward found: blocks have ended, and the
+        modules around the recomputed part do not run again."""
+        had = self.mask_history
+        if found.mask is not None:
+            is_gone = had.block or had.no_padding
+        elif found.line == NONE:
+            is_gone = had.block
+        else:
+            is_gone = had.block or had.argument
+        if is_gone:
+            raise RuntimeError(
+                f"{self.name}: this forward is being recomputed (activation checkpointing), but its padding mask "
+                "is gone; pass the mask as an argument of the checkpointed module (convert_norms(mask_from=...)), "
+                "or give checkpoint context_fn=padding.context_fn"
+            )
+
+    def _warn_of_hidden_mask(self, found: Found, scopes: list[Scope]) -> None:
+        """Called in `with padding(None)`, which may have been written to silence the warning of a missing mask."""
+        if "hidden" in self.conversion.warned or found.scope.only is not None:
             return
-        if hidden is not None and hidden.time(x.size(1)) in x.shape and not hidden.has_padding:
-            return  # Hugging Face's models hand None on in such a batch
-        self.conversion.warned = True
-        reason = "" if empty is None else f" ({empty.hook.source} is None)"
-        warnings.warn(
+        hidden = hidden_mask(self.conversion.id, scopes)
+        if hidden is None or (hidden.waits_for_device and self.mask_history.no_padding):
+            return
+        if hidden.has_padding:
+            self.conversion.warn(
+                "hidden",
+                f"{self.name}: `with padding(None)` says that there is no padding, and hides {hidden.source}, which "
+                "has some: leave the block out, or give it only= with the names of the norms that it is for.",
+            )
+
+    def _warn_of_missing_mask(self, x: Tensor, found: Found) -> None:
+        if "missing" in self.conversion.warned or x.dim() != 3 or not (self.training and isinstance(self, RunningNorm)):
+            return
+        reason = ""
+        if found.line == NONE:
+            around = [mask for mask in masks_around(found) if mask.time(x.size(1)) in x.shape]
+            is_full = bool(around) and not any(mask.has_padding for mask in around)
+            if self.conversion.none_is_no_padding or is_full:  # Hugging Face's models hand None on in such a batch
+                return
+            reason = f" ({found.where})"
+        self.conversion.warn(
+            "missing",
             f"{self.name} takes statistics over the tokens of a batch, and no padding mask has reached it{reason}: "
             "padding, if there is any, is counted. Run the model in `with padding(...)`, or convert it with "
-            "mask_from=...; `with padding(None)` says that there is no padding. (This warning appears once for a "
-            "model.)",
-            stacklevel=2,
+            "mask_from=...; `with padding(None)` says that there is no padding.",
         )
 
     def _arranged(self, x: Tensor, tokens: Tensor, padding: Tensor | None) -> Tensor:
@@ -182,13 +310,6 @@ def padding_of(tokens, mask, norm, scope):
     return padding.clone(memory_format=torch.contiguous_format)
 
 
-def _is_for_attended(mask: PaddingMask, scope: Scope, attended: tuple[int, ...] | None) -> bool:
-    """Whether ``mask``, from an argument of a module around one that attends to ``attended``, may be for that."""
-    if attended is None or scope.attended is not None or scope.hook.of_target:
-        return False
-    return scope.hook.of_source or not attended or (mask.batch, mask.time(0)) in (attended, attended[::-1])
-
-
 @cache
 def _converted_class(cls: type[ChannelNorm]) -> type[ChannelNorm]:
     return type(cls.__name__, (ConvertedNorm, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
@@ -221,8 +342,8 @@ def replacement(
     made = build_norm(norm, channels, batch_first=True, **{**defaults, **options})
     buffers = {key: buffer for key, buffer in module.named_buffers(recurse=False) if is_batch_norm}
     made.shares_statistics = {*made._buffers} <= {*buffers} and bool(made._buffers)
-    if made.shares_statistics and "alpha_fwd" not in options and module.momentum and module.momentum < 1:
-        made.alpha_fwd = 1.0 - module.momentum
+    if made.shares_statistics and "alpha_fwd" not in options:
+        made.alpha_fwd = _alpha_of_momentum(module.momentum, name or type(module).__name__)
     made.to(device=like.device, dtype=like.dtype if like.is_floating_point() else None)
     if made.shares_statistics:
         for key, buffer in buffers.items():
@@ -238,13 +359,32 @@ def replacement(
     made.__class__ = _converted_class(type(made))
     made.name, made.replaced = name or type(module).__name__, type(module).__name__
     made.replaced_keys = frozenset(module.state_dict())
-    made.layout = Layout(_own_layout(module), layout if layout in ("BTC", "TBC") else None)
-    made.zero_padding, made.conversion, made.mask_sources = zero_padding, conversion, set()
+    made.replaced_classes = frozenset(_identity(cls) for cls in type(module).__mro__)
+    made.layout = Layout(_own_layout(module), layout if layout in ("BTC", "TBC") else None, made.name)
+    made.zero_padding, made.conversion, made.mask_history = zero_padding, conversion, MaskHistory()
     for hooks in ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks"):
         for kind in ("", "_with_kwargs", "_always_called"):
             getattr(made, f"_{hooks}{kind}", {}).update(getattr(module, f"_{hooks}{kind}", {}))
     made.register_load_state_dict_pre_hook(_before_loading)
     return made.train(module.training)
+
+
+def _alpha_of_momentum(momentum: float | None, name: str) -> float:
+    """``alpha_fwd`` of the statistics of a batch norm of torch: 0 keeps those of the last batch, 1 the initial ones."""
+    if momentum is None:
+        raise ValueError(
+            f"{name}: its momentum=None averages all batches equally, which no norm here does while it trains: give "
+            "alpha_fwd=0.9 (momentum=0.1), or another decay, and take the mean over batches by recalibrating() "
+            f"afterwards; or leave this norm as it is (skip={name!r})"
+        )
+    if not 0 <= momentum <= 1:
+        raise ValueError(f"{name}: its momentum={momentum} is not in [0, 1]: give alpha_fwd=, which is 1 - momentum")
+    return 1.0 - momentum
+
+
+def _identity(cls: type) -> tuple[str, str]:
+    """By which a class is found again where the class itself may not be pickled."""
+    return cls.__module__, cls.__qualname__
 
 
 def eps_of(module: nn.Module) -> float | None:

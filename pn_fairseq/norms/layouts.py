@@ -18,11 +18,14 @@ class Layout:
     Args:
         own: the layout of the module that was replaced, one of :data:`CHANNELS_FIRST`; None: its channels come last.
         given: "BTC" or "TBC", of tokens whose channels come last and of rows (N, C); None: read from the first mask.
+        norm: the name of the norm.
     """
 
-    def __init__(self, own: str | None, given: str | None):
-        self.own, self.given = own, given
+    def __init__(self, own: str | None, given: str | None, norm: str):
+        self.own, self.given, self.norm = own, given, norm
         self._seen: str | None = None
+        #: Of inputs with heads: "BTHC", "TBHC" or "BHTC".
+        self._seen_with_heads: str | None = None
 
     @property
     def name(self) -> str | None:
@@ -37,8 +40,10 @@ class Layout:
             raise ValueError(f"expected an input of layout {self.own} or (N, C), got {tuple(x.shape)}")
         return x.movedim(1, -1)
 
-    def padding(self, x: Tensor, mask: PaddingMask) -> Tensor | None:
+    def padding(self, x: Tensor, mask: PaddingMask, generates: bool = False) -> Tensor | None:
         """Bool, True = padding, in the shape of the tokens of ``x`` (..., C); None: no row of x is padding.
+
+        ``generates``: the model is in training mode, but gradients are disabled.
 
         Raises:
             ValueError: the mask is for other tokens, or the layout of x is not known.
@@ -48,9 +53,40 @@ class Layout:
             return mask.of(shape[-1]).to(x.device)
         if self.own and x.dim() == 4:
             raise ValueError(f"images {shape} = (B, H, W) need a mask of this shape; {mask}")
-        return self._of_rows(x, mask) if x.dim() == 2 else self._of_sequences(x, mask)
+        if x.dim() == 2:
+            return self._of_rows(x, mask)
+        if x.dim() == 4 and not self.own:
+            return self._of_heads(x, mask, generates)
+        return self._of_sequences(x, mask, generates)
 
-    def _of_sequences(self, x: Tensor, mask: PaddingMask) -> Tensor | None:
+    def _of_heads(self, x: Tensor, mask: PaddingMask, generates: bool) -> Tensor:
+        """The mask of tokens (B, T, H, C), (T, B, H, C) or (B, H, T, C)."""
+        shape = tuple(x.shape[:-1])
+        possible = {"BTHC": (0, 1), "TBHC": (1, 0), "BHTC": (0, 2)}  # dimensions of B and T
+        if self._seen_with_heads is not None:
+            possible = {self._seen_with_heads: possible[self._seen_with_heads]}
+        elif self.given is not None:
+            possible = {name: where for name, where in possible.items() if name.startswith(self.given[0])}
+        fitting = {}
+        for name, (batch, time) in possible.items():
+            if mask.batch == shape[batch] and mask.time(shape[time]) == shape[time]:
+                fitting[name] = time
+        if not fitting:
+            batch, time = next(iter(possible.values()))
+            raise ValueError(self._of_another_length(shape[batch], shape[time], mask, generates))
+        if len(fitting) > 1:
+            meanings = {"BTHC": "(B, T, heads, C)", "TBHC": "(T, B, heads, C)", "BHTC": "(B, heads, T, C)"}
+            raise ValueError(
+                f"{tuple(x.shape)} may be {' or '.join(meanings[name] for name in fitting)}: run a batch of another "
+                f"length first, or leave this norm as it is (skip={self.norm!r})"
+            )
+        ((layout, time),) = fitting.items()
+        self._seen_with_heads = layout
+        padding = mask.of(shape[time]).to(x.device)
+        padding = {"BTHC": padding[:, :, None], "TBHC": padding.t()[:, :, None], "BHTC": padding[:, None]}[layout]
+        return padding.expand(shape)
+
+    def _of_sequences(self, x: Tensor, mask: PaddingMask, generates: bool) -> Tensor | None:
         """The mask of tokens (B, T, ...) or (T, B, ...), or of the real tokens of all, (1, N, ...)."""
         shape = tuple(x.shape[:-1])
         sizes = {"BTC": shape[:2], "TBC": shape[1::-1]}  # (B, T)
@@ -64,7 +100,7 @@ class Layout:
         if not fitting and 1 in shape[:2] and shape[0] * shape[1] == mask.real_tokens:
             return None
         if not fitting or (known is not None and known not in fitting):
-            raise ValueError(_does_not_fit(x, mask, known, fitting))
+            raise ValueError(self._does_not_fit(shape, mask, known, fitting, generates))
         layout = self._seen = known or fitting[0]
         padding = mask.of(sizes[layout][1]).to(x.device)
         padding = padding if layout == "BTC" else padding.t()
@@ -86,22 +122,23 @@ class Layout:
             )
         raise ValueError(
             f"it has {rows} rows, neither all positions of {batch} sequences nor their {mask.real_tokens} real tokens, "
-            f"and {mask}; if no row is padding, run this part of the model in `with padding(None)`"
+            f"and {mask}; if no row is padding, run the model in `with padding(None, only={self.norm!r})`"
         )
 
+    def _does_not_fit(self, shape: tuple, mask: PaddingMask, known: str | None, fitting: list, generates: bool) -> str:
+        if fitting:
+            return (
+                f"tokens {shape} do not have the layout {known} but {fitting[0]}: {mask}; give "
+                f"convert_norms layout='{fitting[0]}' for this norm"
+            )
+        batch_first = known == "BTC" if known else shape[0] == mask.batch or shape[1] != mask.batch
+        batch, time = shape[:2] if batch_first else (shape[1], shape[0])
+        return self._of_another_length(batch, time, mask, generates)
 
-def _does_not_fit(x: Tensor, mask: PaddingMask, known: str | None, fitting: list[str]) -> str:
-    shape = tuple(x.shape[:-1])
-    if fitting:
+    def _of_another_length(self, batch: int, time: int, mask: PaddingMask, generates: bool) -> str:
+        first = "call model.eval() before generating or evaluating; else " if generates else ""
         return (
-            f"tokens {shape} do not have the layout {known} but {fitting[0]}: {mask}; give "
-            f"convert_norms layout='{fitting[0]}' for this norm"
+            f"its tokens are {batch} sequences of length {time}, and {mask.source} is for {mask.batch} of length "
+            f"{mask.time(time)}; {first}give it a mask of its own length (`with padding(..., only={self.norm!r})` "
+            f"around the call), or leave it as it is (skip={self.norm!r})"
         )
-    batch_first = known == "BTC" if known else shape[0] == mask.batch or shape[1] != mask.batch
-    batch, time = shape[:2] if batch_first else (shape[1], shape[0])
-    return (
-        f"its tokens are {batch} sequences of length {time}, and {mask.source} is for {mask.batch} of length "
-        f"{mask.time(time)}; run the part of the model that has another length in `with padding(...)` with a "
-        "mask of that length, take the mask from an argument that has it (mask_from=...), or leave this norm as it "
-        "is (skip=...)"
-    )

@@ -12,17 +12,14 @@ from torch._C._dynamo import eval_frame
 from pn_fairseq.norms.base import RunningNorm
 from pn_fairseq.norms.compiled import find, handle_of, open_scopes, operator, ticket, ticket_of
 from pn_fairseq.norms.converted import Conversion, ConvertedNorm
-from pn_fairseq.norms.padding import ARGUMENT_FORMS, FORMS, Again, PaddingMask, Scope, current_scope
+from pn_fairseq.norms.mask_search import ATTENDED_NAMES, TARGET_NAMES, Arguments
+from pn_fairseq.norms.padding import ARGUMENT_FORMS, FORMS, Again, PaddingMask, current_scope
 
 #: Arguments that hold what a module, such as a layer of a decoder, attends to.
 _ATTENDED = (
-    *("memory", "context", "encoder_hidden_states"),
+    *("memory", "context", "encoder_hidden_states", "key_value_states"),
     *("encoder_out", "encoder_output", "encoder_outputs", "enc_out", "enc_output", "enc_outputs"),
 )
-
-#: How the names of arguments begin that say something of the source or the target of an encoder-decoder model.
-_OF_SOURCE = ("src", "source", "encoder", "enc_", "memory", "context")
-_OF_TARGET = ("tgt", "trg", "target", "decoder", "dec_", "prev_output")
 
 
 def mask_forms(mask_from: str | Sequence[str] | Mapping[str, str | Callable] | None) -> dict[str, str | Callable]:
@@ -48,57 +45,62 @@ def mask_forms(mask_from: str | Sequence[str] | Mapping[str, str | Callable] | N
 
 
 class ArgumentHook:
-    """Makes a scope of every forward of one module, with the mask that is among its arguments.
+    """Makes a scope of every forward of one module, with the masks that are among its arguments.
 
     Args:
         module: name of the module in the model.
         parameters: of its forward, without ``self``.
-        argument: the parameter that has the mask; None: the forward has no mask of its own tokens.
-        form: of the mask, see :func:`mask_forms`.
+        forms: argument that may hold a mask -> its form, see :func:`mask_forms`.
         norms: those that it serves, of one :class:`Conversion`.
-        declared: None means that there is no padding.
     """
 
-    def __init__(self, module: str, parameters: list, argument: str | None, form, norms: list, declared: bool):
-        self.argument, self.form, self.declared = argument, form, declared
+    def __init__(self, module: str, parameters: list, forms: dict, norms: list):
+        self.module, self.forms = module or "the model", forms
         self.conversion = norms[0].conversion.id
         self.writes_zeros = any(norm.zero_padding for norm in norms)
         self.handle = handle_of(self)
-        self.source = f"argument {argument} of {module or 'the model'}"
-        self.of_source, self.of_target = (str(argument).startswith(names) for names in (_OF_SOURCE, _OF_TARGET))
+        attended = [parameter for parameter in parameters if parameter.name in _ATTENDED]
+        self._attended = [parameter.name for parameter in attended]
+        #: Whether a call may attend to something, and whether every call does.
+        self.may_attend = bool(attended)
+        self.always_attends = any(parameter.default is parameter.empty for parameter in attended)
         #: Argument -> its position; None: it is passed by name only.
         self._positions = {
             parameter.name: None if parameter.kind == parameter.KEYWORD_ONLY else index
             for index, parameter in enumerate(parameters)
-            if parameter.name in (argument, *_ATTENDED)
+            if parameter.name in (*forms, *_ATTENDED)
         }
-        self._attended = [name for name in _ATTENDED if name in self._positions]
-        #: Whether every call attends to something.
-        self.always_attends = any(p.name in _ATTENDED and p.default is p.empty for p in parameters)
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        value = NotImplemented if self.argument is None else self._value(self.argument, args, kwargs)
-        shape = None
+        values = {name: self._value(name, args, kwargs) for name in self.forms}
+        attends = False
         for name in self._attended:
-            attended = self._value(name, args, kwargs)
-            if isinstance(attended, Tensor) and attended.dim() > 2:  # not a vector, such as a speaker's
-                shape = tuple(attended.shape[:2])
-            elif not isinstance(attended, Tensor) and attended is not None:
-                shape = ()
+            attends = attends or _is_sequence(self._value(name, args, kwargs))
         if not torch.compiler.is_compiling():
-            self.scope(value, self.form, shape).__enter__()
+            self.scope(values, self.forms, attends).__enter__()
         elif self._is_in_graph(module):
-            form = self.form
-            if callable(form) and value is not NotImplemented:
-                value, form = form(value), "mask"
-            known = value is None or isinstance(value, Tensor)
-            outer = open_scopes[-1] if open_scopes else None
-            open_scopes.append(enter_scope(value if known else None, known, form or "", shape, self.handle, outer))
+            self._enter_in_graph(values, attends)
 
-    def scope(self, value: Any, form: str | Callable | None, attended: tuple[int, ...] | None) -> Scope:
-        scope = Scope(lambda: self._mask(value, form), self.declared, self)
-        scope.attended = attended
-        return scope
+    def _enter_in_graph(self, values: dict, attends: bool) -> None:
+        names, forms, given, tensors = [], [], [], []
+        for name, form in self.forms.items():
+            value = values[name]
+            if callable(form):
+                value, form = value if value is None else form(value), "mask"
+            if value is None or isinstance(value, Tensor):
+                names.append(name)
+                forms.append(form)
+                given.append(value is not None)
+                tensors += [] if value is None else [value]
+        outer = open_scopes[-1] if open_scopes else None
+        open_scopes.append(enter_scope(tensors, given, names, forms, attends, self.handle, outer))
+
+    def scope(self, values: dict, forms: dict, attends: bool) -> Arguments:
+        def read() -> dict[str, PaddingMask | None]:
+            masks = {name: self._mask(name, value, forms[name]) for name, value in values.items()}
+            return {name: mask for name, mask in masks.items() if mask is not NotImplemented}
+
+        return Arguments(self, read, attends)
 
     def _is_in_graph(self, module: nn.Module) -> bool:
         """Whether a compiled graph knows of the scope: in evaluation only zero_padding uses a mask.
@@ -115,24 +117,21 @@ class ArgumentHook:
     def after(self, module: nn.Module, args: tuple, output) -> None:
         if not torch.compiler.is_compiling():
             scope = current_scope()
-            if scope is not None and scope.hook is self:
+            if isinstance(scope, Arguments) and scope.hook is self:
                 scope.__exit__()
         elif self._is_in_graph(module):
-            inner = open_scopes.pop()
-            if open_scopes:
-                open_scopes.append(leave_scope(inner, open_scopes.pop()))
+            open_scopes.pop()
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
         self.handle = handle_of(self)
 
-    def _mask(self, value: Any, form: str | Callable | None):
-        """PaddingMask, None or NotImplemented from the value of the argument."""
-        if callable(form) and value is not NotImplemented:
-            value = form(value)
-            form = "mask"
-        if value is None or value is NotImplemented:
-            return value
+    def _mask(self, name: str, value: Any, form: str | Callable):
+        """PaddingMask, None, or NotImplemented where the value is no mask of positions."""
+        if callable(form) and value is not None:
+            value, form = form(value), "mask"
+        if value is None:
+            return None
         if not isinstance(value, Tensor):
             return NotImplemented
         inner = value
@@ -142,7 +141,12 @@ class ArgumentHook:
             return NotImplemented  # which query sees which key, (B, H, Q, K)
         if form == "valid" and value.dim() > 2 and value.is_floating_point():
             form = "additive"  # what attention_mask has become inside Hugging Face's models
-        return PaddingMask(form, value, self.source)
+        return PaddingMask(form, value, f"argument {name} of {self.module}")
+
+
+def _is_sequence(value) -> bool:
+    """Whether ``value`` may be tokens of another sequence: neither None, nor a vector such as a speaker's."""
+    return value.dim() > 2 if isinstance(value, Tensor) else value is not None
 
 
 # torch.compile does not compile a hook by itself, as it would for a module whose forward is compiled by itself.
@@ -153,27 +157,40 @@ for _hook in (ArgumentHook.before, ArgumentHook.after):
 
 
 @operator(
-    "enter_scope(Tensor? value, bool known, str form, SymInt[]? attended, Tensor hook, Tensor? outer) -> Tensor",
+    "enter_scope(Tensor[] tensors, bool[] given, str[] names, str[] forms, bool attends, Tensor hook, Tensor? outer) "
+    "-> Tensor",
     lambda *_: ticket(),
 )
-def enter_scope(value, known, form, attended, hook, outer):
-    """The scope of ``hook`` in ``outer``. ``known``: whether ``value`` is the mask, None included."""
-    # A clone, because the compiler may use the memory for other tensors.
-    value = NotImplemented if not known else value if value is None else value.clone()
-    shape = None if attended is None else tuple(attended)
-    with nullcontext() if outer is None else find(outer), find(hook).scope(value, form or None, shape) as scope:
+def enter_scope(tensors, given, names, forms, attends, hook, outer):
+    """The scope of ``hook`` in ``outer``. ``given``: which of the arguments ``names`` are not None but ``tensors``."""
+    rest = iter(tensors)
+    values = {}
+    for name, is_given in zip(names, given, strict=True):
+        # A clone, because the compiler may use the memory for other tensors.
+        values[name] = next(rest).clone() if is_given else None
+    scope = find(hook).scope(values, dict(zip(names, forms, strict=True)), attends)
+    with nullcontext() if outer is None else find(outer), scope:
         return ticket_of(Again(scope.around()))
 
 
-@operator("leave_scope(Tensor inner, Tensor outer) -> Tensor", lambda *_: ticket())
-def leave_scope(inner, outer):
-    """``outer`` after ``inner`` has ended in it."""
-    left = Again(find(outer).scopes)
-    left.scopes[0].last = find(inner).scopes[0]
-    return ticket_of(left)
+#: The hooks of all modules that end a scope have this key in their modules, or the next one down where it is taken.
+#: torch.compile guards the keys of hooks with ``always_call``: with torch's own, which differ from module to module,
+#: layers that are compiled one by one would share no graph.
+_KEY = -1
 
 
-def add_argument_hooks(model: nn.Module, norms: list, forms: dict, declared: bool) -> None:
+def _register(module: nn.Module, hook: ArgumentHook) -> None:
+    module.register_forward_pre_hook(hook.before, with_kwargs=True)
+    handle = module.register_forward_hook(hook.after, always_call=True)
+    key = _KEY
+    while key in module._forward_hooks:
+        key -= 1
+    module._forward_hooks[key] = module._forward_hooks.pop(handle.id)
+    module._forward_hooks_always_called[key] = module._forward_hooks_always_called.pop(handle.id)
+    module._forward_hooks.move_to_end(key, last=False)  # the last to begin ends first
+
+
+def add_argument_hooks(model: nn.Module, norms: list, forms: dict) -> None:
     """Give every module around ``norms`` whose forward has an argument of ``forms`` a hook.
 
     Raises:
@@ -188,22 +205,29 @@ def add_argument_hooks(model: nn.Module, norms: list, forms: dict, declared: boo
             parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
         except (TypeError, ValueError):
             continue
-        accepted = {parameter.name for parameter in parameters}
-        attends = not accepted.isdisjoint(_ATTENDED)
-        package = type(module).__module__.partition(".")[0]
-        known = {name.removeprefix(f"{package}."): form for name, form in forms.items()}
-        own = [name for name in known if name in accepted and not (attends and name.startswith(_OF_SOURCE))]
-        if not own and not attends:
-            continue
-        argument = own[0] if own else None
-        hook = ArgumentHook(name, parameters, argument, known.get(argument), norms, declared)
-        module.register_forward_pre_hook(hook.before, with_kwargs=True)
-        module.register_forward_hook(hook.after, prepend=True, always_call=True)  # the last to begin ends first
+        own = _own_masks(module, {parameter.name for parameter in parameters}, forms)
+        hook = ArgumentHook(name, parameters, own, norms)
+        if own or hook.may_attend:
+            _register(module, hook)
         hooked += bool(own)
     if served and not hooked and forms is not ARGUMENT_FORMS:
         raise ValueError(
             f"mask_from={', '.join(forms)}: no module that contains a replaced norm has a forward argument of this name"
         )
+
+
+def _own_masks(module: nn.Module, accepted: set[str], forms: dict) -> dict:
+    """Those of ``forms`` that are arguments of ``module``, which accepts ``accepted``, and masks of its own tokens."""
+    if "key_value_states" in accepted:  # an attention of Hugging Face's, whose mask is the one of its keys
+        return {}
+    attends = "key" in accepted or not accepted.isdisjoint(_ATTENDED)
+    package = type(module).__module__.partition(".")[0]
+    own = {}
+    for name, form in forms.items():
+        name = name.removeprefix(f"{package}.")
+        if name in accepted and not (attends and name.startswith(ATTENDED_NAMES)):
+            own[name] = form
+    return own
 
 
 def arguments_with_mask(model: nn.Module, name: str, conversion: Conversion) -> list[str]:
@@ -212,12 +236,16 @@ def arguments_with_mask(model: nn.Module, name: str, conversion: Conversion) -> 
     for key in name.split(".")[:-1]:
         path, module = modules[-1]
         modules.append((f"{path}.{key}".lstrip("."), getattr(module, key)))
-    sources, attending = [], False
+    sources, attends = [], False
     for path, module in reversed(modules):
         hooks = [getattr(method, "__self__", None) for method in module._forward_pre_hooks.values()]
         for hook in hooks:
-            if isinstance(hook, ArgumentHook) and hook.conversion == conversion.id:
-                if hook.argument is not None and not (attending and hook.of_source):
-                    sources.append(f"argument {hook.argument} of {path or 'the model'}")
-                attending = attending or hook.always_attends
+            if not isinstance(hook, ArgumentHook) or hook.conversion != conversion.id:
+                continue
+            names = list(hook.forms)
+            if attends and not hook.may_attend:
+                names = [each for each in names if each.startswith(TARGET_NAMES)]
+            if names:
+                sources.append(f"argument {' or '.join(names)} of {path or 'the model'}")
+            attends = attends or hook.always_attends
     return sources

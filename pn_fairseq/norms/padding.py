@@ -1,17 +1,19 @@
 """Which tokens are padding: the forms of masks, and how a mask reaches norms that are called without one.
 
-A norm gets its mask as an argument or, where it is called as ``norm(x)``, from the innermost *scope*: a
-``with padding(...)`` block, or the running forward of a module that has the mask among its arguments. Scopes live in a
-``ContextVar``, so threads do not see each other's.
+A norm gets its mask as an argument or, where it is called as ``norm(x)``, from a *scope*: a ``with padding(...)``
+block, or the running forward of a module that has the mask among its arguments. :mod:`.mask_search` chooses between
+them. Scopes live in a ``ContextVar``, so threads do not see each other's.
 """
 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
-from functools import cache, cached_property
+from fnmatch import fnmatchcase
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -59,7 +61,10 @@ class PaddingMask:
     def __init__(self, form: str, value: Tensor, source: str):
         self.source = source
         if not isinstance(value, Tensor):
-            raise ValueError(f"{source}: expected a tensor, got {type(value).__name__}")
+            raise ValueError(
+                f"{source}: expected a tensor, got {type(value).__name__}; the numbers of tokens of the sequences are "
+                "lengths=torch.tensor([...])"
+            )
         floating = value.is_floating_point()
         if form == "mask" and floating:  # as torch.nn.TransformerEncoder hands it on
             form = "additive"
@@ -67,9 +72,13 @@ class PaddingMask:
             raise ValueError(
                 f"{source}: a mask of {value.dtype} does not say whether 1 is padding or a token; give bool with "
                 "True = padding, or valid= if other than 0 means a token, as in a tokenizer's attention_mask"
+                + (", or lengths= if it counts the tokens of each sequence" if value.dim() == 1 else "")
             )
         if form == "valid" and floating:
-            raise ValueError(f"{source}: a mask of {value.dtype} may be additive; give bool or int, or additive=")
+            raise ValueError(
+                f"{source}: a mask of {value.dtype} may be additive; give bool or int, or additive=; if the model "
+                "makes it itself, run the model in `with padding(...)`, whose mask takes its place"
+            )
         if form == "additive" and not floating:
             raise ValueError(f"{source}: an additive mask (0 for tokens, -inf for padding) is not {value.dtype}")
         if form == "lengths":
@@ -127,6 +136,18 @@ class PaddingMask:
         """The number of tokens that are not padding. It waits for the device."""
         return int(self.value.sum() if self.form == "lengths" else (~self.of(self.value.size(-1))).sum())
 
+    @cached_property
+    def empty_sentences(self) -> int:
+        """The number of sentences without a token; 0 for masks that are not (B, T). It waits for the device."""
+        if self.form == "lengths":
+            return int((self.value <= 0).sum())
+        return int(self.of(self.value.size(-1)).all(1).sum()) if self.value.dim() == 2 else 0
+
+    @property
+    def waits_for_device(self) -> bool:
+        """Whether :attr:`has_padding` and :attr:`empty_sentences` make the program wait."""
+        return self.value.device.type != "cpu"
+
     @property
     def has_padding(self) -> bool:
         positions = self.batch * self.time(0) if self.form == "lengths" else self.value.numel()
@@ -137,33 +158,12 @@ class PaddingMask:
 
 
 class Scope(AbstractContextManager):
-    """What is known about padding while a ``with`` block or the forward of a module runs.
+    """What holds while a ``with`` block or the forward of a module runs."""
 
-    Args:
-        find: returns the mask, None where there is none, or NotImplemented where nothing is known. It is called when a
-            norm asks, once.
-        declared: None means that there is no padding, rather than that nobody gave a mask.
-        hook: the :class:`.ArgumentHook` that made it for the forward of a module; None: a ``with padding(...)`` block.
-    """
-
-    def __init__(self, find: Callable, declared: bool = False, hook=None):
-        self._find = cache(find)  # also for its copies
-        self.declared, self.hook = declared, hook
-        #: Whether it is a ``with padding(...)`` block.
-        self.is_block = False
+    def __init__(self):
         self.outer: Scope | None = None
-        #: Lengths of the two dimensions before the channels of what its module attends to, such as the output of an
-        #: encoder; (): not known; None: it attends to nothing.
-        self.attended: tuple[int, ...] | None = None
-        #: The scope inside this one that ended last.
-        self.last: Scope | None = None
         #: The backward pass that it began in; -1: none.
         self.graph_task = -1
-
-    def mask(self):
-        """The mask, None or NotImplemented. A scope that knows nothing answers as the inner scope that ended last."""
-        mask = self._find()
-        return self.last.mask() if mask is NotImplemented and self.last is not None else mask
 
     def __enter__(self) -> Scope:
         self.outer, self.graph_task = _current.get(), current_backward()
@@ -171,8 +171,6 @@ class Scope(AbstractContextManager):
         return self
 
     def __exit__(self, *error) -> None:
-        if self.outer is not None and self.outer.hook is not None:
-            self.outer.last = self
         _current.set(self.outer)
 
     def around(self) -> Iterator[Scope]:
@@ -181,6 +179,31 @@ class Scope(AbstractContextManager):
         while scope is not None and scope.graph_task == self.graph_task:
             yield scope
             scope = scope.outer
+
+
+class Block(Scope):
+    """A ``with padding(...)`` block.
+
+    Args:
+        mask: of the tokens; None: they have no padding.
+        only: patterns of the names of the norms that it is for; None: all.
+    """
+
+    def __init__(self, mask: PaddingMask | None, only: tuple[str, ...] | None):
+        super().__init__()
+        self.mask, self.only = mask, only
+        #: Norms that looked for a mask in it -> whether it is for them.
+        self.asked: dict[str, bool] = {}
+
+    def is_for(self, name: str) -> bool:
+        """Whether the norm ``name``, which looks for its mask, has it here."""
+        answer = self.only is None or any(fnmatchcase(name, pattern) for pattern in self.only)
+        self.asked[name] = answer
+        return answer
+
+
+class AllIsKnown(Scope):
+    """The outermost scope of a recomputation that runs in the scopes of its forward."""
 
 
 _current: ContextVar[Scope | None] = ContextVar("pn_fairseq_padding", default=None)
@@ -209,37 +232,59 @@ class padding(AbstractContextManager):
         with padding(mask):
             loss = model(x).sum()
 
-    The backward pass may run after the block. At most one argument; none, or None, says that there is no padding:
+    The backward pass may run after the block. Inside the block its mask takes the place of masks that are arguments of
+    modules. At most one mask; none, or None, says that there is no padding:
 
     Args:
         mask: bool, True = padding, (B, T), or (N,) for tokens (N, C), or (B, H, W) for images; a floating-point
             mask is additive. With None a norm with batch statistics does not warn of a missing mask.
         valid: bool or whole numbers, other than 0 = token, as a tokenizer's ``attention_mask``.
-        lengths: (B,) whole numbers, the tokens of each sequence; what follows them is padding. The greatest is read
-            from the device once.
+        lengths: (B,) whole numbers, the tokens of each sequence; what follows them is padding. They fit activations of
+            any greater length: if the model puts a token in front, as BERT's [CLS], count it in them. The greatest is
+            read from the device once.
         additive: 0 at tokens and -inf (or at most -10000) at padding.
+        only: pattern or patterns of the names of the norms that the block is for, as in :func:`convert_norms`
+            ("encoder.*"). The other norms look for their mask as if there were no block. By default all norms.
 
     Raises:
         ValueError: an argument is not such a mask, or more than one is given.
     """
 
-    def __init__(self, mask: Tensor | None = None, *, valid=None, lengths=None, additive=None):
+    def __init__(
+        self,
+        mask: Tensor | None = None,
+        *,
+        valid: Tensor | None = None,
+        lengths: Tensor | None = None,
+        additive: Tensor | None = None,
+        only: str | Iterable[str] | None = None,
+    ):
         values = {"mask": mask, "valid": valid, "lengths": lengths, "additive": additive}
         given = [form for form in FORMS if values[form] is not None]
         if len(given) > 1:
             raise ValueError(f"padding({', '.join(f'{form}=' for form in given)}): give one of them")
         self._mask = PaddingMask(given[0], values[given[0]], f"padding({given[0]}=...)") if given else None
-        self._scopes: list[Scope] = []
+        if only is not None:
+            only = (only,) if isinstance(only, str) else tuple(only)
+        self._only = only
+        self._blocks: list[Block] = []
 
     def __enter__(self) -> padding:
         mask = copy.copy(self._mask)  # which converts its tensor once: before the next block it may be refilled
-        scope = Scope(lambda: mask, declared=True)
-        scope.is_block = True
-        self._scopes.append(scope.__enter__())
+        block = Block(mask, self._only)
+        self._blocks.append(block)
+        block.__enter__()
         return self
 
     def __exit__(self, *error) -> None:
-        self._scopes.pop().__exit__(*error)
+        block = self._blocks.pop()
+        block.__exit__(*error)
+        if not any(error) and block.asked and not any(block.asked.values()):
+            warnings.warn(
+                f"`with padding(..., only={', '.join(map(repr, block.only))})` was for none of the norms that looked "
+                f"for a mask in it: {', '.join(list(block.asked)[:3])}{', ...' * (len(block.asked) > 3)}",
+                stacklevel=2,
+            )
 
     @staticmethod
     def context_fn() -> tuple[AbstractContextManager, AbstractContextManager]:
@@ -249,8 +294,7 @@ class padding(AbstractContextManager):
         It is needed where that padding is not an argument of the checkpointed function, but comes from a
         ``with padding(...)`` block or from an argument of a module around it.
         """
-        nobody_knew = Scope(lambda: None, declared=True)  # what the scopes do not know
-        return nullcontext(), Again([*current_scopes(), nobody_knew])
+        return nullcontext(), Again([*current_scopes(), AllIsKnown()])
 
 
 class Again(AbstractContextManager):

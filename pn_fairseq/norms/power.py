@@ -48,7 +48,10 @@ class PowerNorm(RunningNorm):
 
     Args:
         alpha_fwd, alpha_bwd: decay of :math:`\psi^2` and of :math:`\nu`, in (0, 1).
-        psi_warmup_updates: length of the warm-up in optimizer updates; 0: none.
+        psi_warmup_updates: length of the warm-up in optimizer updates; 0: none. Without one psi = 1 divides the first
+            batches, and training may diverge where activations are larger. Give the warm-up of the learning rate, and
+            the number of attention heads as ``layer_scale_groups``, as in the paper's Transformer. In a causal decoder
+            the warm-up leaks future tokens, because psi_B is of the whole batch.
         sync: see :class:`~pn_fairseq.norms.base.RunningNorm`. After the warm-up a step has one asynchronous all-reduce,
             and the forward does not wait.
         others: see :class:`~pn_fairseq.norms.base.RunningNorm`.

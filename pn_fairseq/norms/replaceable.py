@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import warnings
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
 import torch
@@ -9,11 +12,14 @@ from torch import Tensor, nn
 
 from pn_fairseq.norms.base import ChannelNorm
 from pn_fairseq.norms.converted import BATCH_NORMS, eps_of, gain_of
+from pn_fairseq.norms.padding import ARGUMENT_FORMS
 
 
 def norms_to_replace(names: dict[nn.Module, list[str]], only, skip, layout: str | None) -> dict[nn.Module, float]:
     """The modules to replace, of those with ``names``, and what each adds to its gain: 1 if that is zero-centred, as in
     Gemma, else 0. For the other arguments see :func:`convert_norms`.
+
+    One warning names the norms that cannot be replaced and that ``skip`` does not name, and says why.
 
     Raises:
         ValueError: there is none, a pattern matches none, or the weight of a norm would be lost.
@@ -26,8 +32,9 @@ def norms_to_replace(names: dict[nn.Module, list[str]], only, skip, layout: str 
         offsets = {module: offset for module in names if (offset := _offset(module, layout)) is not None}
     for pattern in [*(only or ()), *(skip or ())]:
         if not any(fnmatchcase(name, pattern) for module in offsets for name in names[module]):
-            known = ", ".join(names[module][0] or "the model" for module in offsets) or "none"
-            raise ValueError(f"the pattern {pattern!r} matches no norm of the model; norms: {known}")
+            known = ", ".join(names[module][0] or "the model" for module in offsets)
+            known = f"norms: {known}" if known else _why_none(names)
+            raise ValueError(f"the pattern {pattern!r} matches no norm of the model; {known}")
 
     def matches(module: nn.Module, patterns: list[str]) -> bool:
         return any(fnmatchcase(name, pattern) for name in names[module] for pattern in patterns)
@@ -41,7 +48,13 @@ def norms_to_replace(names: dict[nn.Module, list[str]], only, skip, layout: str 
     chosen = {module: offsets[module] for module in wanted if not isinstance(offsets[module], str)}
     if not chosen:
         listed = "; ".join(f"{labels[module]} {offsets[module]}" for module in wanted)
-        raise ValueError(f"the model has no norm to replace{': ' if listed else ''}{listed}")
+        if not offsets:
+            listed = _why_none(names)
+        elif not wanted:
+            listed = "only= and skip= leave none"
+        raise ValueError(f"the model has no norm to replace: {listed}")
+    left = [module for module in wanted if module not in chosen and chosen.keys().isdisjoint(module.modules())]
+    _warn_of_those_left({labels[module]: offsets[module] for module in left})
     for module in chosen:
         for key in ("weight", "bias"):
             if key not in module._parameters and isinstance(getattr(module, key, None), Tensor):
@@ -58,6 +71,34 @@ def norms_to_replace(names: dict[nn.Module, list[str]], only, skip, layout: str 
     return chosen
 
 
+def _why_none(modules: Iterable[nn.Module]) -> str:
+    """Why none of ``modules`` can be replaced."""
+    own = sorted({type(module).__name__ for module in modules if isinstance(module, ChannelNorm)})
+    if own:
+        return f"its norms are of this package already ({', '.join(own)}); convert a model with its original norms"
+    return (
+        "it has neither a LayerNorm or RMSNorm over the last dimension, nor a BatchNorm1d or SyncBatchNorm, nor a "
+        "module of another class that computes the same"
+    )
+
+
+def _warn_of_those_left(reasons: dict[str, str]) -> None:
+    """``reasons``: name of a norm -> why it cannot be replaced."""
+    names_of: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        names_of.setdefault(reason, []).append(name)
+    lines = []
+    for reason, names in names_of.items():
+        more = f" (so do {len(names) - 1} others)" if len(names) > 1 else ""
+        lines.append(f"{names[0]} {reason}{more}")
+    if lines:
+        warnings.warn(
+            f"convert_norms leaves some norms as they are: {'; '.join(lines)}. (With their names in skip=... it "
+            "does so without this warning.)",
+            stacklevel=5,
+        )
+
+
 #: Norms that always stay as they are.
 _OTHERS = (nn.GroupNorm, nn.modules.batchnorm._NormBase, ChannelNorm)
 
@@ -65,6 +106,26 @@ _OTHERS = (nn.GroupNorm, nn.modules.batchnorm._NormBase, ChannelNorm)
 def _offset(module: nn.Module, layout: str | None) -> float | str | None:
     """What the norm ``module`` adds to its gain; a string: why it cannot be replaced; None: it is no norm, or of a kind
     that always stays."""
+    offset = _offset_with_one_input(module, layout)
+    second = None if offset is None or isinstance(offset, str) else _second_input(module)
+    return offset if second is None else f"takes a second input, {second}, that is no padding mask"
+
+
+def _second_input(module: nn.Module) -> str | None:
+    """What the forward of ``module`` takes besides the activations and a padding mask, such as a gate or a residual."""
+    try:
+        parameters = list(inspect.signature(module.forward).parameters.values())[1:]
+    except (TypeError, ValueError):
+        return None
+    for parameter in parameters:
+        is_named = parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if is_named and ARGUMENT_FORMS.get(parameter.name) != "mask":
+            return parameter.name
+    return None
+
+
+def _offset_with_one_input(module: nn.Module, layout: str | None) -> float | str | None:
+    """:func:`_offset` of a norm that is called with its activations alone."""
     if isinstance(module, (nn.LazyBatchNorm1d, nn.LazyBatchNorm2d)):
         return "does not know its number of channels yet"
     if isinstance(module, BATCH_NORMS):

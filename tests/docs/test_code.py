@@ -18,7 +18,7 @@ README = (ROOT / "README.md").read_text("utf-8")
 
 def test_fits_on_a_few_screens():
     """The first of them shows a picture, the snippet and the demo."""
-    assert len(README.splitlines()) <= 110
+    assert len(README.split()) <= 1600
     first = "\n".join(README.splitlines()[:24])
     assert "![" in first and "convert_norms(" in first and "make demo" in first
 
@@ -128,6 +128,40 @@ def test_training_loop_learns_and_ends_the_warmup(page, name):
     assert len(norms) >= 4 and all(norm.num_batches_tracked == 30 for norm in norms)
 
 
+def test_sentences_of_a_data_loader_have_their_lengths(page):
+    model = page["with_masked_batch_norm"](nn.Sequential(nn.Linear(C, C), nn.LayerNorm(C), nn.Linear(C, C)))
+    sentences = [torch.randn(length, C) for length in (7, 4, 2, 5)]
+    optimizer, before = page["optimizer_of"](model), model[1].weight.clone()
+    page["train_epoch"](model, sentences, optimizer)
+    model.eval()
+    assert model[1].num_batches_tracked == 1 and not model[1].weight.equal(before)
+    decays = [
+        {id(parameter): group["weight_decay"] for parameter in group["params"]} for group in optimizer.param_groups
+    ]
+    decays = decays[0] | decays[1]
+    found = {name: decays[id(parameter)] for name, parameter in model.named_parameters()}
+    assert {name for name, decay in found.items() if decay} == {"0.weight", "2.weight"}
+
+
+def test_each_side_of_a_translation_has_its_mask(page):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder, self.decoder = (nn.Sequential(nn.Linear(C, C), nn.LayerNorm(C)) for _ in range(2))
+
+        def forward(self, source, target):
+            return self.decoder(target + self.encoder(source).mean(1, keepdim=True))
+
+    model = page["convert_norms"](Model(), "batch", layout="BTC")
+    (x, mask), target = batch(), torch.randn(B, T, C)
+    other = mask.flip(0)
+    y, changed = (
+        page["translate"](model, x.transpose(0, 1), each, mask, other)[~other]
+        for each in (target, target.masked_fill(other[..., None], 9.0))
+    )
+    assert y.equal(changed)
+
+
 def test_the_code_for_hugging_face(tmp_path, monkeypatch, capsys):
     hugging_face()  # or skips
     monkeypatch.chdir(tmp_path)
@@ -138,6 +172,8 @@ def test_the_code_for_hugging_face(tmp_path, monkeypatch, capsys):
     model, again, mask = names["model"].eval(), names["again"].eval(), names["attention_mask"]
     assert len(norm_report(again)) == len(norm_report(model)) >= 6
     assert names["with_mask"] < 1e-5 < 0.01 < names["without_mask"]
+    trainer, plain = names["NormTrainer"].__new__(names["NormTrainer"]), type(model)(names["config"])
+    assert trainer.get_decay_parameter_names(model) == trainer.get_decay_parameter_names(plain)
     for key, tensor in model.state_dict().items():
         torch.testing.assert_close(names["from_folder"].state_dict()[key], tensor)
     assert all(norm.running_mean.abs().max() > 0 for norm in running_norms(names["pretrained"]))

@@ -32,6 +32,8 @@ def test_translation(train, tmp_path, arch, recwarn):
     counts = [value for name, value in state["model"].items() if name.endswith("num_batches_tracked")]
     assert len(counts) >= 8 and all(count == 2 for count in counts)
     assert not [each for each in recwarn if "padding mask" in str(each.message)]
+    leaks = [each for each in recwarn if "are in a decoder and, in training" in str(each.message)]
+    assert len(leaks) == (arch != "nonautoregressive_transformer")
     path = str(tmp_path / "run/checkpoint_last.pt")
     (model,), _, task = checkpoint_utils.load_model_ensemble_and_task([path])
     assert all(norm.alpha_fwd == 0.5 for norm in running_norms(model))

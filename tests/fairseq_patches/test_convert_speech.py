@@ -19,7 +19,7 @@ from ..models.helpers import both_sides
 LENGTHS = torch.tensor([48, 24, 12])
 
 
-def s2t(arch: str):
+def s2t(arch: str, **settings):
     """Filter banks (B, T, 80), and target tokens with padding."""
     dictionary = Dictionary()
     for index in range(20):
@@ -36,6 +36,7 @@ def s2t(arch: str):
         **both_sides(embed_dim=16, ffn_embed_dim=16, layers=2, attention_heads=2),
         convert_norms=["*=batch"],
         fp16=False,
+        **settings,
     )
     task = SimpleNamespace(target_dictionary=dictionary, source_dictionary=None, data_cfg=None)
     target = torch.randint(4, 20, (3, 6))
@@ -101,3 +102,25 @@ def test_speech(name, recwarn):
     again.load_state_dict(copy.deepcopy(state))
     with torch.no_grad():
         torch.testing.assert_close(run(model.eval(), x), run(again.eval(), x))
+
+
+def test_the_norm_after_the_last_layer_has_the_mask_of_the_frames():
+    """Also where the target, whose mask is an argument of the model, is as long as the frames."""
+    build, _, x = s2t("s2t_transformer_s")
+    encoder, frames = build().encoder, torch.tensor([12, 6, 3])  # two convolutions halve the lengths
+    padding = torch.arange(12) >= frames[:, None]
+    seen = []
+    encoder.transformer_layers[-1].register_forward_hook(lambda module, args, y: seen.append(y.detach()))
+    encoder(x, LENGTHS)["encoder_out"][0].sum().backward()
+    (report,) = [each for each in norm_report(encoder) if each.name == "layer_norm"]
+    assert (report.line, report.decided) == (1, "the mask of the call")
+    real = seen[0].transpose(0, 1)[~padding]
+    torch.testing.assert_close(encoder.eval().layer_norm.running_mean, 0.1 * real.mean(0), rtol=1e-4, atol=1e-6)
+    assert not encoder.layer_norm._forward_pre_hooks
+
+
+def test_that_norm_ignores_the_mask_if_told_to():
+    build, run, x = s2t("s2t_transformer_s", norm_ignore_mask=True)
+    model = build()
+    run(model, x).backward()
+    assert model.encoder.layer_norm.mask_history.last.line == 12

@@ -48,3 +48,21 @@ def test_compiled_model_trains_and_evaluates_like_the_plain_one():
     compiled.eval()
     with torch.no_grad():
         torch.testing.assert_close(compiled(src, None, prev)[0], plain(src, None, prev)[0], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"decoder_norm": "batch"}, "decoder.layers.0.self_attn_layer_norm and 9 other norms are in a decoder and, in"),
+        ({"decoder_norm": "power", "psi_warmup_updates": 9}, "for the 9 updates of the psi warm-up, in training"),
+        ({"decoder_norm": "power", "psi_warmup_updates": 0}, ""),
+        ({}, ""),  # PN in the encoder only
+    ],
+)
+def test_training_tells_once_that_a_decoder_sees_future_tokens(settings, told, caplog):
+    model = build("transformer_pn_tiny", **settings)
+    assert not caplog.text  # a checkpoint is loaded without a word
+    model.eval()
+    model.train()
+    model.train()
+    assert told in caplog.text and caplog.text.count("(a leak)") == bool(told)

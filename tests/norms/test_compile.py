@@ -8,6 +8,7 @@ import itertools
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -125,6 +126,48 @@ def test_layers_that_are_compiled_one_by_one_share_a_graph():
         layer.compile(backend="aot_eager", fullgraph=True)
         x = layer(x.detach().requires_grad_(), mask)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(CHANNELS), nn.Linear(CHANNELS, CHANNELS)
+
+    def forward(self, x, padding_mask=None):
+        return x + self.linear(self.norm(x))
+
+
+class AroundAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = Attention()
+
+    def forward(self, x, padding_mask=None):
+        return self.attention(x, padding_mask)
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_layers_with_masks_that_are_compiled_one_by_one_share_graphs(fullgraph):
+    """Two graphs, as the unconverted layers: the input of the first layer needs no gradient."""
+    x, mask = torch.randn(4, 6, CHANNELS), torch.arange(6) >= torch.tensor([6, 4, 3, 5])[:, None]
+    plain = nn.ModuleList(AroundAttention() for _ in range(12))
+    graphs, outputs = [], []
+    for convert, compiles in ((False, True), (True, False), (True, True)):
+        layers = copy.deepcopy(plain)
+        if convert:
+            convert_norms(layers, "batch", layout="BTC")
+        torch._dynamo.reset()
+        counter = torch._dynamo.testing.CompileCounter()
+        y = x
+        for layer in layers:
+            if compiles:
+                layer.compile(backend=counter, fullgraph=fullgraph)
+            y = layer(y, mask)
+        y.sum().backward()
+        outputs.append(y)
+        graphs.append(counter.frame_count)
+    assert graphs == [2, 0, 2]
+    torch.testing.assert_close(outputs[2], outputs[1], rtol=0, atol=0)
 
 
 def test_a_norm_that_counts_its_own_steps_is_compiled_once():

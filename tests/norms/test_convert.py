@@ -2,13 +2,25 @@
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import prune
 
-from pn_fairseq.norms import NORMS, MaskedBatchNorm, build_norm, convert_norms, fold_norms, norm_report, padding
+from pn_fairseq.norms import (
+    NORMS,
+    MaskedBatchNorm,
+    build_norm,
+    convert_norms,
+    fold_norms,
+    norm_parameter_names,
+    norm_report,
+    padding,
+)
 
 from ..pairwise import in_pairs
 from .converted import LENGTHS, MASK, SOME, B, ByVariance, C, FeedForward, T, randomized
@@ -55,7 +67,42 @@ def test_sync_batch_norm_is_replaced_by_a_synchronised_norm():
     assert not convert_norms(FeedForward(), "power").norm.sync  # as in the paper
     assert convert_norms(nn.Sequential(nn.SyncBatchNorm(C, affine=False)), "power")[0].sync
     assert convert_norms(FeedForward(), "batch").norm.sync
-    assert convert_norms(nn.BatchNorm1d(C, momentum=1.0), "batch").alpha_fwd == 0.9  # it has to be above 0
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.1, 0.3, 1.0])
+@pytest.mark.parametrize("norm", ["batch", "batch-reg"])
+def test_momentum_is_carried_over(momentum, norm):
+    """0 freezes the statistics, 1 keeps those of the last batch."""
+    expected = nn.BatchNorm1d(C, momentum=momentum)
+    model = convert_norms(copy.deepcopy(expected), norm)
+    for step in range(4):
+        x = torch.randn(32, C) * (step + 1) + step
+        for each in (expected, model):
+            each(x).sum().backward()
+    # 4 batches of 32 values whose squares are at most 16 times their variance
+    for name in ("running_mean", "running_var"):
+        torch.testing.assert_close(getattr(model, name), getattr(expected, name), rtol=5e-5, atol=5e-5)
+    assert copy.deepcopy(model).alpha_fwd == 1 - momentum
+
+
+def test_a_momentum_that_cannot_be_carried_over_is_refused():
+    make = lambda momentum: nn.Sequential(nn.Linear(C, C), nn.BatchNorm1d(C, momentum=momentum))  # noqa: E731
+    with pytest.raises(ValueError, match=r"1: its momentum=None averages .* give alpha_fwd=0.9 .*recalibrating\(\)"):
+        convert_norms(model := make(None), "batch")
+    assert isinstance(model[1], nn.BatchNorm1d)
+    with pytest.raises(ValueError, match=r"1: its momentum=1.5 is not in \[0, 1\]: give alpha_fwd="):
+        convert_norms(make(1.5), "batch")
+    assert convert_norms(make(None), "batch", alpha_fwd=0.8)[1].alpha_fwd == 0.8
+    assert convert_norms(make(None), "rms")[1].replaced == "BatchNorm1d"  # has no statistics
+
+
+@pytest.mark.parametrize("replaced", [nn.LayerNorm, nn.BatchNorm1d])
+def test_momentum_that_is_set_later_is_refused(replaced):
+    model = convert_norms(nn.Sequential(replaced(C)), "batch")
+    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with pytest.raises(AttributeError, match="0: momentum=0.0 would change nothing, .* set alpha_fwd"):
+            each[0].momentum = 0.0
+        assert not hasattr(each[0], "momentum")
 
 
 @in_pairs(replaced=[nn.LayerNorm, nn.RMSNorm, nn.BatchNorm1d], norm=["batch", "power", "rms"], assign=[False, True])
@@ -141,7 +188,8 @@ def test_a_gain_that_is_zero_centred_or_has_another_name_stays_so(gain, norm, dt
     wide, parameter = x.double(), state[name].double().requires_grad_()
     centered = wide - wide[~MASK].mean(0) if norm == "batch" else wide
     squares = centered.square()
-    moments = {"rms": squares.mean(-1, keepdim=True), "batch": squares[~MASK].mean(0), "power": torch.ones(())}
+    of_batch = squares[~MASK].mean(0)  # PN in its psi warm-up, too
+    moments = {"rms": squares.mean(-1, keepdim=True), "batch": of_batch, "power": of_batch}
     expected = (parameter + offset) * centered / (moments[norm] + 1e-3).sqrt()
     with padding(MASK):
         y = model(x)
@@ -170,6 +218,59 @@ def test_a_norm_without_eps_is_replaced():
     norm, x = type("UnitNorm", (ByVariance,), {"forward": forward})(gain="g"), torch.randn(B, T, C)
     del norm.variance_epsilon
     torch.testing.assert_close(convert_norms(nn.Sequential(norm), "rms")(x), norm(x))
+
+
+def of_two_inputs(forward):
+    """A norm that computes RMSNorm where it is called with x alone."""
+    return type("OfTwoInputs", (ByVariance,), {"forward": forward})()
+
+
+def gated(self, x, gate=None):
+    """As the norms of Mamba2."""
+    return ByVariance.forward(self, x if gate is None else x * torch.sigmoid(gate))
+
+
+@pytest.mark.parametrize(
+    ("forward", "second"),
+    [
+        (gated, "gate"),
+        (lambda self, x, residual=None, prenorm=False: ByVariance.forward(self, x), "residual"),
+        (lambda self, x, *, eps=None: ByVariance.forward(self, x), "eps"),
+        (lambda self, x, attention_mask=None: ByVariance.forward(self, x), "attention_mask"),  # True = token
+    ],
+)
+def test_a_norm_with_a_second_input_is_left(forward, second):
+    model = nn.ModuleDict({"plain": ByVariance(), "two": of_two_inputs(forward), "of_mamba": of_two_inputs(gated)})
+    kept = {name: module for name, module in model.items() if name != "plain"}
+    with pytest.warns(UserWarning, match=f"leaves some norms as they are: two takes a second input, {second}, that is"):
+        convert_norms(model, "rms")
+    assert [each.name for each in norm_report(model)] == ["plain"] and all(model[name] is kept[name] for name in kept)
+    with pytest.raises(ValueError, match=f"no norm to replace: two takes a second input, {second}, that is no padding"):
+        convert_norms(model, "rms", only="two")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        convert_norms(nn.ModuleDict({"again": ByVariance(), **kept}), "rms", skip=[*kept])
+
+
+def test_a_norm_whose_second_input_is_a_mask_is_replaced():
+    forward = lambda self, x, padding_mask=None: ByVariance.forward(self, x)  # noqa: E731
+    assert len(norm_report(convert_norms(nn.Sequential(of_two_inputs(forward)), "rms"))) == 1
+
+
+@pytest.mark.parametrize("norm", ["rms", "batch"])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_second_argument_that_is_no_mask_is_refused(norm, training):
+    """Also where no mask is used: T = C, so that only the type tells a gate from an additive mask."""
+    model, x = convert_norms(nn.Sequential(nn.LayerNorm(C)), norm, layout="BTC").train(training), torch.randn(B, C, C)
+    for given in (torch.rand(B, C, C), torch.rand(B, C), torch.rand(B, C, C) > 0.5, [[True] * C] * B, 0.5):
+        with pytest.raises(ValueError, match=r"0: its second argument must be a padding mask, bool .*skip='0'"):
+            model[0](x, given)
+    with pytest.raises(ValueError, match="does not say whether 1 is padding"):
+        model[0](x, torch.ones(B, C, dtype=torch.long))
+    mask = torch.arange(C) >= LENGTHS[:, None]
+    assert model[0](x, mask[:, None, None]).equal(copy.deepcopy(model)[0](x, mask))
+    rows = model[0](x.flatten(0, 1), mask)
+    assert rows.view_as(x).equal(copy.deepcopy(model)[0](x, mask))
 
 
 def test_a_weight_that_would_be_lost_is_refused():
@@ -211,7 +312,7 @@ def test_patterns_choose():
     assert names(convert_norms(make(), "batch", only=["a.*", "b.last"], skip="*.norm")) == ["a.last", "b.last"]
     report = str(norm_report(convert_norms(make(), "batch", mask_from="lengths", skip="b.*"))[0])
     assert report.startswith(
-        "a.norm: MaskedBatchNorm for LayerNorm, layout of the mask, mask from argument lengths of a,"
+        "a.norm: MaskedBatchNorm for LayerNorm, layout of the mask, mask from padding(...), else argument lengths of a"
     )
     assert "layout TBC, mask from padding(...)" in str(norm_report(convert_norms(make(), "batch", layout="TBC"))[0])
 
@@ -237,6 +338,17 @@ def test_wrong_arguments(arguments, message):
         convert_norms(FeedForward(), **{"norm": "batch", **arguments})
 
 
+def test_a_model_that_is_converted_and_one_without_norms_are_told_apart():
+    model = convert_norms(FeedForward(), "batch")
+    for options in ({}, {"only": "norm"}):
+        with pytest.raises(ValueError, match=r"its norms are of this package already \(MaskedBatchNorm\)"):
+            convert_norms(model, "power", **options)
+    with pytest.raises(ValueError, match="no norm to replace: it has neither a LayerNorm or RMSNorm over the last"):
+        convert_norms(nn.Sequential(nn.Linear(C, C), nn.GroupNorm(2, C)), "batch")
+    with pytest.raises(ValueError, match="no norm to replace: only= and skip= leave none"):
+        convert_norms(FeedForward(), "batch", only="norm", skip="norm")
+
+
 @pytest.mark.parametrize("name", [name for name in NORMS])
 def test_every_norm_can_be_put_in(name):
     model = convert_norms(FeedForward(), name)
@@ -245,6 +357,46 @@ def test_every_norm_can_be_put_in(name):
         model(torch.randn(B, T, C)).sum().backward()
     with padding(MASK[:, 1:]):  # evaluation looks at no mask
         model.eval()(torch.randn(B, T, C))
+
+
+# Wrappers and optimizers.
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_wrapped_model_is_refused(one_rank):
+    """Where RMSNorm has no bias, DistributedDataParallel would not reduce the new one's gradient."""
+    make = lambda: nn.Sequential(nn.Linear(C, C), nn.RMSNorm(C))  # noqa: E731
+    message = "is wrapped in DistributedDataParallel, which .*: convert before you wrap"
+    with pytest.raises(ValueError, match=f"the model {message}"):
+        convert_norms(wrapped := nn.parallel.DistributedDataParallel(make()), "batch")
+    assert isinstance(wrapped.module[1], nn.RMSNorm)
+    with pytest.raises(ValueError, match=f"inner {message}"):
+        convert_norms(nn.ModuleDict({"inner": wrapped}), "batch")
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (1,))
+    with pytest.raises(ValueError, match="the model is wrapped in FSDPModule"):
+        convert_norms(fully_shard(make(), mesh=mesh), "batch")
+    nn.parallel.DistributedDataParallel(convert_norms(make(), "batch"))
+
+
+def test_names_of_the_parameters_of_norms():
+    model = nn.ModuleDict({"norm": nn.LayerNorm(C), "wide": Wide(C), "t5": ByVariance(), "other": nn.GroupNorm(2, C)})
+    model["own"], model["linear"] = build_norm("power", C), nn.Linear(C, C)
+    expected = {name for name, _ in model.named_parameters() if name.startswith(("norm", "wide"))}
+    convert_norms(model, "batch")
+    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert set(norm_parameter_names(each, nn.LayerNorm)) == expected
+        assert norm_parameter_names(each, (Wide, nn.RMSNorm)) == ["wide.weight", "wide.bias"]
+        everything = {*expected, "t5.weight", "t5.bias", "own.weight", "own.bias"}
+        assert set(norm_parameter_names(each)) == everything and len(norm_parameter_names(each)) == len(everything)
+    assert norm_parameter_names(convert_norms(nn.LayerNorm(C), "rms")) == ["weight"]
 
 
 # Padding.

@@ -1,16 +1,28 @@
 """convert_norms: where the masks of the norms come from, and what tells of a mask that is missing or wrong."""
 
 import copy
+import inspect
 import pickle
+import re
 import warnings
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pn_fairseq.norms import convert_norms, norm_report, padding
+from pn_fairseq.norms import (
+    MaskedBatchNorm,
+    build_norm,
+    checks,
+    convert_norms,
+    mask_search,
+    norm_report,
+    padding,
+    recalibrating,
+)
 from pn_fairseq.norms.padding import current_scope
 
 from ..pairwise import in_pairs
@@ -44,7 +56,9 @@ def test_the_innermost_module_with_the_argument_decides():
     model = convert_norms(Outer(), "batch", mask_from=["padding_mask", "attention_mask"], skip="*pool")
     assert norm_report(model)[1].masks == ("argument padding_mask of inner", "argument attention_mask of the model")
     line = str(norm_report(model)[1])
-    assert "argument padding_mask of inner (if None, only padding(...)), else argument attention_mask" in line
+    assert (
+        "padding(...), else argument padding_mask of inner (if it is None, no other), else argument attention" in line
+    )
     x = torch.randn(B, T, C)
     filled = x.masked_fill(MASK[..., None], 1e4)
     valid = (~MASK).int()
@@ -121,7 +135,7 @@ class EncoderDecoder(nn.Module):
         ("lengths", T, True, False),
         ("lengths", T, "dict", False),
         ("lengths", T, "TBC", False),
-        ("lengths", T + 1, True, True),
+        ("lengths", T + 1, True, False),
         ("target_lengths", T, True, True),
     ],
 )
@@ -244,7 +258,7 @@ def test_one_warning_for_a_model_without_any_mask():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with padding(None):
-            model(x)
+            model(x).sum().backward()
         with padding(MASK):
             model(x)
         model(x.flatten(0, 1))
@@ -351,7 +365,7 @@ def test_recomputation_has_the_mask_of_its_forward(norm, way, together):
         for lengths in (LENGTHS, LENGTHS.flip(0), torch.full_like(LENGTHS, T)):
             inputs.append(x.clone().requires_grad_())
             given, block = ((), lengths) if way == "block" else ((lengths,), None)
-            with padding(lengths=block):
+            with nullcontext() if block is None else padding(lengths=block):
                 losses.append(model(inputs[-1], *given)[0].square().sum())
             if not together:
                 losses.pop().backward()
@@ -384,3 +398,419 @@ def test_a_recomputation_without_its_mask_is_an_error(reentrant):
     again.hands_on = True  # the recomputation sees, as its forward, that the argument is None
     with pytest.warns(UserWarning, match=r"\(argument lengths of inner is None\)"):
         again(x).sum().backward()
+
+
+# Several masks at once. Those of source and target differ, because equal ones hide which of them was taken.
+
+SOURCE_MASK, TARGET_MASK = MASK, MASK.flip(0)
+
+
+def effect_of_padding(model, call, mask):
+    """The greatest difference between the real outputs of ``call(model, x)`` for two contents of x at padding."""
+    x = torch.randn(*mask.shape, C)
+    y, other = (call(copy.deepcopy(model), x.masked_fill(mask[..., None], content))[~mask] for content in (0.0, 50.0))
+    return (y - other).abs().max().item()
+
+
+class Towers(nn.Module):
+    """One encoder, which has no argument for a mask, for two texts."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(C, C), nn.LayerNorm(C))
+
+    def forward(self, a, a_mask, b, b_mask):
+        return self.encoder(a), self.encoder(b)
+
+
+def test_two_masks_for_one_module_are_refused_by_name():
+    model = convert_norms(Towers(), "batch", mask_from={"a_mask": "mask", "b_mask": "mask"}, layout="BTC")
+    assert norm_report(model)[0].masks == ("argument a_mask or b_mask of the model",)
+    x = torch.randn(B, T, C)
+    message = "encoder.1: arguments a_mask and b_mask of the model both hold a mask, .* name one .*its own `with paddi"
+    with pytest.raises(ValueError, match=message):
+        model(x, SOURCE_MASK, x, TARGET_MASK)
+    for masks in ((SOURCE_MASK, None), (None, SOURCE_MASK)):  # an argument may stand behind one that is None
+        assert effect_of_padding(model, lambda m, x, masks=masks: m(x, masks[0], x, masks[1])[0], SOURCE_MASK) == 0
+
+    def in_blocks(model, x):
+        with padding(SOURCE_MASK):
+            model.encoder(x)
+        with padding(TARGET_MASK):
+            return model.encoder(x)
+
+    assert effect_of_padding(model, in_blocks, TARGET_MASK) == 0
+    with padding(None):  # the block decides before anything is in doubt
+        model(x, SOURCE_MASK, x, TARGET_MASK)
+
+
+def test_a_block_wins_for_the_norms_that_it_is_for():
+    model = convert_norms(EncoderDecoder(), "batch", mask_from={"target_lengths": "lengths"}, layout="BTC")
+    source, wrong = torch.randn(B, T, C), torch.zeros(B, T, dtype=torch.bool)
+
+    def effect(decoders_mask, decoders_block):
+        def run(model, x):
+            with padding(SOURCE_MASK, only=["encoder", "none"]), decoders_block, warnings.catch_warnings():
+                warnings.simplefilter("error")
+                return model(source, x, target_lengths=(~decoders_mask).sum(1))
+
+        return effect_of_padding(model, run, TARGET_MASK)
+
+    assert effect(TARGET_MASK, nullcontext()) == 0
+    assert effect(wrong, padding(TARGET_MASK, only="decoder.*")) == 0
+    assert effect(TARGET_MASK, padding(wrong, only="decoder.*")) > 0.1
+    assert effect(wrong, nullcontext()) > 0.1
+    with padding(SOURCE_MASK, only="encoder"), padding(TARGET_MASK, only="decoder.*"):
+        model(source, source)
+    assert [each.line for each in norm_report(model)] == [2, 2]
+    with padding(SOURCE_MASK, only="encoder"), pytest.warns(UserWarning, match="decoder.norm .* no padding mask has"):
+        model(source, source)
+
+
+def test_a_block_for_no_norm_that_asks_is_named():
+    model, x = convert_norms(FeedForward(), "batch"), torch.randn(B, T, C)
+    with pytest.warns(UserWarning, match=r"padding\(..., only='lst'\)` was for none .* mask in it: norm, last"):
+        with padding(MASK, only="lst"), padding(None, only=["norm", "last"]):
+            model(x)
+        with padding(None, only=["norm", "last"]), padding(MASK, only="lst"):
+            model(x)
+    model(x, LENGTHS).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with padding(MASK, only="lst"):
+            model.eval()(x)  # no norm asks
+
+
+def test_a_block_takes_the_place_of_a_mask_that_cannot_be_read():
+    """As the one that Longformer makes, which has a third value."""
+    model = convert_norms(FeedForward(), "batch", mask_from={"lengths": "valid"}, layout="BTC")
+    made = torch.where(MASK, -10000.0, 0.0)
+    made[:, 0] = 10000.0
+
+    def call(model, x):
+        with padding(MASK):
+            return model(x, made)
+
+    assert effect_of_padding(model, call, MASK) == 0
+    with padding(None):
+        model(torch.randn(B, T, C), made)
+    with pytest.raises(ValueError, match=r"may be additive; .* run the model in `with padding\(...\)`, whose mask"):
+        model(torch.randn(B, T, C), made)
+
+
+def test_a_block_that_hides_padding_is_told_once():
+    x, model = torch.randn(B, T, C), convert_norms(FeedForward(), "batch")
+    full = torch.full_like(LENGTHS, T)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with padding(None):
+            model(x, full)
+            model(x)
+        with padding(None, only="*"):
+            model(x, LENGTHS)
+    with padding(None), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(x, LENGTHS)
+        model(x, LENGTHS)
+    (warning,) = caught
+    assert "norm: `with padding(None)` says that there is no padding, and hides argument lengths of the" in str(
+        warning.message
+    )
+
+
+@pytest.mark.parametrize(
+    ("forward", "used"),
+    [
+        (lambda self, x, lengths=None, padding_mask=None: self.norm(x), True),
+        (lambda self, x, memory, key_padding_mask=None: self.norm(x), False),
+        (lambda self, query, key, key_padding_mask=None: self.norm(query), False),
+        (lambda self, x, key_padding_mask=None: self.norm(x), True),
+        (lambda self, x, encoder_out=None, padding_mask=None: self.norm(x), True),
+        # As T5's cross-attention in transformers 4: the mask is the source's.
+        (lambda self, x, key_value_states=None, attention_mask=None: self.norm(x), False),
+    ],
+)
+def test_whose_mask_an_argument_is(forward, used):
+    """The module in the middle of a model that has no mask, called with the mask of the source."""
+    layer = type("Layer", (Attending,), {"forward": forward})()
+    names = inspect.signature(forward).parameters.keys()
+    model = convert_norms(nn.Sequential(layer), "batch", layout="BTC")
+    given = {name: SOURCE_MASK for name in names if name.endswith("padding_mask")}
+    given |= {name: ~SOURCE_MASK for name in names if name == "attention_mask"}
+    given |= {name: torch.randn(B, T, C) for name in names if name in ("memory", "key", "key_value_states")}
+    x = torch.randn(B, T, C)
+    with nullcontext() if used else pytest.warns(UserWarning, match="0.norm .* no padding mask has reached it"):
+        model[0](x, **given).sum().backward()
+    model.eval()
+    tokens = x[~SOURCE_MASK] if used else x.flatten(0, 1)
+    torch.testing.assert_close(model[0].norm.running_mean, 0.1 * tokens.mean(0))
+
+
+class CrossAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(C)
+
+    def forward(self, hidden_states, key_value_states=None, attention_mask=None):
+        return self.norm(hidden_states)
+
+
+class Block(nn.Module):
+    """A layer of T5's decoder."""
+
+    def __init__(self):
+        super().__init__()
+        self.cross = CrossAttention()
+
+    def forward(self, x, attention_mask=None, encoder_hidden_states=None, encoder_attention_mask=None):
+        mask = encoder_attention_mask[:, None, None]
+        return self.cross(x, key_value_states=encoder_hidden_states, attention_mask=mask)
+
+
+def test_a_cross_attention_takes_the_mask_of_the_decoder():
+    model = convert_norms(Block(), "batch", mask_from="attention_mask", layout="BTC")
+    assert norm_report(model)[0].masks == ("argument attention_mask of the model",)
+    source = torch.randn(B, T, C)
+    call = lambda model, x: model(x, ~TARGET_MASK, source, ~SOURCE_MASK)  # noqa: E731
+    assert effect_of_padding(model, call, TARGET_MASK) == 0
+
+
+class Heads(nn.Module):
+    """A norm of queries, (B, H, T, D) or (B, T, H, D)."""
+
+    def __init__(self, heads_first, heads=4):
+        super().__init__()
+        self.heads, self.heads_first, self.norm = heads, heads_first, nn.LayerNorm(C // heads)
+
+    def forward(self, x, attention_mask=None):
+        heads = x.unflatten(-1, (self.heads, -1))
+        if not self.heads_first:
+            return self.norm(heads).flatten(2)
+        return self.norm(heads.transpose(1, 2)).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("layout", ["BTC", None])
+@pytest.mark.parametrize("form", ["valid", "lengths"])
+@pytest.mark.parametrize("heads_first", [True, False])
+def test_norms_of_heads(heads_first, form, layout):
+    model = convert_norms(Heads(heads_first), "batch", mask_from={"attention_mask": form}, layout=layout)
+    mask = LENGTHS if form == "lengths" else ~MASK
+    square = MASK[:, :4].clone()
+    square[0] = False  # one sentence is full, so that lengths say T
+    mask_of_square = (~square).sum(1) if form == "lengths" else ~square
+    meanings = r"may be \(B, T, heads, C\) or \(B, heads, T, C\): run a batch of another length .*skip='norm'"
+    with pytest.raises(ValueError, match=rf"norm: \(3, 4, 4, 3\) {meanings}"):
+        model(torch.randn(B, 4, C), mask_of_square)
+    model(torch.randn(B, T, C), mask)
+    for given, padded in ((mask, MASK), (mask_of_square, square)):
+        assert effect_of_padding(model, lambda m, x, given=given: m(x, given), padded) == 0
+    with pytest.raises(
+        ValueError, match=r"its tokens are 3 sequences of length 6, .*is for 3 of length 7; .*='norm'\)"
+    ):
+        model(torch.randn(B, 6, C), mask)
+
+
+def test_norms_of_heads_behind_time():
+    """(T, B, H, D), as in fairseq."""
+    model = convert_norms(nn.Sequential(nn.LayerNorm(C)), "batch")
+    with padding(MASK):
+        model(torch.randn(T, B, 4, C))
+        y, other = (copy.deepcopy(model)(x) for x in _two_contents(torch.randn(T, B, 4, C), MASK.t()))
+    assert y[~MASK.t()].equal(other[~MASK.t()])
+
+
+def _two_contents(x, mask):
+    return x, x.masked_fill(mask[..., None, None], 50.0)
+
+
+@pytest.mark.parametrize("norm", ["batch", "power"])
+def test_a_mask_of_a_cache_says_what_helps(norm):
+    """A step of decoding in training mode: one token, and the mask of all."""
+    model, x, mask = convert_norms(FeedForward(), norm, layout="BTC"), torch.randn(B, 1, C), {"valid": ~MASK}
+    with torch.no_grad(), padding(**mask), pytest.raises(ValueError) as error:
+        model(x)
+    assert "norm: its tokens are 3 sequences of length 1" in str(error.value)
+    assert "is for 3 of length 7; call model.eval() before generating or evaluating; else give it a" in str(error.value)
+    with padding(**mask), pytest.raises(ValueError, match="length 7; give it a mask of its own length .*only='norm'"):
+        model(x)
+    with torch.no_grad(), padding(**mask), padding(None):
+        model(x)
+    model.eval()(x, LENGTHS)
+
+
+def test_lengths_count_a_token_that_the_model_puts_in_front():
+    class WithClass(FeedForward):
+        def forward(self, x, lengths=None):
+            return super().forward(torch.cat([x.new_zeros(B, 1, C), x], 1))[:, 1:]
+
+    model = convert_norms(WithClass(), "batch", layout="BTC")
+    assert effect_of_padding(model, lambda m, x: m(x, LENGTHS + 1), MASK) == 0
+    x = torch.randn(B, T, C)
+    with padding(nn.functional.pad(MASK, (1, 0))):
+        expected = copy.deepcopy(model)(x)
+    assert copy.deepcopy(model)(x, LENGTHS + 1).equal(expected)
+    assert not copy.deepcopy(model)(x, LENGTHS).equal(expected)  # no shape tells
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_recomputation_does_not_take_the_argument_that_a_block_hid(reentrant):
+    model, x = Checkpointed(FeedForward(), use_reentrant=reentrant), torch.randn(B, T, C, requires_grad=True)
+    convert_norms(model, "batch")
+    for block in (padding(MASK.flip(0)), padding(None)):
+        with block, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            y = model(x, LENGTHS)
+        with pytest.raises(RuntimeError, match="is being recomputed .* give checkpoint context_fn=padding.context_fn"):
+            y.sum().backward()
+
+
+def test_the_report_says_which_line_of_the_table_held():
+    x = torch.randn(B, T, C)
+    decoder = EncoderDecoder()
+    cases = {
+        (1, "the mask of the call"): (FeedForward(), lambda m: m.norm(x, MASK)),
+        (2, "a block with padding(lengths=...)"): (FeedForward(), lambda m: _in_block(m, x)),
+        (4, "argument lengths of the model"): (FeedForward(), lambda m: m(x, LENGTHS)),
+        (5, "argument lengths of the model is None"): (FeedForward(), lambda m: m(x)),
+        (8, "argument target_lengths of the model"): (decoder, lambda m: m(x, x, target_lengths=LENGTHS)),
+        (12, "no block, and no argument of a module"): (FeedForward(), lambda m: m.norm(x)),
+    }
+    for (line, words), (model, call) in cases.items():
+        forms = {"target_lengths": "lengths"} if model is decoder else None
+        convert_norms(model, "batch", mask_from=forms, layout="BTC")
+        assert norm_report(model)[0].line is None and "; last" not in str(norm_report(model)[0])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            call(model)
+        (report,) = [each for each in norm_report(model) if each.name.endswith("norm")]
+        assert (report.line, report.decided) == (line, words)
+        assert str(report).endswith(f"; last: {words} (line {line})")
+        assert pickle.loads(pickle.dumps(model)) is not None
+
+
+def _in_block(model, x):
+    with padding(lengths=LENGTHS):
+        model(x)
+
+
+# Silence where one line belongs.
+
+
+def texts(caught):
+    return [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize(
+    ("given", "count"),
+    [
+        ({"mask": ~MASK}, 1),
+        ({"valid": MASK}, 1),
+        ({"additive": torch.zeros(B, T).masked_fill(~MASK, -torch.inf)}, 1),
+        ({"lengths": torch.tensor([7, 0, 0])}, 2),
+        ({"mask": torch.ones(B, T, dtype=torch.bool)}, 3),
+        ({"mask": MASK}, 0),
+        ({"lengths": LENGTHS}, 0),
+    ],
+)
+@pytest.mark.parametrize("layout", ["BTC", "TBC"])
+def test_sentences_without_a_token_are_told_once(given, count, layout):
+    model, x = convert_norms(FeedForward(), "batch", layout=layout), torch.randn(B, T, C)
+    x = x if layout == "BTC" else x.transpose(0, 1)
+    with warnings.catch_warnings(record=True) as caught, padding(**given):
+        warnings.simplefilter("always")
+        model(x)
+        model(x)
+    name = next(iter(given))
+    expected = (
+        f"norm: by padding({name}=...) {count} of 3 sentences consist of padding only: is the mask inverted? True"
+    )
+    assert len(caught) == bool(count) and all(text.startswith(expected) for text in texts(caught))
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_a_norm_of_ones_own_layer_tells_once_of_sentences_without_a_token(batch_first, monkeypatch):
+    monkeypatch.setattr(checks, "_told", set())
+    x = torch.randn((B, T, C) if batch_first else (T, B, C))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for given in (None, MASK, MASK | (torch.arange(T) > 5), ~MASK, ~MASK):  # the third has an empty position
+            MaskedBatchNorm(C, batch_first=batch_first)(x, given)
+        build_norm("rms", C, batch_first=batch_first)(x, ~MASK)
+    (text,) = texts(caught)
+    assert text.startswith("padding_mask: by it 1 of 3 sentences consist of padding only: is the mask inverted?")
+
+
+def test_a_later_batch_with_an_empty_sentence_is_told_but_not_by_a_norm_that_uses_no_mask():
+    model, x = convert_norms(FeedForward(), "batch", layout="BTC"), torch.randn(B, T, C)
+    other = convert_norms(FeedForward(), "rms", layout="BTC")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(x, LENGTHS)
+        other(x, LENGTHS * 0)
+    with pytest.warns(UserWarning, match="norm: by argument lengths of the model 1 of 3 sentences consist of padding"):
+        model(x, torch.tensor([7, 4, 0]))
+
+
+def test_evaluation_of_a_norm_that_counted_no_step_is_told_once():
+    x, model = torch.randn(B, T, C), convert_norms(FeedForward(), "batch")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.eval()(x)
+        model(x)
+    (text,) = texts(caught)
+    assert text.startswith("norm is evaluated, but has counted no training step: its running statistics are the initia")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        convert_norms(FeedForward(), "rms").eval()(x)
+        trained = convert_norms(FeedForward(), "batch")
+        trained(x, LENGTHS).sum().backward()
+        trained.eval()(x)
+        again = convert_norms(FeedForward(), "batch")
+        again.load_state_dict(trained.state_dict())
+        again.eval()(x)
+        convert_norms(randomized(FeedForward(nn.BatchNorm1d)), "batch").eval()(x.flatten(0, 1))
+        recalibrated = convert_norms(FeedForward(), "batch")
+        with torch.no_grad(), recalibrating(recalibrated):
+            recalibrated(x, LENGTHS)
+        recalibrated.eval()(x)
+        torch.export.export(convert_norms(FeedForward(), "batch").eval(), (x,))
+        torch.func.vmap(convert_norms(FeedForward(), "batch").eval())(x)
+        convert_norms(FeedForward(), "batch").to("meta").eval()(x.to("meta"))
+    lost = convert_norms(FeedForward(), "batch")
+    plain = FeedForward()
+    plain.load_state_dict({key: value for key, value in trained.state_dict().items() if key in plain.state_dict()})
+    lost.load_state_dict(plain.state_dict())  # as from_pretrained of an unconverted model drops the statistics
+    with pytest.warns(UserWarning, match="convert the model before you load it"):
+        lost.eval()(x)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([3, 4], r"padding\(mask=...\): expected a tensor, got list; .*lengths=torch.tensor"),
+        (LENGTHS, "or lengths= if"),
+    ],
+)
+def test_numbers_of_tokens_in_the_place_of_a_mask_name_lengths(given, message):
+    with pytest.raises(ValueError, match=message):
+        padding(given)
+
+
+def test_the_table_of_the_page_has_the_lines_of_the_search():
+    page = (Path(__file__).parents[2] / "docs/own_model.md").read_text("utf-8")
+    rows = re.findall(r"^\| (\d+) \| (.*?) \| (.*?) \|$", page, re.M)
+    assert [int(number) for number, _, _ in rows] == [*range(1, 13)]
+    words = {
+        mask_search.GIVEN: "`norm(x, mask)`",
+        mask_search.BLOCK: "`with padding(...)` block around the call",
+        mask_search.ARGUMENT: "(B, T)",
+        mask_search.NONE: "… None",
+        mask_search.TWO: "two arguments have a value",
+        mask_search.OF_TARGET: "attends to other tokens",
+        mask_search.NOTHING: "nothing applies",
+    }
+    for number, expected in words.items():
+        assert expected in rows[number - 1][1]
+    for prefixes, column in ((mask_search.ATTENDED_NAMES, 0), (mask_search.TARGET_NAMES, 1)):
+        named = re.findall(r"`(\w+_)\.\.\.`", rows[mask_search.OF_TARGET - 1][2].partition(";")[2 * column])
+        assert named and all(name.startswith(prefixes) for name in named)

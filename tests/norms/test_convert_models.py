@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pn_fairseq.norms import convert_norms, norm_report, padding, running_norms
+from pn_fairseq.norms import convert_norms, norm_parameter_names, norm_report, padding, running_norms
 from pn_fairseq.testing.ranks import run_ranks
 
 from ..fixtures.hugging_face import hugging_face
@@ -90,15 +90,55 @@ def test_hugging_face(make, norm, checkpointing):
         model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": padding.context_fn})
     model.train()
     ids = torch.randint(4, VOCABULARY, (B, T))
+    source_mask, target_mask = MASK, MASK.flip(0)  # equal ones would hide which of them a norm takes
+    masks = {"attention_mask": (~source_mask).long(), "decoder_attention_mask": (~target_mask).long()}
     found = []
     for content in (PAD, 5):  # at padding
-        one, tokens = copy.deepcopy(model), ids.masked_fill(MASK, content)
-        masks = dict.fromkeys(("attention_mask", "decoder_attention_mask"), (~MASK).long())
-        logits = one(input_ids=tokens, decoder_input_ids=tokens, **masks).logits[~MASK]
+        one, source, target = (
+            copy.deepcopy(model),
+            ids.masked_fill(MASK, content),
+            ids.masked_fill(target_mask, content),
+        )
+        logits = one(input_ids=source, decoder_input_ids=target, **masks).logits[~target_mask]
         (logits * torch.linspace(-1, 1, VOCABULARY)).sum().backward()
         found.append([logits, *(p.grad for p in running_norms(one)[0].parameters()), *one.state_dict().values()])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [marian, t5])
+def test_a_decoder_without_its_mask_does_not_take_the_one_of_the_source(make):
+    model = convert_norms(make(), "batch", mask_from="attention_mask", layout="BTC").train()
+    ids, given = torch.randint(4, VOCABULARY, (2, B, T)), {"attention_mask": (~MASK).long()}
+    with pytest.warns(UserWarning, match="decoder.* no padding mask has reached it "):
+        model(input_ids=ids[0], decoder_input_ids=ids[1], **given)
+    for report in norm_report(model):
+        assert report.line in ((5, 12) if "decoder." in report.name else (4,)), str(report)
+    with padding(MASK.flip(0), only="*decoder.*"):
+        model(input_ids=ids[0], decoder_input_ids=ids[1], **given)
+    assert {each.line for each in norm_report(model) if "decoder." in each.name} == {2}
+
+
+def decayed(model):
+    """The parameters to which ``Trainer`` applies weight decay; the names of the class that it looks for."""
+    from transformers import Trainer
+
+    return {*Trainer.__new__(Trainer).get_decay_parameter_names(model)}
+
+
+@pytest.mark.parametrize("name", ["GPT2", "Bloom", "Bert"])
+def test_weight_decay_stays_where_it_was(name):
+    """Trainer decays no nn.LayerNorm, which it finds by its class: without their names GPT-2's gains were decayed."""
+    hf = hugging_face()
+    sizes = {"n_embd": C, "n_layer": 1, "n_head": 2}
+    if name != "GPT2":
+        sizes = {"hidden_size": C, "num_attention_heads": 2} | ({"n_layer": 1, "n_head": 2} if name == "Bloom" else {})
+    model = getattr(hf, f"{name}Model")(getattr(hf, f"{name}Config")(vocab_size=VOCABULARY, **sizes))
+    before = decayed(model)
+    convert_norms(model, "batch", layout="BTC")
+    after = decayed(model)
+    assert (after != before) == (name != "Bert")
+    assert after - set(norm_parameter_names(model, nn.LayerNorm)) == before
 
 
 class Conformer(nn.Module):

@@ -1,0 +1,107 @@
+"""A warning of norms that show a causal decoder its future tokens.
+
+In training a norm that mixes tokens (:attr:`.ChannelNorm.mixes_tokens`) computes the output of a token from statistics
+of its batch, later tokens of its sentence among them.
+"""
+
+import warnings
+
+from torch import nn
+
+from pn_fairseq.norms.channel import ChannelNorm
+
+#: Base classes of fairseq's decoders that generate from left to right, and of those that do not.
+_CAUSAL = "FairseqIncrementalDecoder"
+_NOT_CAUSAL = "FairseqNATDecoder"
+
+#: Attributes by which modules of Hugging Face, above all attentions, say whether they are causal.
+_MARKS = ("is_causal", "is_decoder")
+
+#: How classes of language models of Hugging Face end.
+_LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")
+
+
+def mixes_by_warmup(norm: nn.Module) -> bool:
+    """Whether ``norm`` mixes tokens in its psi warm-up and at no other time, as PN."""
+    has_warmup = hasattr(norm, "psi_warmup_updates") and not hasattr(norm, "window")
+    return has_warmup and norm.mixes_tokens == "at first"
+
+
+def mixes(norm: nn.Module) -> bool:
+    """Whether ``norm``, with its settings, mixes tokens at any time."""
+    return norm.mixes_tokens != "never" and not (mixes_by_warmup(norm) and norm.psi_warmup_updates == 0)
+
+
+def in_decoders(model: nn.Module, norms: dict[str, ChannelNorm]) -> list[str]:
+    """Those of ``norms``, by their names in ``model``, that mix tokens in a causal decoder."""
+    return [name for name, norm in norms.items() if mixes(norm) and is_in_causal_part(model, name)]
+
+
+def leak(names: list[str], norm: ChannelNorm) -> str:
+    """What a decoder with the norms ``names`` does, of which ``norm`` is the first."""
+    others = f" and {len(names) - 1} other norms" if len(names) > 1 else ""
+    when = ""
+    if mixes_by_warmup(norm):
+        when = f"for the {norm.psi_warmup_updates} updates of the psi warm-up, "
+    elif norm.mixes_tokens == "at first":
+        when = "at first, "
+    verbs = ("are", "compute") if others else ("is", "computes")
+    return (
+        f"{names[0]}{others} {verbs[0]} in a decoder and, {when}in training, {verbs[1]} with statistics of all tokens "
+        "of a batch: a causal decoder sees future tokens through them (a leak), which it lacks when it generates."
+    )
+
+
+def warn_of_future_tokens(model: nn.Module, norms: dict[str, ChannelNorm], stacklevel: int) -> None:
+    """One warning for :func:`convert_norms`, if some of ``norms`` are :func:`in_decoders`."""
+    names = in_decoders(model, norms)
+    if not names:
+        return
+    elsewhere = [name for name in norms if name not in names]
+    only = "only="
+    if elsewhere and all("encoder." in name for name in elsewhere):
+        prefix = elsewhere[0].partition("encoder.")[0]
+        only = f"only='{prefix}encoder.*'"
+    first = norms[names[0]]
+    no_warmup = " give psi_warmup_updates=0," if mixes_by_warmup(first) else ""
+    warnings.warn(
+        f"{leak(names, first)} Convert only the encoder ({only}),{no_warmup} or take a norm that never mixes tokens, "
+        "such as 'rms' (docs/norms.md, Properties).",
+        stacklevel=stacklevel,
+    )
+
+
+def is_in_causal_part(model: nn.Module, name: str) -> bool:
+    """Whether the module ``name`` of ``model`` is in a decoder of torch's or fairseq's, or in a part of a model of
+    Hugging Face whose attentions say that they are causal."""
+    path = [model]
+    keys = name.split(".")
+    for key in keys[:-1]:
+        path.append(getattr(path[-1], key))
+    verdict = None
+    for depth in range(len(path) - 1, -1, -1):
+        module, below = path[depth], keys[depth:-1]
+        if isinstance(module, (nn.TransformerDecoder, nn.TransformerDecoderLayer)):
+            return True
+        bases = {cls.__name__ for cls in type(module).__mro__}
+        if _CAUSAL in bases:
+            return _NOT_CAUSAL not in bases
+        is_apart = any("encoder" in key and "decoder" not in key for key in below)
+        is_apart = is_apart or any(_has_attention_of_its_own(inner) for inner in path[depth + 1 :])
+        if verdict is None and not is_apart:
+            verdict = _verdict(module)
+    if verdict is None and not any("encoder" in key and "decoder" not in key for key in keys):
+        verdict = any(type(module).__name__.endswith(_LANGUAGE_MODELS) for module in path)
+    return bool(verdict)
+
+
+def _verdict(module: nn.Module) -> bool | None:
+    """Whether ``module`` is causal by what it or modules in it say; None: they say nothing."""
+    marks = []
+    for each in module.modules():
+        marks += [value for value in (getattr(each, mark, None) for mark in _MARKS) if isinstance(value, bool)]
+    return any(marks) if marks else None
+
+
+def _has_attention_of_its_own(module: nn.Module) -> bool:
+    return any(isinstance(each, (nn.MultiheadAttention, nn.ModuleList)) for each in module.modules())

@@ -1,0 +1,62 @@
+"""Norms of each token by itself under SequenceParallel, on two ranks, against the same norms on whole tensors."""
+
+import pytest
+import torch
+from torch import nn
+
+from pn_fairseq.norms import NORMS, RunningNorm, build_norm, convert_norms
+from pn_fairseq.testing.ranks import run_ranks
+
+B, T, C = 4, 6, 8
+
+#: Norm -> options.
+PER_TOKEN = {name: {} for name, entry in NORMS.items() if not issubclass(entry.cls, RunningNorm)}
+PER_TOKEN |= {"rms, layer-scale": {"layer_scale_groups": 2}, "rms, release": {"variant": "release"}}
+
+
+def norm_of(name):
+    torch.manual_seed(1)
+    options = {"groups": 2, **PER_TOKEN[name]}
+    norm = build_norm(name.partition(",")[0], C, batch_first=True, **options)
+    for parameter in norm.parameters():
+        nn.init.uniform_(parameter, 0.5, 1.5)
+    return norm
+
+
+def step(norm, x, dy):
+    x = x.detach().requires_grad_()
+    y = norm(x)
+    y.backward(dy)
+    return [y, x.grad, *(parameter.grad for parameter in norm.parameters())]
+
+
+def on_a_rank(rank, world):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+
+    mesh, found = init_device_mesh("cpu", (world,)), {}
+    for name in PER_TOKEN:
+        for dimension in (0, 1):
+            x, dy = (distribute_tensor(tensor, mesh, [Shard(dimension)]) for tensor in tensors())
+            norm = parallelize_module(norm_of(name), mesh, SequenceParallel(sequence_dim=dimension))
+            found[name, dimension] = [tensor.full_tensor() for tensor in step(norm, x, dy)]
+            assert norm.eval()(x).full_tensor().equal(found[name, dimension][0])
+    norm = parallelize_module(convert_norms(nn.Sequential(nn.LayerNorm(C)), "batch"), mesh, {"0": SequenceParallel()})
+    with pytest.raises(ValueError, match="0: MaskedBatchNorm needs the statistics of all tokens, but its input is a D"):
+        norm(torch.randn(B, T, C))
+    return found
+
+
+def tensors():
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(2, B, T, C, generator=generator)
+
+
+def test_norms_of_each_token_are_sharded():
+    """Sums over the 24 tokens in another order: five times 24 roundings."""
+    expected = {name: step(norm_of(name), *tensors()) for name in PER_TOKEN}
+    for found in run_ranks(on_a_rank, 2):
+        for (name, _), results in found.items():
+            for one, two in zip(results, expected[name], strict=True):
+                torch.testing.assert_close(one, two, rtol=5 * 24 * 2**-24, atol=5 * 24 * 2**-24)
