@@ -16,6 +16,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn
 
 from pn_fairseq import __version__
@@ -95,6 +96,13 @@ def whole_number(name: str, value: object, least: int = 1) -> int:
     return int(text)
 
 
+def absolute(text: str) -> Path:
+    """The type of an option whose file or folder a process in another folder reads."""
+    if not text:
+        raise argparse.ArgumentTypeError("must name a file or folder, not ''")
+    return Path(text).absolute()
+
+
 def checked(check, metavar: str, note: str = "") -> dict:
     """argparse's arguments of a flag that keeps its text, unless ``check`` raises ValueError, shown with ``note``."""
 
@@ -113,10 +121,16 @@ def say(step: str, text: str) -> None:
     print(f"[{step}] {text}", file=sys.stderr, flush=True)
 
 
+def shown(command: Iterable[object]) -> str:
+    """A ``pn`` command as one may type it, with paths relative to the current folder."""
+    folder = f"{Path.cwd()}/"
+    return shlex.join(["pn", *(str(word).removeprefix(folder) for word in command)])
+
+
 def say_next(step: str, *command: object) -> None:
     """The ``pn`` command that usually follows, unless a longer command runs this step."""
     if "PN_FAIRSEQ_STEP" not in os.environ:
-        say(step, f"next: pn {shlex.join(map(str, command))}")
+        say(step, f"next: {shown(command)}")
 
 
 def handle_signals() -> None:

@@ -18,11 +18,11 @@ from pathlib import Path
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pn_fairseq.common.command import ArgumentParser, UserError, say, whole
+from pn_fairseq.common.command import ArgumentParser, UserError, say, shown, whole
 from pn_fairseq.common.files import CONFIGS, find_yaml, names_in
 from pn_fairseq.pipeline.data.prepare import options_of
 from pn_fairseq.pipeline.data.recipes import RECIPES
-from pn_fairseq.pipeline.reproduce import CORPORA, Corpus, find_corpus, must, reproduce, shown
+from pn_fairseq.pipeline.reproduce import CORPORA, Corpus, find_corpus, must, reproduce
 from pn_fairseq.pipeline.runs import load_config
 
 #: The studies that come with this project.

@@ -35,6 +35,8 @@ from pn_fairseq.pipeline.runs import load_config
 
 #: Settings of this pipeline in addition to fairseq's. Configs hold average_last in fairseq's free section ``scoring``.
 OWN = ("tokens_per_update", "average_last")
+#: Settings that name files. They become absolute, since a run may be resumed, decoded or reported from another folder.
+PATHS = ("checkpoint.finetune_from_model", "model.norm_module", "model.norm_probe")
 #: The sections of fairseq's settings.
 SECTIONS = {name: field.type for name, field in FairseqConfig.__dataclass_fields__.items() if name != "_name"}
 #: Sections whose component is often exchanged for another with other settings.
@@ -109,6 +111,12 @@ def compose(config: Path, overrides: Sequence[str], world_size: int, on_cpu: boo
         cfg = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True, enum_to_str=True))
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_one_line(error)) from error
+    for name in PATHS:
+        value = OmegaConf.select(cfg, name)
+        if value:
+            several = name == "model.norm_module"  # files, separated by commas
+            paths = [path for path in str(value).split(",") if path] if several else [str(value)]
+            OmegaConf.update(cfg, name, ",".join(map(os.path.abspath, paths)))
     average_last = cfg.get("average_last", (cfg.scoring or {}).get("average_last", 0))
     cfg.average_last = whole_number("average_last", average_last, least=0) or None
     cfg.tokens_per_update, cfg.scoring = batches.tokens_per_update, None

@@ -4,7 +4,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from pn_fairseq.common.command import ArgumentParser, UserError, say
+from pn_fairseq.common.command import ArgumentParser, UserError, absolute, say
 from pn_fairseq.common.files import read_lines, write_lines
 from pn_fairseq.pipeline.data import subwords
 from pn_fairseq.pipeline.data.tokens import detokenize, tokenizer
@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = ArgumentParser(prog="pn translate", description=description)
     add_decoding_options(parser)
     moses = "a checkout of mosesdecoder, if the data was prepared with pn prepare --moses"
-    parser.add_argument("--moses", type=Path, metavar="DIR", help=moses)
+    parser.add_argument("--moses", type=absolute, metavar="DIR", help=moses)
     parser.add_argument("--input", type=Path, metavar="FILE", help="text to translate (default: standard input)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: standard output")
     args = parser.parse_args(argv)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
-from pn_fairseq.common.command import UserError, say, whole
+from pn_fairseq.common.command import UserError, absolute, say, whole
 from pn_fairseq.common.files import checksum, count_lines, read_settings, write_lines, write_settings
 from pn_fairseq.pipeline import stamp
 from pn_fairseq.pipeline.data import archives, pairs, subwords, tokens
@@ -30,10 +30,10 @@ from pn_fairseq.pipeline.data.restored import note_on
 from pn_fairseq.pipeline.data.settings import MOSES, LanguageModelSettings, Settings, check
 
 #: Options of several recipes: flag -> arguments of argparse's ``add_argument``.
-CORPUS = {"--corpus": {"metavar": "DIR", "type": Path, "required": True, "help": "the folder with the text"}}
+CORPUS = {"--corpus": {"metavar": "DIR", "type": absolute, "required": True, "help": "the folder with the text"}}
 KEEP_CASE = {"--keep-case": {"action": "store_true", "help": "do not lower-case"}}
 ARCHIVED = "a folder with the published files, or the only file, in place of a download to DIR/download"
-ARCHIVE = {"--archive": {"metavar": "PATH", "help": ARCHIVED}}
+ARCHIVE = {"--archive": {"metavar": "PATH", "type": absolute, "help": ARCHIVED}}
 
 
 def bpe(default: int) -> dict[str, dict]:
@@ -74,7 +74,7 @@ class Preparation:
     workers: int = 1  # processes
     moses: Path | None = None  # a checkout of mosesdecoder, whose scripts replace sacremoses
     mirror: str | None = None  # a folder, or the URL of one, that has the files to download
-    archive: str | None = None  # the user's folder with the published files, or the file, instead of a download
+    archive: Path | None = None  # the user's folder with the published files, or the file, instead of a download
     like: Path | None = None  # prepared data whose subwords and dictionaries are used
     splits: Sequence[str] = SPLITS  # further test sets are test1, test2, ..., as fairseq calls them
     files_published: Sequence[Path] = ()
@@ -95,7 +95,7 @@ class Preparation:
         Args:
             known: address -> the checksum that a download must have ("": not known).
         """
-        folder = Path(self.archive).absolute() if self.archive else self.dest / "download"
+        folder = self.archive or self.dest / "download"
         files = [folder if folder.is_file() else folder / url.rsplit("/", 1)[-1] for url in known]
         self.files_published, sums = files, self.dest / "text/archives"
         if sums.is_file() and (not all(map(Path.is_file, files)) or sums.read_text("utf-8") == self._sums()):

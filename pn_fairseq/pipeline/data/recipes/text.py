@@ -10,7 +10,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from pn_fairseq.common.command import UserError
+from pn_fairseq.common.command import UserError, absolute
 from pn_fairseq.pipeline.data import pairs, subwords
 from pn_fairseq.pipeline.data.binarize import SPLITS
 from pn_fairseq.pipeline.data.preparation import CORPUS, KEEP_CASE, Preparation, Settings, bpe
@@ -28,11 +28,11 @@ OPTIONS = {
     "--source": {"metavar": "LANG", "help": SOURCE},
     "--target": {"metavar": "LANG", "help": "the language to translate to"},
     "--bpe": {**bpe(MERGES)["--bpe"], "default": None},
-    "--codes": {"metavar": "FILE", "type": Path, "help": CODES},
+    "--codes": {"metavar": "FILE", "type": absolute, "help": CODES},
     "--tokenized": {"action": "store_true", "help": TOKENIZED},
-    "--protect": {"metavar": "FILE", "type": Path, "help": PROTECT},
+    "--protect": {"metavar": "FILE", "type": absolute, "help": PROTECT},
     **KEEP_CASE,
-    "--like": {"metavar": "DATA", "type": Path, "help": LIKE},
+    "--like": {"metavar": "DATA", "type": absolute, "help": LIKE},
 }
 
 
