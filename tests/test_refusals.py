@@ -77,7 +77,7 @@ prepare text --corpus text --source es --target en --dest out --like data --keep
 prepare text --corpus text --source es --target en --dest out --protect group | group: line 3 has a group: write (?:...)
 prepare text --corpus text --source es --target en --dest out --protect blank | blank has no regular expression
 prepare text --corpus text --source es --target en --dest out --codes blank | blank is empty
-prepare text --corpus text --dest out --like .        | '.' is no prepared data of a translation corpus
+prepare text --corpus text --dest out --like .        | place' is no prepared data of a translation corpus
 prepare text --corpus text --source es --target en --dest out --segmentation unigram | --segmentation: unknown 'unigram'
 prepare iwslt14 --dest out --archive none.tgz         | none.tgz; (--archive); it comes from https://dl.
 prepare iwslt14 --dest group/data --archive w1.pt     | group/data; Not a directory

@@ -17,7 +17,7 @@ from pn_fairseq.common.checkpoints import (
     without_loss_scale,
 )
 from pn_fairseq.common.command import ArgumentParser, UserError, say, say_next, shown, whole, without_fairseqs_log
-from pn_fairseq.common.files import write_settings
+from pn_fairseq.common.files import only_writer, write_settings
 from pn_fairseq.pipeline import RUN_HELP, add_norm_module, stamp
 from pn_fairseq.pipeline.runs import Run, open_run
 
@@ -204,20 +204,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         if stamp.done("average", made, wanted, output):
             return 0
     check_output_path(output, paths)
-    # Removed while the output changes: after an interruption it must not describe another file.
-    made.unlink(missing_ok=True)
-    state = average_checkpoints(paths)
-    if averaged != FILES:
-        _note_on_newer(paths, num_updates(state), output)
-    if args.norm_module:
-        from pn_fairseq.models.from_checkpoint import with_model_settings
+    with only_writer(output):
+        # Removed while the output changes: after an interruption it must not describe another file.
+        made.unlink(missing_ok=True)
+        state = average_checkpoints(paths)
+        if averaged != FILES:
+            _note_on_newer(paths, num_updates(state), output)
+        if args.norm_module:
+            from pn_fairseq.models.from_checkpoint import with_model_settings
 
-        state = with_model_settings(state, norm_module=args.norm_module)
-    if data:
-        _recalibrate(state, output, data, batches)
-    save_checkpoint(state, output)
-    if run:
-        write_settings(made, wanted)
+            state = with_model_settings(state, norm_module=args.norm_module)
+        if data:
+            _recalibrate(state, output, data, batches)
+        save_checkpoint(state, output)
+        if run:
+            write_settings(made, wanted)
     print(f"wrote {output} (no optimizer state)")
     if run and not args.output:
         verb = "generate" if run.get("task.target_lang") else "evaluate-lm"

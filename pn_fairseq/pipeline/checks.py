@@ -28,7 +28,7 @@ from pn_fairseq.common.command import UserError, whole_number
 from pn_fairseq.common.files import read_settings
 from pn_fairseq.fairseq_patches.one_line_errors import check_criterion
 from pn_fairseq.models.from_checkpoint import load_weights
-from pn_fairseq.pipeline.runs import flat, load_config
+from pn_fairseq.pipeline.runs import Run, flat, load_config
 from pn_fairseq.pipeline.settings import Batches, flags
 
 #: Pattern of dotted names, lower bound, upper bound (excluded).
@@ -218,6 +218,22 @@ def check_same_run(cfg: DictConfig, data: Path, run: Path) -> None:
             f"'{run}' was started with different settings: {shown}; use another --run or remove "
             "it (only limits, decoding, saving, validation and logging may change when a run is resumed)"
         )
+
+
+def longer_than_asked(cfg: DictConfig, run: Path) -> str:
+    """How a run is longer than the settings ask for, by its log; "" if it is not."""
+    log = Run(run).log
+    if log is None or log.saved is None:
+        return ""
+    for name, has in zip(("epoch", "update"), log.saved, strict=True):
+        limit = cfg.optimization[f"max_{name}"] or 0
+        if 0 < limit < has:
+            asked = f"{limit} {name}{'s' * (limit > 1)}"
+            return (
+                f"'{run}' was trained for {has} {name}s, more than optimization.max_{name}={limit}: it stays as it is, "
+                f"and is not comparable with runs of {asked}, which need another folder"
+            )
+    return ""
 
 
 def check_weights(model: torch.nn.Module, file: str | os.PathLike, cfg: DictConfig) -> dict:

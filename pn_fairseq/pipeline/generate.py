@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from pn_fairseq.common.command import ArgumentParser, UserError, say, say_next, whole, why_it_failed
-from pn_fairseq.common.files import PACKAGE, atomic_folder, write_lines, write_settings
+from pn_fairseq.common.files import PACKAGE, atomic_folder, only_writer, write_lines, write_settings
 from pn_fairseq.common.machine import own_cores
 from pn_fairseq.pipeline import RUN_HELP, add_norm_module, stamp
 from pn_fairseq.pipeline.data.binarize import HEADER
@@ -214,7 +214,7 @@ def main(argv: list[str] | None = None) -> int:
     # --num-shards and --shard-id are accepted and not read: every process would decode everything.
     common += ["--nbest", str(args.nbest), "--distributed-world-size", str(shards), "--distributed-rank"]
     kept = output.with_name(f"{output.name}.err")
-    with atomic_folder(output) as partial:
+    with only_writer(output), atomic_folder(output) as partial:
         commands = [[*common, str(shard)] for shard in range(shards)]
         log = decoding.run("generate", commands, sentences, kept)
         best = hypotheses(log, sentences, args.nbest)

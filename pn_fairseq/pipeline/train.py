@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import fcntl
 import json
 import logging
 import os
@@ -18,7 +17,7 @@ from pathlib import Path
 
 from pn_fairseq.common.command import ArgumentParser, UserError, say, say_next, whole
 from pn_fairseq.common.errors import NotFiniteError, error_chain
-from pn_fairseq.common.files import CONFIGS, PACKAGE, atomic_write, find_yaml, names_in, write_settings
+from pn_fairseq.common.files import CONFIGS, PACKAGE, atomic_write, find_yaml, lock, names_in, write_settings
 from pn_fairseq.common.machine import describe, own_cores
 from pn_fairseq.pipeline import stamp
 from pn_fairseq.pipeline.launch import RESUME, RankLayout, TrainingFailed, find_layout, torchrun
@@ -129,6 +128,7 @@ def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, r
         checks.build(cfg, with_data=False)
         if args.run and (run / "config.yaml").exists():
             checks.check_same_run(cfg, data, run)
+            note_on_longer(cfg, run)
         say("train", "the settings are valid")
         return 0
     model = checks.check_model(cfg, data, batches)
@@ -140,6 +140,7 @@ def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, r
         updates = checks.check_weights(model, last, cfg)["optimizer_history"][-1]["num_updates"]
         if is_finished(cfg, updates, run, data):
             if not layout.rank:
+                note_on_longer(cfg, run)
                 say("train", f"{run} is already trained; {take_settings_of_decoding(cfg, run)}")
             return 0
     if layout.rank is None and layout.world_size > 1:
@@ -171,6 +172,14 @@ def is_finished(cfg, updates: int, run: Path, data: Path) -> bool:
     return before.log is not None and before.log.ended and goal(before.config, data) == goal(cfg, data)
 
 
+def note_on_longer(cfg, run: Path) -> None:
+    """Say that a run has more updates or epochs than the settings ask for."""
+    from pn_fairseq.pipeline import checks
+
+    if text := checks.longer_than_asked(cfg, run):
+        say("train", f"note: {text}")
+
+
 def take_settings_of_decoding(cfg, run: Path) -> str:
     """Write the settings that ``pn average`` and ``pn generate`` read into a finished run's config.yaml; say which."""
     from omegaconf import OmegaConf
@@ -188,24 +197,12 @@ def take_settings_of_decoding(cfg, run: Path) -> str:
     return f"now with {', '.join(f'{key}={value}' for key, value in changed.items())}"
 
 
-def lock(run: Path) -> None:
-    """Keep other processes from training in ``run`` for as long as this process exists."""
-    descriptor = os.open(run / ".lock", os.O_RDWR | os.O_CREAT)
-    try:
-        # Not flock, which a process that loads data would hold for some seconds after the training was killed.
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(f"'{run}' is being trained by another process: wait for it, or use another --run") from None
-    except OSError:
-        return  # a file system without locks
-
-
 def begin(cfg, batches, layout: RankLayout, data: Path, run: Path, argv: list[str]) -> None:
     """What the first rank does before it trains: lock the run, and write down what is trained, and how."""
     from omegaconf import OmegaConf
 
     run.mkdir(parents=True, exist_ok=True)
-    lock(run)
+    lock(run / ".lock", f"'{run}' is being trained by another process: wait for it, or use another --run")
     (run / "made.txt").unlink(missing_ok=True)
     files = {"config.yaml": OmegaConf.to_yaml(cfg).encode(), "data": f"{data}\n".encode()}
     files["data.settings"] = (data / "settings.txt").read_bytes()

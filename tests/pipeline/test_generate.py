@@ -301,6 +301,12 @@ def test_an_interruption_leaves_nothing_behind(place):
     assert list((place / "run/generate").iterdir()) == []
 
 
+def test_a_second_process_is_told_that_the_run_is_being_decoded(place, capsys):
+    with decoding(place, "sleep"):
+        refused(capsys, generate(place), f"'{place}/run/generate/test' is being made by another process: wait for it")
+        assert {path.name for path in (place / "run/generate").iterdir()} == {".test.lock", "test.partial"}
+
+
 def test_the_processes_end_when_the_one_above_them_is_killed(place):
     with decoding(place, "chatter") as process:
         processes = [call["pid"] for call in calls(place)]

@@ -124,7 +124,9 @@ def test_a_second_start_does_nothing(data, trained, capsys):
     before = snapshot(trained)
     for also in ((), ("common.log_interval=3",), ("optimization.max_update=10",)):
         assert start(data, trained, *also) == 0
-        assert "already trained; nothing to do" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert "already trained; nothing to do" in said
+        assert ("was trained for 12 updates, more than optimization.max_update=10" in said) == ("=10" in str(also))
     refused(capsys, start(data, trained, "common.seed=2"), "common.seed 1 -> 2")
     refused(capsys, start(data, trained, "model.decoder_layerdrop=0.5"), "model.decoder_layerdrop unset -> 0.5")
     assert snapshot(trained) == before
