@@ -221,7 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             write_settings(made, wanted)
     print(f"wrote {output} (no optimizer state)")
     if run and not args.output:
-        verb = "generate" if run.get("task.target_lang") else "evaluate-lm"
+        verb = "evaluate-lm" if run.get("task._name") == "language_modeling" else "generate"
         say_next("average", verb, "--run", args.run)
     return 0
 

@@ -15,7 +15,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pn_fairseq.common.command import ArgumentParser, UserError, say, say_next, whole
+from pn_fairseq.common.command import ArgumentParser, UserError, check_settings, say, say_next, whole
 from pn_fairseq.common.errors import NotFiniteError, error_chain
 from pn_fairseq.common.files import CONFIGS, PACKAGE, atomic_write, find_yaml, lock, names_in, write_settings
 from pn_fairseq.common.machine import describe, own_cores
@@ -50,7 +50,7 @@ LOG_SECONDS = 30
 
 
 def main(argv: list[str]) -> int:
-    parser = ArgumentParser(prog="pn train", epilog=EPILOG)
+    parser = ArgumentParser(prog="pn train", epilog=EPILOG, setting_of=setting_of)
     names = ", ".join(names_in(CONFIGS))
     parser.add_argument("config", metavar="CONFIG", help=f"a name in configs/ ({names}) or the path of a YAML file")
     parser.add_argument("settings", nargs="*", default=[], metavar="key=value", help="replaces a setting of the file")
@@ -61,9 +61,7 @@ def main(argv: list[str]) -> int:
     check = "check the settings, and those of an existing --run, and stop; needs no data"
     parser.add_argument("--check", action="store_true", help=check)
     args = parser.parse_intermixed_args(argv)
-    for setting in args.settings:
-        if "=" not in setting and not setting.startswith("~"):  # in hydra's syntax
-            raise UserError(f"unexpected argument '{setting}': settings are key=value (see --help)")
+    check_settings(args.settings)
     config = find_yaml(args.config, CONFIGS)
     data = (args.data or Path("runs/data") / config.stem).absolute()
     run = (args.run or Path("runs") / config.stem).absolute()
@@ -98,6 +96,17 @@ def main(argv: list[str]) -> int:
         return 1
 
 
+def setting_of(option: str, value: str | None, words: list[str]) -> str:
+    """The setting that an option of fairseq-train is, in the words of a command line with a configuration."""
+    from pn_fairseq.pipeline import settings
+
+    names = [word for word in words if not word.startswith("-") and "=" not in word]
+    try:
+        return settings.of_flag(option, value, find_yaml(names[0], CONFIGS)) if names else ""
+    except UserError:  # the configuration is wrong as well
+        return ""
+
+
 def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, run: Path) -> int:
     from pn_fairseq.pipeline import checks
     from pn_fairseq.pipeline.settings import compose
@@ -118,7 +127,7 @@ def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, r
             raise UserError(f"common.wandb_project needs Weights & Biases: pip install wandb ({error})") from error
         os.environ.setdefault("WANDB_DIR", str(run))
     checks.check_values(cfg)
-    checks.check_languages(cfg, data)
+    checks.take_languages(cfg, data)
     if cfg.checkpoint.restore_file != LAST:
         raise UserError(
             f"checkpoint.restore_file={cfg.checkpoint.restore_file} would start again from there whenever the run is "

@@ -29,7 +29,7 @@ NOT_RUN = {
 #: Text of a command -> what replaces it, so that a training takes seconds.
 SMALL = {
     r"optimization\.max_update=\d+": "",
-    r"(pn (?:train|reproduce) verses_\w+_en (?!--check))": r"\1optimization.max_update=6 "
+    r"(pn (?:train|reproduce) (?:verses_\w+_en|own_text) (?!--check))": r"\1optimization.max_update=6 "
     "dataset.validate_interval_updates=3 checkpoint.save_interval_updates=3 dataset.max_tokens=400 "
     "tokens_per_update=400 lr_scheduler.warmup_updates=2 ",
     r"checkpoint\.save_interval_updates=(?!3 )\d+": "",
@@ -125,6 +125,8 @@ def place(data, tmp_path_factory):
         path.rename(path.with_name(path.name.replace(".es", ".de")))
     flags = ("--source", "de", "--target", "en", "--dest", place / "de-en", "--bpe", "300")
     run("pn", "prepare", "text", "--corpus", cut, *flags)
+    for lang in ("fr", "en"):
+        shutil.copy(place / f"my-text/test.{lang}", place / f"my-text/test2017.{lang}")
     (place / "new-text").symlink_to("my-text")
     (place / "my-tokens").mkdir()
     for path in (place / "de-en/tok").iterdir():

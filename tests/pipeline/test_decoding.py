@@ -133,7 +133,11 @@ def test_the_test_set_becomes_what_generate_makes_of_it(untrained, data, tmp_pat
     text = lines(data / "raw/test.es")
     source, output = tmp_path / "text", tmp_path / "translation"
     source.write_text("\n".join(["", *text[:20], "", *text[20:]]), encoding="utf-8")
-    run("pn", "translate", "--run", untrained, "--input", source, "--output", output, *SHORT)
+    said = run("pn", "translate", "--run", untrained, "--input", source, "--output", output, *SHORT).stderr
+    (warning,) = [line for line in said.splitlines() if "may be cut off" in line]
+    pattern = rf"(\d+) of {SENTENCES} translations are as long as they may be .*: lines (.*) and"
+    cut, first = re.search(pattern, warning).groups()
+    assert int(cut) > 10 and len(first.split(", ")) == 10 and {"1", "22"}.isdisjoint(first.split(", "))
     plain = detokenize(lines(untrained / "generate/test/hyp.tok"), "en")
     assert lines(output) == ["", *plain[:20], "", *plain[20:]]
 

@@ -80,7 +80,11 @@ def main(argv: list[str]) -> None:
             recipe.prepare(data, options)
     except OSError as error:  # an error of writing names no file
         raise UserError(f"{error.filename or dest}: {error.strerror or error}") from None
-    say_next("prepare", "train", recipe.CONFIG or "CONFIG", *(["--data", options.dest] if options.dest else []))
+    if getattr(options, "test", None):
+        say_next("prepare", "generate", "--run", "RUN", "--subset", options.test)
+        return
+    config = getattr(recipe, "TRAIN", recipe.CONFIG) or "CONFIG"
+    say_next("prepare", "train", config, *(["--data", options.dest] if options.dest else []))
 
 
 def with_tools(made_with: Settings | LanguageModelSettings, options: Namespace) -> Settings | LanguageModelSettings:
