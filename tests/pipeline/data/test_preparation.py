@@ -153,7 +153,8 @@ def test_further_test_sets(tokenized, corpus, tmp_path):
     copy_split(corpus, "valid", "test1")
     copy_split(corpus, "train", "test2017")
     said = prepare(corpus, data, *LANGUAGES, *(["--tokenized"] if tokenized else []))
-    assert f"note: {corpus}/test2017.* is left out; to add it afterwards, repeat this with --test test2017" in said
+    command = f"pn prepare text --corpus {corpus} --dest {data} --test test2017"
+    assert f"note: {corpus}/test2017.* is left out; to add it afterwards: {command}\n" in said
     assert "9 train, 3 valid, 3 test, 3 test1" in said
     for ending in ("es.bin", "en.idx"):
         assert (data / f"bin/test1.es-en.{ending}").read_bytes() == (data / f"bin/valid.es-en.{ending}").read_bytes()

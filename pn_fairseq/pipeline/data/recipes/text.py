@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pn_fairseq.common.command import UserError, absolute, say
+from pn_fairseq.common.command import UserError, absolute, say, shown
 from pn_fairseq.pipeline.data import pairs, subwords
 from pn_fairseq.pipeline.data.binarize import SPLITS
 from pn_fairseq.pipeline.data.preparation import CORPUS, KEEP_CASE, Preparation, Settings, bpe
@@ -101,7 +101,7 @@ def settings(options) -> Settings:
     )
 
 
-def test_sets(folder: Path, languages: Sequence[str]) -> list[str]:
+def test_sets(folder: Path, dest: Path, languages: Sequence[str]) -> list[str]:
     """The further test sets in a folder: test1, test2, ... A note names other files whose names begin with test.
 
     Raises:
@@ -114,7 +114,8 @@ def test_sets(folder: Path, languages: Sequence[str]) -> list[str]:
         if name != f"test{number}":
             raise UserError(f"{folder} has {name}, but no test{number}: number them from 1, or add it later by --test")
     for name in sorted(names - {*numbered}):
-        say("prepare", f"note: {folder}/{name}.* is left out; to add it afterwards, repeat this with --test {name}")
+        command = shown(["prepare", "text", "--corpus", folder, "--dest", dest, "--test", name])
+        say("prepare", f"note: {folder}/{name}.* is left out; to add it afterwards: {command}")
     return numbered
 
 
@@ -123,7 +124,7 @@ def prepare(data: Preparation, options) -> None:
         data.splits = [options.test]
         data.add_test(options.corpus)
         return
-    data.splits = [*SPLITS, *test_sets(options.corpus, data.settings.endings)]
+    data.splits = [*SPLITS, *test_sets(options.corpus, data.dest, data.settings.endings)]
     if data.settings.tokenizer == NONE:
         sides = data.settings.endings
         texts = {split: [options.corpus / f"{split}.{lang}" for lang in sides] for split in data.splits}
