@@ -14,6 +14,9 @@ TABLE = """
 average                                               | one of the arguments --run --inputs is required
 average --run /nowhere                                | is not a training run
 average --run x --lst 2                               | did you mean '--last'
+average --run x --num-update-checkpoints 2            | --num-update-checkpoints, did you mean '--last 2'?
+average --inputs none --num-epoch-checkpoints=10      | did you mean '--last 10'?
+average --inputs files/none --last 2 --output out.pt  | files/none
 average --inputs files --output out.pt --last 0       | --last; '0'
 average --inputs files --output out.pt                | is a folder; --last
 average --inputs files                                | --output
@@ -55,6 +58,8 @@ generate --run run --max-tokens -1                    | --max-tokens; '-1'
 generate --run run --checkpoint none.pt               | 'none.pt'; pn average; checkpoints has averaged.pt
 generate --run run --checkpoint a:b.pt                | colon
 generate --run run --norm-module none.py              | --norm-module; there is no file; none.py
+generate --run run --gen-subset valid                 | did you mean '--subset valid'?
+generate --run run --path w1.pt                       | did you mean '--checkpoint w1.pt'?
 generate --run run --bean 3                           | --bean; did you mean '--beam'; --help
 fold w1.pt w1.pt                                      | is one of the inputs
 fold w1.pt none/out.pt                                | none/out.pt; cannot be written
@@ -77,7 +82,9 @@ prepare text --corpus text --source es --target en --dest out --like data --keep
 prepare text --corpus text --source es --target en --dest out --protect group | group: line 3 has a group: write (?:...)
 prepare text --corpus text --source es --target en --dest out --protect blank | blank has no regular expression
 prepare text --corpus text --source es --target en --dest out --codes blank | blank is empty
-prepare text --corpus text --dest out --like .        | '.' is no prepared data of a translation corpus
+prepare text --corpus text --source-lang es           | did you mean '--source es'?
+prepare text --corpus text --dest out --test new      | is no prepared data, to which --test new can add
+prepare text --corpus text --dest out --like .        | place' is no prepared data of a translation corpus
 prepare text --corpus text --source es --target en --dest out --segmentation unigram | --segmentation: unknown 'unigram'
 prepare iwslt14 --dest out --archive none.tgz         | none.tgz; (--archive); it comes from https://dl.
 prepare iwslt14 --dest group/data --archive w1.pt     | group/data; Not a directory
@@ -116,6 +123,11 @@ reproduce nothing --data data --dry-run               | there is no; verses_es_e
 reproduce verses --dry-run --archive text             | unrecognized arguments: --archive
 reproduce iwslt14 --dry-run --norms 'ln pnw'          | unknown norm 'pnw'; did you mean 'pn'?; ln, bn, pnv, pn
 reproduce iwslt14 --dry-run --norms ln,pnw            | unknown norm 'pnw'; did you mean 'pn'?
+reproduce iwslt14 --dry-run --norms ln pn             | unexpected argument 'pn', did you mean '--norms ln,pn'?
+reproduce verses_es_en --norms ln --seeds 1 2 3 --dry-run | unexpected argument '2', did you mean '--seeds 1,2,3'?
+reproduce verses_es_en --norms ln pn                  | did you mean '--norms ln,pn'?
+reproduce verses --dry-run pn                         | unexpected argument 'pn': settings are key=value
+reproduce verses --dry-run --max-update 100           | did you mean 'optimization.max_update=100'?
 reproduce iwslt14 --dry-run --norms ,                 | --norms; at least one
 reproduce iwslt14 --dry-run --table powernorm-5       | table 'powernorm-5'; did you mean 'powernorm-4'; adanorm-1
 reproduce iwslt14 --dry-run --table powernorm-1 --norms pn  | --table and --norms; one of them
@@ -145,6 +157,14 @@ test-norms --norms x                                  | --norms
 train                                                 | CONFIG
 train verses_en_es                                    | did you mean 'verses_es_en'; iwslt14_de_en
 train verses_es_en seed                               | 'seed'; key=value
+train verses_es_en --max-update 100                   | did you mean 'optimization.max_update=100'?
+train --lr=0.1 verses_es_en                           | did you mean 'optimization.lr=0.1'?
+train verses_es_en --no-epoch-checkpoints             | did you mean 'checkpoint.no_epoch_checkpoints=true'?
+train verses_es_en --arch transformer_ln_tiny         | did you mean 'model._name=transformer_ln_tiny'?
+train verses_es_en --criterion cross_entropy          | did you mean 'criterion._name=cross_entropy'?
+train verses_es_en --encoder-norm batch --seed 3      | did you mean 'model.encoder_norm=batch'?
+train verses_es_en --save-dir x                       | did you mean '--run x'?
+train verses_en_es --max-update 100                   | unrecognized arguments: --max-update (see pn train --help)
 train verses_es_en --data /nowhere                    | /nowhere; prepare
 train verses_es_en --check --data a:b                 | a:b' has a colon
 train verses_es_en --dat                              | --dat
@@ -156,7 +176,7 @@ translate --run run --input none                      | none
 #: Settings for ``pn train verses_es_en --check``, which needs no data.
 SETTINGS = """
 model.encoder_norm=batchnorm            | did you mean 'batch'
-model.norm_module=/nowhere/my.py        | /nowhere/my.py
+model.norm_module=/nowhere/my.py        | no file '/nowhere/my.py'; name it by model.norm_module=FILE
 model.dropout=1.5                       | model.dropout=1.5; below 1
 model.attention_dropout=-0.1            | model.attention_dropout; at least 0
 model.dropout=abc                       | model.dropout=abc; float

@@ -307,5 +307,5 @@ def checkpoints_to_average(
     newest, best = (Path(directory, f"checkpoint_{name}.pt") for name in ("last", "best"))
     if newest.is_file():
         return [newest], "last", f"{directory} has none of the {wanted}: using only {newest.name}"
-    advice = f"; it has {best.name} (--inputs {best})" if best.is_file() else ""
+    advice = f"; it has {best.name} (--inputs {best})" if best.is_file() else ", nor any other: train first (pn train)"
     raise CheckpointError(f"{directory} has none of the {wanted}{advice}")

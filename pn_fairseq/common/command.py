@@ -7,6 +7,7 @@ ends it with exit code 130, SIGTERM with 143, each with one line. A traceback me
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
 import os
 import re
@@ -16,6 +17,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn
 
 from pn_fairseq import __version__
@@ -42,14 +44,28 @@ REPLACED = {
 }
 
 
+#: Options of fairseq's programs and scripts -> ours that mean the same.
+FAIRSEQ = {
+    **dict.fromkeys(("--num-update-checkpoints", "--num-epoch-checkpoints"), "--last"),
+    **{"--save-dir": "--run", "--distributed-world-size": "--ranks", "--distributed-num-procs": "--ranks"},
+    **{"--gen-subset": "--subset", "--path": "--checkpoint", "--results-path": "--output"},
+    **{"--source-lang": "--source", "--target-lang": "--target", "--destdir": "--dest", "--trainpref": "--corpus"},
+    **{"--srcdict": "--like", "--tgtdict": "--like", "--testpref": "--test", "--sys": "--hyp"},
+}
+
+
 class ArgumentParser(argparse.ArgumentParser):
     """argparse's parser; its errors are a :class:`UserError` instead of the usage text.
+
+    ``setting_of`` is asked for the setting ``key=value`` that an unknown option means; it gets the option, the word
+    after it and all words.
 
     It is an error that a variable is set which one of its options has replaced: the command would do something else
     than it says.
     """
 
-    def __init__(self, **options):
+    def __init__(self, setting_of: Callable[[str, str | None, list[str]], str] | None = None, **options):
+        self._setting_of = setting_of
         super().__init__(**{"formatter_class": _HelpFormatter, **options})
 
     def parse_known_args(self, args=None, namespace=None):
@@ -71,13 +87,48 @@ class ArgumentParser(argparse.ArgumentParser):
             unknown = [option for option in options if not any(name.startswith(option) for name in known)]
             message = f"unrecognized arguments: {unknown[0]}" if unknown else message
         if unknown := re.match("unrecognized arguments: (--[^ =]+)", message):
-            message += did_you_mean(unknown[1], self._option_string_actions)
+            message = f"unrecognized arguments: {unknown[1]}{self._advice(unknown[1])}"
         elif choice := re.fullmatch(r"argument (.+): invalid choice: '(.*?)' \(choose from (.*)\)", message):
             argument, chosen, known = choice[1], choice[2], choice[3].replace("'", "").split(", ")
             message = (
                 f"argument {argument}: unknown '{chosen}' (choose from {', '.join(known)}){did_you_mean(chosen, known)}"
             )
         raise UserError(f"{message} (see {self.prog} --help)")
+
+    def _advice(self, option: str) -> str:
+        """What an unknown option may have meant, in the exact words to type, or an empty text."""
+        value = None
+        for number, word in enumerate(self._words):
+            name, equals, after = word.partition("=")
+            if name == option:
+                following = self._words[number + 1 : number + 2]
+                value = after if equals else next(iter(following), None)
+        if value is not None and value.startswith("--"):
+            value = None
+        ours = FAIRSEQ.get(option)
+        if ours in self._option_string_actions:
+            return f", did you mean '{ours}{'' if value is None else f' {value}'}'?"
+        setting = self._setting_of(option, value, self._words) if self._setting_of else ""
+        return f", did you mean '{setting}'?" if setting else did_you_mean(option, self._option_string_actions)
+
+
+def check_settings(settings: Iterable[str], words: list[str] = (), lists: Iterable[str] = ()) -> None:
+    """Refuse arguments that are no ``key=value`` in hydra's syntax.
+
+    Args:
+        words: the whole command line.
+        lists: options whose value is a list with commas, which may have been given with blanks.
+    """
+    for setting in settings:
+        if "=" in setting or setting.startswith("~"):
+            continue
+        for option in lists:
+            begin = words.index(option) + 1 if option in words else len(words)
+            parts = list(itertools.takewhile(lambda word: not word.startswith("-") and "=" not in word, words[begin:]))
+            if setting in parts[1:]:
+                meant = f"did you mean '{option} {','.join(parts)}'?"
+                raise UserError(f"unexpected argument '{setting}', {meant} (a list has commas)")
+        raise UserError(f"unexpected argument '{setting}': settings are key=value (see --help)")
 
 
 def whole(text: str) -> int:
@@ -93,6 +144,13 @@ def whole_number(name: str, value: object, least: int = 1) -> int:
     if not re.fullmatch(r"\d{1,12}", text) or int(text) < least:
         raise UserError(f"{name} must be a whole number of at least {least}, not '{text}'")
     return int(text)
+
+
+def absolute(text: str) -> Path:
+    """The type of an option whose file or folder a process in another folder reads."""
+    if not text:
+        raise argparse.ArgumentTypeError("must name a file or folder, not ''")
+    return Path(text).absolute()
 
 
 def checked(check, metavar: str, note: str = "") -> dict:
@@ -113,10 +171,16 @@ def say(step: str, text: str) -> None:
     print(f"[{step}] {text}", file=sys.stderr, flush=True)
 
 
+def shown(command: Iterable[object]) -> str:
+    """A ``pn`` command as one may type it, with paths relative to the current folder."""
+    folder = f"{Path.cwd()}/"
+    return shlex.join(["pn", *(str(word).removeprefix(folder) for word in command)])
+
+
 def say_next(step: str, *command: object) -> None:
     """The ``pn`` command that usually follows, unless a longer command runs this step."""
     if "PN_FAIRSEQ_STEP" not in os.environ:
-        say(step, f"next: pn {shlex.join(map(str, command))}")
+        say(step, f"next: {shown(command)}")
 
 
 def handle_signals() -> None:

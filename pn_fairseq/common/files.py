@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import re
@@ -56,6 +57,40 @@ def atomic_write(path: Path | str, mode: str = "wb") -> Iterator[IO]:
         if isinstance(error, OSError) and not error.filename:  # errors of writing name no file themselves
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
+
+
+def lock(file: Path, refusal: str) -> int:
+    """Lock ``file`` until this process ends, or until the returned descriptor is closed.
+
+    Raises:
+        UserError: another process has locked it; ``refusal`` is its text.
+    """
+    while True:
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT)
+        try:
+            # Not flock, which a process that loads data would hold for some seconds after its parent was killed.
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise UserError(refusal) from None
+        except OSError:
+            return descriptor  # a file system without locks
+        if os.fstat(descriptor).st_nlink:
+            return descriptor
+        os.close(descriptor)  # the process that had locked it has removed it since it was opened here
+
+
+@contextlib.contextmanager
+def only_writer(output: Path) -> Iterator[None]:
+    """Keep other processes from making ``output``, a file or a folder, until the block ends."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    file = output.with_name(f".{output.name}.lock")
+    descriptor = lock(file, f"'{output}' is being made by another process: wait for it, or name another output")
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)
+        os.close(descriptor)
 
 
 def read_lines(path: Path | None) -> list[str]:

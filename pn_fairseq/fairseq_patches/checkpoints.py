@@ -8,7 +8,9 @@ architectures differ.
 
 Writing: fairseq writes the first file of a save under another name and renames it, but copies it in place to
 ``checkpoint_best.pt`` and ``checkpoint_last.pt``. A run whose copy was cut off cannot be resumed. Here a copy is also
-written under another name and then renamed.
+written under another name and then renamed. Where the update of a save is the last one of an epoch, fairseq writes no
+file of the update (fairseq issue 2230): without epoch checkpoints the save is lost, and an average lacks its newest
+model. Here every save by updates has its file.
 
 Resuming: fairseq saves the place in an epoch as a number of batches of one rank. With another number of ranks, another
 ``update_freq`` or another ``max_tokens`` that number is another place: sentences would be skipped or repeated. fairseq
@@ -86,6 +88,37 @@ def copy(original, src_path, dst_path, overwrite=False):
         raise
     PathManager.rename(partial, dst_path)
     return copied
+
+
+class WithinEpoch:
+    """fairseq's iterator of an epoch that has ended, as one that has not."""
+
+    def __init__(self, iterator):
+        self.iterator = iterator
+
+    def __getattr__(self, name):
+        return getattr(self.iterator, name)
+
+    def end_of_epoch(self) -> bool:
+        return False
+
+
+def write_files(original, cfg, trainer, epoch_itr, val_loss):
+    """fairseq's ``save_checkpoint``, which also writes the ``checkpoint_E_U.pt`` of an update U that ends epoch E."""
+    interval = cfg.save_interval_updates
+    lost = interval > 0 and trainer.get_num_updates() % interval == 0 and epoch_itr.end_of_epoch()
+    of_epoch = not cfg.no_epoch_checkpoints and epoch_itr.epoch % cfg.save_interval == 0
+    if not lost or (of_epoch and cfg.write_checkpoints_asynchronously):  # which allows one file for each save
+        return original(cfg, trainer, epoch_itr, val_loss)
+    saved = original(cfg, trainer, WithinEpoch(epoch_itr), val_loss)
+    if saved and of_epoch:
+        suffix = trainer.checkpoint_suffix
+        PathManager.copy(saved, os.path.join(cfg.save_dir, f"checkpoint{epoch_itr.epoch}{suffix}.pt"), overwrite=True)
+        if cfg.keep_last_epochs > 0:
+            files = checkpoint_utils.checkpoint_paths(cfg.save_dir, pattern=rf"checkpoint(\d+){suffix}\.pt")
+            for file in files[cfg.keep_last_epochs :]:  # sorted, the newest first
+                os.remove(file)
+    return saved
 
 
 @patch(Trainer, "save_checkpoint", "self filename extra_state")

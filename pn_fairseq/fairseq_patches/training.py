@@ -29,6 +29,7 @@ from torch import nn
 
 from pn_fairseq.common.errors import NotFiniteError, Unavailable, one_line_errors
 from pn_fairseq.fairseq_patches import patch
+from pn_fairseq.fairseq_patches.checkpoints import write_files
 from pn_fairseq.norms import average_running_stats, running_norms, set_loss_scale
 from pn_fairseq.norms.fold import tensors_of
 
@@ -61,7 +62,7 @@ def begin_valid_epoch(original, task, epoch, model):
 def save_checkpoint(original, cfg, trainer, epoch_itr, val_loss):
     """All ranks call this; rank 0 saves."""
     average(trainer.get_model())
-    return original(cfg, trainer, epoch_itr, val_loss)
+    return write_files(original, cfg, trainer, epoch_itr, val_loss)
 
 
 def average(model: nn.Module) -> None:

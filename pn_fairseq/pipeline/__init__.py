@@ -5,6 +5,8 @@ import os
 
 #: The help of the option --run.
 RUN_HELP = "a training run: a folder of pn train, the --save-dir of fairseq-train, or a job of fairseq-hydra-train"
+#: The help of the option --subset.
+SUBSET_HELP = "test (default), valid, or a further test set (pn prepare text --test NAME)"
 
 
 def add_norm_module(parser: argparse.ArgumentParser) -> None:

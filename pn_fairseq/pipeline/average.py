@@ -11,12 +11,13 @@ from pn_fairseq.common.checkpoints import (
     check_input_path,
     check_output_path,
     checkpoints_to_average,
+    find_checkpoints,
     load_checkpoint,
     save_checkpoint,
     without_loss_scale,
 )
-from pn_fairseq.common.command import ArgumentParser, UserError, say, say_next, whole, without_fairseqs_log
-from pn_fairseq.common.files import write_settings
+from pn_fairseq.common.command import ArgumentParser, UserError, say, say_next, shown, whole, without_fairseqs_log
+from pn_fairseq.common.files import only_writer, write_settings
 from pn_fairseq.pipeline import RUN_HELP, add_norm_module, stamp
 from pn_fairseq.pipeline.runs import Run, open_run
 
@@ -37,6 +38,8 @@ validation loss before and after, and uses a GPU if there is one (docs/averaging
 
 #: Default number of training batches for --recalibrate.
 BATCHES = 100
+#: How checkpoints were chosen that the user has named.
+FILES = "files"
 
 
 def _parser() -> ArgumentParser:
@@ -142,7 +145,7 @@ def _select(args: argparse.Namespace, run: Run | None) -> tuple[list[Path], str]
     if not run and (len(args.inputs) > 1 or not folder.is_dir()):
         if args.last:
             raise UserError(f"--last selects from a folder, but --inputs names files ('{folder}' is no folder)")
-        return args.inputs, "files"
+        return args.inputs, FILES
     usual, last = "epoch", args.last
     if run:
         epochs, updates = (run.get(f"checkpoint.keep_{what}", -1) for what in ("last_epochs", "interval_updates"))
@@ -154,6 +157,29 @@ def _select(args: argparse.Namespace, run: Run | None) -> tuple[list[Path], str]
     if note:
         say("average", note)
     return paths, f"{kind} {len(paths)}"
+
+
+def _note_on_newer(paths: Sequence[Path], updates: int, output: Path) -> None:
+    """Say that the folder has a newer checkpoint than ``paths``, the newest of which is of update ``updates``.
+
+    The last model of a training is in checkpoint_last.pt only, unless its update is one at which the training saves.
+    """
+    folder = paths[0].parent
+    last = folder / "checkpoint_last.pt"
+    others = [*find_checkpoints(folder, "epoch", 1), *find_checkpoints(folder, "update", 1)]
+    for path in [last] if last.is_file() else others:
+        if path in paths:
+            continue
+        try:
+            own = num_updates(load_checkpoint(path))
+        except CheckpointError as error:
+            say("average", f"note: whether there is a newer checkpoint is not known: {error}")
+            continue
+        if own > updates:
+            files = [*paths[1:], path] if len(paths) > 1 else [path]
+            command = shown(["average", "--inputs", *files, "--output", output])
+            newer = f"{path} (update {own}) is newer than all of these (up to update {updates}), and is left out"
+            say("average", f"note: {newer}; to average it as well: {command}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -178,21 +204,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         if stamp.done("average", made, wanted, output):
             return 0
     check_output_path(output, paths)
-    # Removed while the output changes: after an interruption it must not describe another file.
-    made.unlink(missing_ok=True)
-    state = average_checkpoints(paths)
-    if args.norm_module:
-        from pn_fairseq.models.from_checkpoint import with_model_settings
+    with only_writer(output):
+        # Removed while the output changes: after an interruption it must not describe another file.
+        made.unlink(missing_ok=True)
+        state = average_checkpoints(paths)
+        if averaged != FILES:
+            _note_on_newer(paths, num_updates(state), output)
+        if args.norm_module:
+            from pn_fairseq.models.from_checkpoint import with_model_settings
 
-        state = with_model_settings(state, norm_module=args.norm_module)
-    if data:
-        _recalibrate(state, output, data, batches)
-    save_checkpoint(state, output)
-    if run:
-        write_settings(made, wanted)
+            state = with_model_settings(state, norm_module=args.norm_module)
+        if data:
+            _recalibrate(state, output, data, batches)
+        save_checkpoint(state, output)
+        if run:
+            write_settings(made, wanted)
     print(f"wrote {output} (no optimizer state)")
     if run and not args.output:
-        verb = "generate" if run.get("task.target_lang") else "evaluate-lm"
+        verb = "evaluate-lm" if run.get("task._name") == "language_modeling" else "generate"
         say_next("average", verb, "--run", args.run)
     return 0
 

@@ -28,7 +28,7 @@ from pn_fairseq.common.command import UserError, whole_number
 from pn_fairseq.common.files import read_settings
 from pn_fairseq.fairseq_patches.one_line_errors import check_criterion
 from pn_fairseq.models.from_checkpoint import load_weights
-from pn_fairseq.pipeline.runs import flat, load_config
+from pn_fairseq.pipeline.runs import Run, flat, load_config
 from pn_fairseq.pipeline.settings import Batches, flags
 
 #: Pattern of dotted names, lower bound, upper bound (excluded).
@@ -51,7 +51,7 @@ MAY_CHANGE = re.compile(
     r"|common\.(log_.*|tensorboard_logdir|wandb_.*|azureml_logging|aim_.*|user_dir|cpu|fp16_no_flatten_grads)"
     r"|dataset\.(num_workers.*|data_buffer_size|max_tokens|max_tokens_valid|batch_size_valid|max_valid_steps"
     r"|(validate|fixed_validation|disable_validation).*)"
-    r"|task\.data|model\.norm_(stats_interval|probe.*)"
+    r"|task\.data|model\.norm_(module|stats_interval|probe.*)"
 )
 
 
@@ -191,15 +191,26 @@ def open_data(folder: Path, name: str, dictionary: Dictionary) -> MMapIndexedDat
     return dataset
 
 
-def check_languages(cfg: DictConfig, data: Path) -> None:
-    """Refuse prepared data of other languages than the settings name."""
-    file, wanted = data / "settings.txt", [cfg.task.get("source_lang"), cfg.task.get("target_lang")]
-    languages = [*map(read_settings(file).get, ("source", "target"))] if file.is_file() else wanted
-    if None not in wanted and languages != wanted:
+def take_languages(cfg: DictConfig, data: Path) -> None:
+    """Translate from and to the languages of the prepared data, unless the settings name them.
+
+    Raises:
+        UserError: the settings name other languages than those of the data.
+    """
+    file = data / "settings.txt"
+    if "source_lang" not in cfg.task or not file.is_file():  # a language model; pn train --check needs no data
+        return
+    of_data = [*map(read_settings(file).get, ("source", "target"))]
+    named = [cfg.task.source_lang, cfg.task.target_lang]
+    if None in of_data:
+        raise UserError(f"{file} names no languages: it is not of a translation corpus")
+    if any(name not in (None, language) for name, language in zip(named, of_data, strict=True)):
+        wanted = "-".join(name or language for name, language in zip(named, of_data, strict=True))
         raise UserError(
-            f"'{data}' was prepared from {'-'.join(map(str, languages))}, and the settings say {'-'.join(wanted)}: "
-            f"add task.source_lang={languages[0]} task.target_lang={languages[1]}"
+            f"'{data}' was prepared from {'-'.join(of_data)}, and the settings say {wanted}: "
+            f"add task.source_lang={of_data[0]} task.target_lang={of_data[1]}"
         )
+    cfg.task.source_lang, cfg.task.target_lang = of_data
 
 
 def check_same_run(cfg: DictConfig, data: Path, run: Path) -> None:
@@ -218,6 +229,22 @@ def check_same_run(cfg: DictConfig, data: Path, run: Path) -> None:
             f"'{run}' was started with different settings: {shown}; use another --run or remove "
             "it (only limits, decoding, saving, validation and logging may change when a run is resumed)"
         )
+
+
+def longer_than_asked(cfg: DictConfig, run: Path) -> str:
+    """How a run is longer than the settings ask for, by its log; "" if it is not."""
+    log = Run(run).log
+    if log is None or log.saved is None:
+        return ""
+    for name, has in zip(("epoch", "update"), log.saved, strict=True):
+        limit = cfg.optimization[f"max_{name}"] or 0
+        if 0 < limit < has:
+            asked = f"{limit} {name}{'s' * (limit > 1)}"
+            return (
+                f"'{run}' was trained for {has} {name}s, more than optimization.max_{name}={limit}: it stays as it is, "
+                f"and is not comparable with runs of {asked}, which need another folder"
+            )
+    return ""
 
 
 def check_weights(model: torch.nn.Module, file: str | os.PathLike, cfg: DictConfig) -> dict:

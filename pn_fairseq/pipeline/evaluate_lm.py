@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pn_fairseq import __version__
 from pn_fairseq.common.command import ArgumentParser, UserError, without_fairseqs_log
-from pn_fairseq.common.files import write_lines, write_settings
+from pn_fairseq.common.files import only_writer, write_lines, write_settings
 from pn_fairseq.pipeline import RUN_HELP, add_norm_module, stamp
 from pn_fairseq.pipeline.runs import Run, open_run
 
@@ -86,12 +86,6 @@ def evaluate(
     run: Run, checkpoint: Path, subset: str = "test", context: int = 0, norm_module: str | None = None
 ) -> Perplexity:
     """Score all tokens of a split, in blocks as in training, with ``context`` tokens of context for each block."""
-    from pn_fairseq.common.checkpoints import load_checkpoint
-    from pn_fairseq.models.from_checkpoint import with_norm_module
-    from pn_fairseq.models.recalibrate_checkpoint import ModelWithData
-    from pn_fairseq.norms.base import running_norms
-    from pn_fairseq.pipeline.checks import open_data
-
     index = run.bin / f"{subset}.idx"
     if not index.is_file():
         raise UserError(f"the data has no '{subset}': there is no {index}")
@@ -102,6 +96,23 @@ def evaluate(
     if stamp.done("evaluate-lm", made, wanted, output):
         with contextlib.suppress(UserError):  # a damaged file
             return read_perplexity(run.path, subset, context)
+    with only_writer(output):
+        result = measured(run, checkpoint, subset, context, norm_module)
+        made.unlink(missing_ok=True)
+        shown = {"perplexity": result.perplexity, "bits_per_token": result.bits, "signature": result.signature}
+        write_lines(output, [json.dumps({**shown, **asdict(result)}, indent=1)])
+        write_settings(made, wanted)
+    return result
+
+
+def measured(run: Run, checkpoint: Path, subset: str, context: int, norm_module: str | None) -> Perplexity:
+    """What :func:`evaluate` computes."""
+    from pn_fairseq.common.checkpoints import load_checkpoint
+    from pn_fairseq.models.from_checkpoint import with_norm_module
+    from pn_fairseq.models.recalibrate_checkpoint import ModelWithData
+    from pn_fairseq.norms.base import running_norms
+    from pn_fairseq.pipeline.checks import open_data
+
     state = with_norm_module(load_checkpoint(checkpoint), norm_module)
     with without_fairseqs_log():
         loaded = ModelWithData(state, str(checkpoint), run.bin)
@@ -122,7 +133,7 @@ def evaluate(
     data = open_data(run.bin, subset, dictionary := loaded.task.target_dictionary)
     if tokens != data.sizes.sum():
         raise UserError(f"{tokens} of the {data.sizes.sum()} tokens of {subset} were scored")
-    result = Perplexity(
+    return Perplexity(
         nll=nll,
         subset=subset,
         tokens=tokens,
@@ -135,12 +146,6 @@ def evaluate(
         batch_nll=batch_nll,
         blocks=blocks,
     )
-    output.parent.mkdir(parents=True, exist_ok=True)
-    made.unlink(missing_ok=True)
-    shown = {"perplexity": result.perplexity, "bits_per_token": result.bits, "signature": result.signature}
-    write_lines(output, [json.dumps({**shown, **asdict(result)}, indent=1)])
-    write_settings(made, wanted)
-    return result
 
 
 def unit_of(words: Sequence[str]) -> str:

@@ -18,12 +18,13 @@ from pathlib import Path
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pn_fairseq.common.command import ArgumentParser, UserError, say, whole
+from pn_fairseq.common.command import ArgumentParser, UserError, check_settings, say, shown, whole
 from pn_fairseq.common.files import CONFIGS, find_yaml, names_in
 from pn_fairseq.pipeline.data.prepare import options_of
 from pn_fairseq.pipeline.data.recipes import RECIPES
-from pn_fairseq.pipeline.reproduce import CORPORA, Corpus, find_corpus, must, reproduce, shown
+from pn_fairseq.pipeline.reproduce import CORPORA, Corpus, find_corpus, must, reproduce
 from pn_fairseq.pipeline.runs import load_config
+from pn_fairseq.pipeline.train import setting_of
 
 #: The studies that come with this project.
 STUDIES = CONFIGS / "studies"
@@ -69,7 +70,11 @@ def _parser(name: str, corpus: Corpus, preparation: Mapping[str, dict]) -> Argum
         description += (
             "The language models are causal, unlike the code that the paper names (docs/language_modeling.md).\n"
         )
-    parser = ArgumentParser(prog=f"pn reproduce {name}", description=description, epilog=AGAIN)
+
+    def of_flag(option: str, value: str | None, words: list[str]) -> str:
+        return setting_of(option, value, [corpus.config])
+
+    parser = ArgumentParser(prog=f"pn reproduce {name}", description=description, epilog=AGAIN, setting_of=of_flag)
     settings = f"settings that replace those of configuration {corpus.config}; {{run}} stands for the folder of the run"
     parser.add_argument("settings", nargs="*", metavar="key=value", help=settings)
     add = parser.add_argument
@@ -103,6 +108,7 @@ def of_corpus(name: str, argv: Sequence[str]) -> int:
     """``pn reproduce NAME`` with the arguments ``argv``."""
     options = options_of(RECIPES[name]) if name in CORPORA else {}
     args = vars(_parser(name, find_corpus(name), options).parse_intermixed_args(argv))
+    check_settings(args["settings"], list(argv), ("--norms", "--seeds", "--models"))
     if args.get("table") and (both := [option for option in ("norms", "size") if args[option]]):
         raise UserError(f"--table and --{both[0]} both say what is trained: give one of them")
     preparation = []

@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 
 from pn_fairseq.common.command import ArgumentParser, UserError, say, say_next, whole, why_it_failed
-from pn_fairseq.common.files import PACKAGE, atomic_folder, write_lines, write_settings
+from pn_fairseq.common.files import PACKAGE, atomic_folder, only_writer, write_lines, write_settings
 from pn_fairseq.common.machine import own_cores
-from pn_fairseq.pipeline import RUN_HELP, add_norm_module, stamp
+from pn_fairseq.pipeline import RUN_HELP, SUBSET_HELP, add_norm_module, stamp
 from pn_fairseq.pipeline.data.binarize import HEADER
 from pn_fairseq.pipeline.data.binarize import sentences as sentences_in
 from pn_fairseq.pipeline.data.parallel import progress
@@ -61,7 +61,7 @@ def _parser() -> ArgumentParser:
     parser = ArgumentParser(prog="pn generate", description=description, epilog=EPILOG)
     add_decoding_options(parser)
     parser.add_argument("--ranks", type=whole, metavar="N", help="processes (default: one per visible GPU, or one)")
-    parser.add_argument("--subset", default="test", metavar="NAME", help="test (default) or valid")
+    parser.add_argument("--subset", default="test", metavar="NAME", help=SUBSET_HELP)
     parser.add_argument("--nbest", type=whole, default=1, metavar="N", help="also write the N best to nbest.tok")
     output = "default DIR/generate/SUBSET; the folder for hyp.tok (one hypothesis per line, in the order of the text), "
     output += "ref.tok, src.tok and generate.log, the output of fairseq"
@@ -190,7 +190,10 @@ def main(argv: list[str] | None = None) -> int:
     indices = (path for path in bins if path.name.endswith(f".{decoding.text.source}.idx"))
     index = next(indices, None)
     if "/" in args.subset or index is None or not all(path.is_file() for path in texts.values()):
-        raise UserError(f"'{run.data or run.bin}' has no subset '{args.subset}'")
+        indices = run.bin.glob(f"*.{decoding.text.source}.idx")
+        names = ", ".join(sorted(path.name.partition(".")[0] for path in indices))
+        advice = f"it has {names} (pn prepare text --test NAME adds one)"
+        raise UserError(f"'{run.data or run.bin}' has no subset '{args.subset}'; {advice}")
     settings = {"subset": args.subset, **decoding.search}
     settings |= {"nbest": args.nbest} if args.nbest > 1 else {}
     settings |= {"fp16": int(args.fp16)} if args.fp16 is not None else {}
@@ -214,7 +217,7 @@ def main(argv: list[str] | None = None) -> int:
     # --num-shards and --shard-id are accepted and not read: every process would decode everything.
     common += ["--nbest", str(args.nbest), "--distributed-world-size", str(shards), "--distributed-rank"]
     kept = output.with_name(f"{output.name}.err")
-    with atomic_folder(output) as partial:
+    with only_writer(output), atomic_folder(output) as partial:
         commands = [[*common, str(shard)] for shard in range(shards)]
         log = decoding.run("generate", commands, sentences, kept)
         best = hypotheses(log, sentences, args.nbest)
@@ -236,8 +239,8 @@ def main(argv: list[str] | None = None) -> int:
         first = f"the first in line {cut[0] + 1}"
         say("generate", f"note: {len(cut)} of {sentences} hypotheses are as long as they may be ({options}), {first}")
     say("generate", f"{output / 'hyp.tok'} has {sentences} hypotheses")
-    usual = args.subset == "test" and not args.output
-    say_next("generate", "score", "--run", args.run, *([] if usual else ["--output", output]))
+    subset = ["--subset", args.subset] if args.subset != "test" else []
+    say_next("generate", "score", "--run", args.run, *subset, *(["--output", output] if args.output else []))
     return 0
 
 

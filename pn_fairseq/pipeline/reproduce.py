@@ -6,13 +6,12 @@ import contextlib
 import functools
 import itertools
 import os
-import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pn_fairseq.common.command import UserError, say, why_it_failed
+from pn_fairseq.common.command import UserError, say, shown, why_it_failed
 from pn_fairseq.common.errors import unknown
 from pn_fairseq.common.files import CONFIGS, PACKAGE, atomic_write, find_yaml
 from pn_fairseq.common.published import PAPER
@@ -160,11 +159,6 @@ def check_training(config: str, *arguments: str) -> None:
     from pn_fairseq.pipeline import train
 
     train.main([config, "--check", *arguments])
-
-
-def shown(step: Sequence[str | Path]) -> str:
-    """A step as one may type it, with paths relative to the current folder."""
-    return shlex.join(["pn", *(str(argument).removeprefix(f"{Path.cwd()}/") for argument in step)])
 
 
 def must(step: Sequence[str | Path]) -> None:

@@ -100,12 +100,16 @@ class Run:
         return self.bin.parent if ours or (self.bin.parent / "settings.txt").is_file() else None
 
     def settings_of_data(self) -> Settings:
-        """How the text was prepared, as its folder says now; only the languages where fairseq-preprocess made it."""
+        """How the text was prepared, as its folder says now; only the languages where fairseq-preprocess made it.
+
+        Raises:
+            UserError: neither the settings nor the names of the data's files tell the languages.
+        """
         if self.data:
             return read(self.data / "settings.txt")
         source, target = self.get("task.source_lang"), self.get("task.target_lang")
         if not (source and target):
-            raise UserError(f"the settings of '{self.path}' do not name its languages")
+            source, target = infer_languages(self.bin)
         return Settings(source=source, target=target)
 
     @cached_property
@@ -139,6 +143,22 @@ class Run:
                 advice = f"; {self.checkpoints} has {', '.join(others)} (--checkpoint FILE)" if others else ""
                 raise UserError(f"there is no checkpoint '{path}' (pn average makes averaged.pt){advice}")
         return paths
+
+
+def infer_languages(folder: Path) -> tuple[str, str]:
+    """Source and target of binarized data, by the name of a file SPLIT.SOURCE-TARGET.LANG.bin, as fairseq infers them.
+
+    Raises:
+        UserError: no file has such a name.
+    """
+    for file in sorted(folder.glob("*.*-*.*")):
+        languages = file.name.split(".")[1].split("-")
+        if len(languages) == 2:
+            return languages[0], languages[1]
+    raise UserError(
+        f"the languages are not known: no file in {folder} is named SPLIT.SOURCE-TARGET.LANG.bin, as those of "
+        "fairseq-preprocess are, and the training had no --source-lang and --target-lang"
+    )
 
 
 def parts_of(architecture: str) -> tuple[str, str, str] | None:

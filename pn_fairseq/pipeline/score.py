@@ -9,7 +9,7 @@ from tabulate import tabulate
 
 from pn_fairseq.common.command import ArgumentParser, UserError, whole
 from pn_fairseq.common.files import read_lines, short_names
-from pn_fairseq.pipeline import RUN_HELP
+from pn_fairseq.pipeline import RUN_HELP, SUBSET_HELP
 from pn_fairseq.pipeline.bootstrap import RESAMPLES, Comparison, compare_folders, p_text
 from pn_fairseq.pipeline.metrics import METRICS, Scoring
 from pn_fairseq.pipeline.scoring import Text, is_scored, low_bleu, read_scores, score_lines, score_run, score_texts
@@ -49,7 +49,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     mode.add_argument("--hyp", type=Path, metavar="FILE", help="hypotheses, one sentence per line")
     references = "with --hyp: references, one sentence per line; several files give several references per sentence"
     add("--ref", type=Path, nargs="+", metavar="FILE", help=references)
-    add("--subset", metavar="NAME", help="subset of the runs: test (default) or valid")
+    add("--subset", metavar="NAME", help=f"subset of the runs: {SUBSET_HELP}")
     add("--output", type=Path, metavar="DIR", help="the --output of pn generate (default: RUN/generate/SUBSET)")
     split = 'in tokenized BLEU, split words with hyphens ("rich ##AT##-##AT## text"), as papers on WMT14 do (default: '
     split += "as the run's data was prepared)"

@@ -110,6 +110,9 @@ def score_texts(scoring: Scoring, tokens: Text | None = None, plain: Text | None
         else:
             scores[name] = score(computed, text.hypotheses, *text.references)
     for text in filter(None, (tokens, plain)):
+        if not scoring.lowercase and only_references_have_case(text):
+            advice = "add --lowercase (with --hyp) to ignore case"
+            warnings.append(f"the hypotheses are lower-cased, and the references are not: {advice}")
         warnings += [warning for warning in doubts(text, tokenized=text is tokens) if warning not in warnings]
     return scores, warnings
 
@@ -130,6 +133,13 @@ def doubts(text: Text, tokenized: bool) -> list[str]:
     if any(list(text.hypotheses) == list(reference) for reference in text.references):
         warnings.append("the hypotheses are the references, line for line (fairseq-generate --score-reference?)")
     return warnings
+
+
+def only_references_have_case(text: Text) -> bool:
+    """Whether no hypothesis has an upper-case letter, and more than a fifth of the lines of a reference have one."""
+    if any(line != line.lower() for line in text.hypotheses) or not any(map(str.islower, text.hypotheses)):
+        return False
+    return any(sum(line != line.lower() for line in lines) > 0.2 * len(lines) for lines in text.references)
 
 
 def check_same_length(texts: Mapping[str, Sequence[str]], reference: Sequence[str], name: str = "the reference"):
@@ -157,7 +167,7 @@ def _import_results(results: Path, run: Run, subset: str, folder: Path) -> None:
     """
     index = next(run.bin.glob(f"{subset}.*.idx"), None)
     if index is None:
-        raise UserError(f"'{run.bin}' has no subset '{subset}'")
+        raise UserError(f"'{run.bin}' has no subset '{subset}' (pn prepare text --test NAME adds one)")
     try:
         lines = read_lines(results)
         best = [options[0][1] for options in hypotheses(lines, indexed(index), nbest=sys.maxsize)]
@@ -188,7 +198,11 @@ def score_run(
     Raises:
         UserError: something is missing, or the line counts differ; no score is written then.
     """
-    run, subset = open_run(path, same_data=True), subset or "test"
+    run = open_run(path, same_data=True)
+    decoded_subset = stamp.read(output / "made.txt").get("subset") if output else None
+    if subset and decoded_subset and subset != decoded_subset:
+        raise UserError(f"'{output}' has hypotheses of {decoded_subset}, and --subset says {subset}")
+    subset = subset or decoded_subset or "test"
     folder = output or path / "generate" / subset
     if results := results_of_fairseq(path, subset, folder):
         _import_results(results, run, subset, folder)

@@ -35,6 +35,10 @@ from pn_fairseq.pipeline.runs import load_config
 
 #: Settings of this pipeline in addition to fairseq's. Configs hold average_last in fairseq's free section ``scoring``.
 OWN = ("tokens_per_update", "average_last")
+#: A short run logs more often than its configuration says, so that its learning curve has this many points.
+POINTS = 20
+#: Settings that name files. They become absolute, since a run may be resumed, decoded or reported from another folder.
+PATHS = ("checkpoint.finetune_from_model", "model.norm_module", "model.norm_probe")
 #: The sections of fairseq's settings.
 SECTIONS = {name: field.type for name, field in FairseqConfig.__dataclass_fields__.items() if name != "_name"}
 #: Sections whose component is often exchanged for another with other settings.
@@ -97,6 +101,9 @@ def compose(config: Path, overrides: Sequence[str], world_size: int, on_cpu: boo
             cfg.dataset.max_tokens_valid = cfg.dataset.max_tokens_valid
             cfg.dataset.max_tokens = batches.max_tokens
             cfg.optimization.update_freq = [batches.update_freq]
+        if cfg.optimization.max_update and "common.log_interval" not in given:
+            most = max(1, int(cfg.optimization.max_update) // POINTS)
+            cfg.common.log_interval = min(int(cfg.common.log_interval), most)
         distributed = cfg.distributed_training
         distributed.distributed_world_size = world_size
         distributed.device_id = 0  # fairseq takes LOCAL_RANK, and the settings of all ranks must be the same
@@ -109,6 +116,14 @@ def compose(config: Path, overrides: Sequence[str], world_size: int, on_cpu: boo
         cfg = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True, enum_to_str=True))
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_one_line(error)) from error
+    for name in PATHS:
+        value = OmegaConf.select(cfg, name)
+        if value:
+            several = name == "model.norm_module"  # files, separated by commas
+            paths = [path for path in str(value).split(",") if path] if several else [str(value)]
+            if several and (absent := [path for path in paths if not os.path.isfile(path)]):
+                raise UserError(f"model.norm_module: there is no file '{absent[0]}'; name it by model.norm_module=FILE")
+            OmegaConf.update(cfg, name, ",".join(map(os.path.abspath, paths)))
     average_last = cfg.get("average_last", (cfg.scoring or {}).get("average_last", 0))
     cfg.average_last = whole_number("average_last", average_last, least=0) or None
     cfg.tokens_per_update, cfg.scoring = batches.tokens_per_update, None
@@ -194,6 +209,21 @@ def _advice(name: str, cfg: DictConfig) -> str:
     of_section = known_keys(own_section, cfg) - {"_name"} if own_section else names
     similar = difflib.get_close_matches(key, of_section, n=1) or difflib.get_close_matches(key, names, n=1, cutoff=0.9)
     return f", did you mean '{names[similar[0]]}'?" if similar else ""
+
+
+def of_flag(option: str, value: str | None, config: Path) -> str:
+    """The setting ``section.key=value`` that ``option`` of fairseq-train is, or an empty text."""
+    key = option.removeprefix("--").replace("-", "_")
+    section = "model" if key == "arch" else key
+    if section in SECTIONS and not dataclasses.is_dataclass(SECTIONS[section]):
+        return f"{section}._name={value or 'NAME'}"
+    cfg = _read(config, [])
+    for section in SECTIONS:
+        if key in known_keys(section, cfg):
+            is_flag = isinstance(OmegaConf.select(cfg, f"{section}.{key}"), bool)
+            given = value if value in ("true", "false") or not is_flag else "true"
+            return f"{section}.{key}={given or 'VALUE'}"
+    return ""
 
 
 def known_keys(section: str, cfg: DictConfig) -> set[str]:

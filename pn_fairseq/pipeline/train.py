@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import fcntl
 import json
 import logging
 import os
@@ -16,9 +15,9 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pn_fairseq.common.command import ArgumentParser, UserError, say, say_next, whole
+from pn_fairseq.common.command import ArgumentParser, UserError, check_settings, say, say_next, whole
 from pn_fairseq.common.errors import NotFiniteError, error_chain
-from pn_fairseq.common.files import CONFIGS, PACKAGE, atomic_write, find_yaml, names_in, write_settings
+from pn_fairseq.common.files import CONFIGS, PACKAGE, atomic_write, find_yaml, lock, names_in, write_settings
 from pn_fairseq.common.machine import describe, own_cores
 from pn_fairseq.pipeline import stamp
 from pn_fairseq.pipeline.launch import RESUME, RankLayout, TrainingFailed, find_layout, torchrun
@@ -51,7 +50,7 @@ LOG_SECONDS = 30
 
 
 def main(argv: list[str]) -> int:
-    parser = ArgumentParser(prog="pn train", epilog=EPILOG)
+    parser = ArgumentParser(prog="pn train", epilog=EPILOG, setting_of=setting_of)
     names = ", ".join(names_in(CONFIGS))
     parser.add_argument("config", metavar="CONFIG", help=f"a name in configs/ ({names}) or the path of a YAML file")
     parser.add_argument("settings", nargs="*", default=[], metavar="key=value", help="replaces a setting of the file")
@@ -62,9 +61,7 @@ def main(argv: list[str]) -> int:
     check = "check the settings, and those of an existing --run, and stop; needs no data"
     parser.add_argument("--check", action="store_true", help=check)
     args = parser.parse_intermixed_args(argv)
-    for setting in args.settings:
-        if "=" not in setting and not setting.startswith("~"):  # in hydra's syntax
-            raise UserError(f"unexpected argument '{setting}': settings are key=value (see --help)")
+    check_settings(args.settings)
     config = find_yaml(args.config, CONFIGS)
     data = (args.data or Path("runs/data") / config.stem).absolute()
     run = (args.run or Path("runs") / config.stem).absolute()
@@ -99,6 +96,17 @@ def main(argv: list[str]) -> int:
         return 1
 
 
+def setting_of(option: str, value: str | None, words: list[str]) -> str:
+    """The setting that an option of fairseq-train is, in the words of a command line with a configuration."""
+    from pn_fairseq.pipeline import settings
+
+    names = [word for word in words if not word.startswith("-") and "=" not in word]
+    try:
+        return settings.of_flag(option, value, find_yaml(names[0], CONFIGS)) if names else ""
+    except UserError:  # the configuration is wrong as well
+        return ""
+
+
 def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, run: Path) -> int:
     from pn_fairseq.pipeline import checks
     from pn_fairseq.pipeline.settings import compose
@@ -119,7 +127,7 @@ def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, r
             raise UserError(f"common.wandb_project needs Weights & Biases: pip install wandb ({error})") from error
         os.environ.setdefault("WANDB_DIR", str(run))
     checks.check_values(cfg)
-    checks.check_languages(cfg, data)
+    checks.take_languages(cfg, data)
     if cfg.checkpoint.restore_file != LAST:
         raise UserError(
             f"checkpoint.restore_file={cfg.checkpoint.restore_file} would start again from there whenever the run is "
@@ -129,6 +137,7 @@ def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, r
         checks.build(cfg, with_data=False)
         if args.run and (run / "config.yaml").exists():
             checks.check_same_run(cfg, data, run)
+            note_on_longer(cfg, run)
         say("train", "the settings are valid")
         return 0
     model = checks.check_model(cfg, data, batches)
@@ -140,6 +149,7 @@ def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, r
         updates = checks.check_weights(model, last, cfg)["optimizer_history"][-1]["num_updates"]
         if is_finished(cfg, updates, run, data):
             if not layout.rank:
+                note_on_longer(cfg, run)
                 say("train", f"{run} is already trained; {take_settings_of_decoding(cfg, run)}")
             return 0
     if layout.rank is None and layout.world_size > 1:
@@ -171,6 +181,14 @@ def is_finished(cfg, updates: int, run: Path, data: Path) -> bool:
     return before.log is not None and before.log.ended and goal(before.config, data) == goal(cfg, data)
 
 
+def note_on_longer(cfg, run: Path) -> None:
+    """Say that a run has more updates or epochs than the settings ask for."""
+    from pn_fairseq.pipeline import checks
+
+    if text := checks.longer_than_asked(cfg, run):
+        say("train", f"note: {text}")
+
+
 def take_settings_of_decoding(cfg, run: Path) -> str:
     """Write the settings that ``pn average`` and ``pn generate`` read into a finished run's config.yaml; say which."""
     from omegaconf import OmegaConf
@@ -188,24 +206,12 @@ def take_settings_of_decoding(cfg, run: Path) -> str:
     return f"now with {', '.join(f'{key}={value}' for key, value in changed.items())}"
 
 
-def lock(run: Path) -> None:
-    """Keep other processes from training in ``run`` for as long as this process exists."""
-    descriptor = os.open(run / ".lock", os.O_RDWR | os.O_CREAT)
-    try:
-        # Not flock, which a process that loads data would hold for some seconds after the training was killed.
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(f"'{run}' is being trained by another process: wait for it, or use another --run") from None
-    except OSError:
-        return  # a file system without locks
-
-
 def begin(cfg, batches, layout: RankLayout, data: Path, run: Path, argv: list[str]) -> None:
     """What the first rank does before it trains: lock the run, and write down what is trained, and how."""
     from omegaconf import OmegaConf
 
     run.mkdir(parents=True, exist_ok=True)
-    lock(run)
+    lock(run / ".lock", f"'{run}' is being trained by another process: wait for it, or use another --run")
     (run / "made.txt").unlink(missing_ok=True)
     files = {"config.yaml": OmegaConf.to_yaml(cfg).encode(), "data": f"{data}\n".encode()}
     files["data.settings"] = (data / "settings.txt").read_bytes()

@@ -12,6 +12,7 @@ from pathlib import Path
 _JSON = re.compile(r'(?:^|[|-] )(?=\{")')
 _DEVICES = re.compile(r"training on (\d+) devices")
 _PARAMETERS = re.compile(r"num\. (?:shared )?model params: ([\d,]+)")
+_SAVED = re.compile(r"Saved checkpoint .* \(epoch (\d+) @ (\d+) updates, score")
 _DONE = re.compile(r"done training in ([\d.]+) seconds")
 #: What fairseq writes before it ends -> why it ends, by the name of the setting.
 _REASONS = {
@@ -49,6 +50,7 @@ class TrainingLog:
     valid: dict[int, float] = field(default_factory=dict)  # update -> validation loss without label smoothing
     starts: list[Start] = field(default_factory=list)  # in order
     tokens_per_second: dict[int, float] = field(default_factory=dict)  # update -> fairseq's wps
+    saved: tuple[int, int] | None = None  # epoch and update of the last checkpoint; None if the log has none
     parameters: int | None = None  # of the model; None if the log does not say
     unreadable: int = 0  # lines that look like a record but are cut off or hold no numbers
     faults: int = 0  # lines in which fairseq reports a NaN or an infinity
@@ -78,6 +80,8 @@ class TrainingLog:
             self.starts.append(Start(world_size=int(match[1])))
         elif match := _PARAMETERS.search(line):
             self.parameters = int(match[1].replace(",", ""))
+        elif match := _SAVED.search(line):
+            self.saved = int(match[1]), int(match[2])
         elif match := _DONE.search(line):
             self._current().done_seconds = float(match[1])
         elif reason := next((reason for text, reason in _REASONS.items() if text in line), None):

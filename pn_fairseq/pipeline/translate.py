@@ -4,12 +4,15 @@ import sys
 import tempfile
 from pathlib import Path
 
-from pn_fairseq.common.command import ArgumentParser, UserError, say
+from pn_fairseq.common.command import ArgumentParser, UserError, absolute, say
 from pn_fairseq.common.files import read_lines, write_lines
 from pn_fairseq.pipeline.data import subwords
 from pn_fairseq.pipeline.data.tokens import detokenize, tokenizer
 from pn_fairseq.pipeline.generate import Decoding, add_decoding_options, hypotheses
 from pn_fairseq.pipeline.runs import Run, open_run
+
+#: How many lines whose translations may be cut off are named.
+SHOWN = 10
 
 
 def to_subwords(run: Run, lines: list[str], moses: Path | None) -> list[str]:
@@ -27,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = ArgumentParser(prog="pn translate", description=description)
     add_decoding_options(parser)
     moses = "a checkout of mosesdecoder, if the data was prepared with pn prepare --moses"
-    parser.add_argument("--moses", type=Path, metavar="DIR", help=moses)
+    parser.add_argument("--moses", type=absolute, metavar="DIR", help=moses)
     parser.add_argument("--input", type=Path, metavar="FILE", help="text to translate (default: standard input)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: standard output")
     args = parser.parse_args(argv)
@@ -53,9 +56,12 @@ def main(argv: list[str] | None = None) -> int:
     best = iter(hypotheses(log, len(sentences)))
     tokens = [next(best)[0][1] if line else "" for line in lines]
     lengths = {number: len(line.split()) + 1 for number, line in enumerate(sentences.values())}
-    for number in decoding.at_limit(log, lengths):
-        long = f"as long as --max-len-b {decoding.search['max_len_b']} allows"
-        say("translate", f"warning: the translation of line {[*sentences][number]} is {long}: it may be cut off")
+    numbers = list(sentences)
+    if cut := [numbers[number] for number in decoding.at_limit(log, lengths)]:
+        named = ", ".join(map(str, cut[:SHOWN])) + (f" and {len(cut) - SHOWN} more" if len(cut) > SHOWN else "")
+        options = f"--max-len-b {decoding.search['max_len_b']}, --max-len-a {decoding.search['max_len_a']}"
+        count = f"{len(cut)} of {len(numbers)} translations are as long as they may be ({options})"
+        say("translate", f"warning: {count}, and may be cut off: line{'s' * (len(cut) > 1)} {named}")
     plain = detokenize(tokens, decoding.text.target)
     if args.output:
         write_lines(args.output, plain)

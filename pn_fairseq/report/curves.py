@@ -117,11 +117,15 @@ def _draw(axis, curves: Sequence[Mapping[int, float]], index: int, shift: float 
 #: The losses of a :class:`TrainingLog` that are drawn.
 _LOSSES = ("train", "train_nll", "valid")
 #: Of the table of :func:`records`.
-COLUMNS = ("picture", "system", "compared with", "run", "update", *_LOSSES)
+COLUMNS = ("picture", "system", "compared with", "run", "update", *_LOSSES, "end")
+#: Why a run ended, by :attr:`TrainingLog.reason` -> in words.
+_ENDS = {"patience": "patience", "stop_time_hours": "its time limit", "max_update": "max_update"}
 
 
 def records(picture: str, systems: Mapping[str, Mapping[str, TrainingLog]], baselines: Mapping[str, str]) -> list[dict]:
     """What a picture shows: a row for each run and update, with a loss that was not logged as an empty text.
+
+    ``end`` says in the last row of a run why it ended, if the log does.
 
     Args:
         picture: the name of its file.
@@ -131,6 +135,7 @@ def records(picture: str, systems: Mapping[str, Mapping[str, TrainingLog]], base
     return [
         {"picture": picture, "system": label, "compared with": baselines.get(label, ""), "run": name, "update": update}
         | {loss: f"{getattr(log, loss).get(update, '')}" for loss in _LOSSES}
+        | {"end": (_ENDS.get(log.reason, "") if log.ended else "not finished") if update == log.updates else ""}
         for label, logs in systems.items()
         for name, log in logs.items()
         for update in sorted({update for loss in _LOSSES for update in getattr(log, loss)})
@@ -141,13 +146,13 @@ def _finite(curves: Sequence[Mapping[int, float]]) -> list[dict[int, float]]:
     return [{update: loss for update, loss in curve.items() if math.isfinite(loss)} for curve in curves]
 
 
-def _frame(axis, drawn: Sequence[Mapping[int, float]], shared: Sequence[Mapping[int, float]], below: bool) -> None:
-    """Cut off values of early updates above (and below) the rest of ``shared``; the panel says what is cut."""
-    rest = [loss for curve in _finite(shared) for update, loss in curve.items() if update >= _SKIPPED * max(curve)]
+def _frame(axis, drawn: Sequence[Mapping[int, float]], below: bool) -> None:
+    """Cut off values of early updates above (and below) the rest of the curves; the panel says what is cut."""
+    rest = [loss for curve in _finite(drawn) for update, loss in curve.items() if update >= _SKIPPED * max(curve)]
     if not rest or max(rest) == min(rest):
         return
     margin = 0.08 * (max(rest) - min(rest))
-    low = min(rest if below else [loss for curve in _finite(shared) for loss in curve.values()]) - margin
+    low = min(rest if below else [loss for curve in _finite(drawn) for loss in curve.values()]) - margin
     high = max(rest) + margin
     axis.set_ylim(low, high)
     cut = [(update, loss) for curve in _finite(drawn) for update, loss in curve.items() if not low <= loss <= high]
@@ -160,12 +165,20 @@ def _frame(axis, drawn: Sequence[Mapping[int, float]], shared: Sequence[Mapping[
         )  # fmt: skip
 
 
+def _early_end(rows: pandas.DataFrame) -> str:
+    """Where and why the line of a system ends: with its shortest run, whose rows are the first to end."""
+    last = rows.astype({"update": int}).groupby("run")["update"].max()
+    run = last.idxmin()
+    reasons = [text for text in rows[rows["run"] == run]["end"] if text] if "end" in rows else []
+    return f"ends at {last[run]:,}" + (f" ({reasons[-1]})" if reasons else "")
+
+
 def plot(rows: pandas.DataFrame, output: Path) -> None:
     """Draw the learning curves in the :func:`records` of a picture, as text, into ``output``.
 
-    Training and validation loss have the same axes. Each system is a line; of several runs it is their mean over the
-    updates that all have reached, in a band from the lowest to the highest run. A panel shows the differences from the
-    systems that others are compared with.
+    Each system is a line; of several runs it is their mean over the updates that all have reached, in a band from the
+    lowest to the highest run. The legend says of how many runs, and where and why a line ends that ends before others.
+    A panel shows the differences from the systems that others are compared with.
     """
     compared = rows[rows["compared with"] != ""].drop_duplicates("system")
     baselines = dict(zip(compared["system"], compared["compared with"], strict=True))
@@ -191,12 +204,19 @@ def plot(rows: pandas.DataFrame, output: Path) -> None:
     if smoothed != train:
         panels.append(("training with label smoothing (what is minimized)", smoothed))
 
-    longest = max(map(len, labels), default=0)
+    ends = {label: min(map(max, of_system)) for label, of_system in train.items() if of_system and all(of_system)}
+    names = {}
+    for label in labels:
+        of_system = rows[rows["system"] == label]
+        runs = of_system["run"].nunique()
+        names[label] = f"{label}, {runs} run{'s' * (runs > 1)}"
+        if label in ends and ends[label] < 0.98 * max(ends.values()):
+            names[label] += f", {_early_end(of_system)}"
+    longest = max(map(len, names.values()), default=0)
     columns = 3 if longest < 14 else 2 if longest < 24 else 1
     height = 2.2 * len(panels) + 0.3 * math.ceil(len(labels) / columns) + 0.4
     size = (6.4, height)
     figure, axes = headless_pyplot().subplots(len(panels), 1, figsize=size, sharex=True, layout="constrained")
-    axes[0].sharey(axes[1])
     lines = {}
     for axis, (title, drawn) in zip(axes, panels, strict=True):
         for label, of_system in drawn.items():
@@ -205,15 +225,14 @@ def plot(rows: pandas.DataFrame, output: Path) -> None:
                 lines[label] = _draw(axis, of_system, labels.index(label), shift)
         if not any(drawn.values()):
             axis.text(0.5, 0.5, "nothing logged", ha="center", va="center", transform=axis.transAxes)
-        own = sum(drawn.values(), [])
-        shared = sum([*train.values(), *valid.values()], []) if axis in axes[:2] else own
-        _frame(axis, own, shared, below=drawn is minus)
+        _frame(axis, sum(drawn.values(), []), below=drawn is minus)
         axis.set_title(title, loc="left", parse_math=False)
         axis.set_ylabel("bits per token")
         axis.grid(alpha=0.3)
-    axes[-1].set_xlabel("updates")
+    axes[-1].set_xlabel("updates (line: mean of the runs, band: lowest to highest)")
     axes[-1].ticklabel_format(axis="x", style="plain")
     axes[-1].xaxis.get_major_locator().set_params(integer=True, nbins=7)
     if lines:
-        legend(figure, {label: lines[label] for label in labels if label in lines}, columns, handlelength=4)
+        shown = {names[label]: lines[label] for label in labels if label in lines}
+        legend(figure, shown, columns, handlelength=4)
     save(figure, output, dpi=110, colours=128)

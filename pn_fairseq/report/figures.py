@@ -103,8 +103,8 @@ def _boxes(axis, groups: Mapping[str, Sequence[np.ndarray]], ticks: Sequence, me
 
     Whiskers reach 1.5 interquartile ranges, as in the paper; points beyond are drawn.
     """
-    slots = len(groups) + len(medians)
-    width = 0.8 / max(slots, 1)
+    slots = max(len(groups), 1)
+    width = 0.8 / slots
     handles = {}
     for index, (label, values) in enumerate(groups.items()):
         positions = np.arange(len(values)) + (index - (slots - 1) / 2) * width
@@ -119,9 +119,8 @@ def _boxes(axis, groups: Mapping[str, Sequence[np.ndarray]], ticks: Sequence, me
             # When the colours begin again, each has another hatch.
             box.set(edgecolor=colour, facecolor=f"{colour}55", hatch=_HATCHES[(index + index // len(COLOURS)) % 6])
         handles[label] = drawn["boxes"][0]
-    for index, (label, values) in enumerate(medians.items(), len(groups)):
-        positions = np.arange(len(values)) + (index - (slots - 1) / 2) * width
-        handles[label] = axis.plot(positions, values, marker=_PAPER_MARKS[label], **_PAPER_STYLE)[0]
+    for label, values in medians.items():  # at the ticks: a line that is shifted is read at another place
+        handles[label] = axis.plot(range(len(values)), values, marker=_PAPER_MARKS[label], zorder=5, **_PAPER_STYLE)[0]
     axis.set_xticks(range(len(ticks)), ticks)
     axis.grid(axis="y", alpha=0.3)
     return handles
@@ -168,7 +167,11 @@ def _over_training(panels: Sequence[Sequence[str]]):
             handles |= _boxes(axis, groups, (20, 40, 60, 80, 100), medians)
             name = " or ".join(_AXES[column] for column in columns)
             name += "\nof the summed loss (nats),\nsummed over tokens" * columns[0].startswith("g_")
-            axis.set(xlabel="percent of training", yscale="log", ylabel=name)
+            counts = sorted({len(runs) for runs in systems.values()})
+            several = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+            of_runs = f"{several} run{'s' * (several != '1')}"
+            xlabel = f"percent of training (each box: the fifth before it, of {of_runs})"
+            axis.set(xlabel=xlabel, yscale="log", ylabel=name)
         _legend(figure, handles)
         return figure
 

@@ -129,9 +129,12 @@ def table(compared: Mapping[str, Compared]) -> pandas.DataFrame:
     return pandas.DataFrame(rows.values())
 
 
-def panels(measures: Sequence[Measure], names: Sequence[str], height: float, better: str = "better"):
-    """A figure and its axes: a column for each measure with its margin of equivalence, and a row for each name."""
-    size = (max(6.4, 1.8 * len(measures)), height)
+def panels(measures: Sequence[Measure], names: Sequence[str], height: float, difference: str, better: str = "better"):
+    """A figure and its axes: a column for each measure with its margin of equivalence, and a row for each name.
+
+    ``difference``: what is drawn, for the label of the axes, such as "difference from LN".
+    """
+    size = (max(6.4, 1.6 * len(measures) + 0.09 * max(map(len, names))), height)
     figure, axes = headless_pyplot().subplots(
         1, len(measures), figsize=size, sharey=True, squeeze=False, layout="constrained"
     )
@@ -143,13 +146,27 @@ def panels(measures: Sequence[Measure], names: Sequence[str], height: float, bet
         axis.set_xlabel(f"← {better}" if measure.better == "lower" else f"{better} →")
         axis.locator_params(axis="x", nbins=4)
         axis.grid(axis="x", alpha=0.3)
+    figure.supxlabel(f"{difference}\n(grey: counts as equivalent)", fontsize="medium", parse_math=False)
     axes[0][0].set_yticks(range(len(names)), names, parse_math=False)
     axes[0][0].set_ylim(len(names) - 0.5, -0.5)
     return figure, axes[0]
 
 
-def plot(compared: Mapping[str, Compared], order: Sequence[str], output: Path) -> str | None:
+def seeds_of(frame: pandas.DataFrame) -> dict[str, int]:
+    """The number of seeds of each system in rows of report.csv."""
+    return frame.groupby("system")["seed"].nunique().to_dict()
+
+
+def number_of_seeds(count: int) -> str:
+    return f"{count} seed{'s' * (count != 1)}"
+
+
+def plot(compared: Mapping[str, Compared], order: Sequence[str], output: Path, seeds: Mapping[str, int]) -> str | None:
     """Draw points and simultaneous intervals, one column for each measure, into ``output`` (.png).
+
+    Args:
+        order: the systems, as the rows.
+        seeds: the number of seeds of each system, by :func:`seeds_of`.
 
     Returns:
         The picture's name; None if there was nothing to draw.
@@ -162,7 +179,11 @@ def plot(compared: Mapping[str, Compared], order: Sequence[str], output: Path) -
         for family in of_measure.families:
             controls |= dict.fromkeys(family.intervals, family.control)
     systems = sorted((name for name in order if name in controls), key=lambda name: order.index(controls[name]))
-    figure, axes = panels([of_measure.measure for of_measure in columns], systems, 0.3 * len(systems) + 1.5)
+    names = [f"{system}, {number_of_seeds(seeds[system])}" for system in systems]
+    of_controls = [f"{control} ({number_of_seeds(seeds[control])})" for control in dict.fromkeys(controls.values())]
+    control = of_controls[0] if len(of_controls) == 1 else f"its own control ({', '.join(of_controls)})"
+    difference = f"difference from {control}, with simultaneous 95% intervals"
+    figure, axes = panels([of_measure.measure for of_measure in columns], names, 0.3 * len(names) + 2, difference)
     for axis, of_measure in zip(axes, columns, strict=True):
         for index, family in enumerate(of_measure.families):
             rows = [systems.index(system) for system in family.intervals]

@@ -95,7 +95,7 @@ def _section(corpus: Corpus, frame: pandas.DataFrame, picture: Path, planned: Se
         "headline": _headline(corpus, compared),
         "measures": compared.values(),
         "differences": intervals.table(compared),
-        "intervals": intervals.plot(compared, list(corpus.settings), picture),
+        "intervals": intervals.plot(compared, list(corpus.settings), picture, intervals.seeds_of(frame)),
         "machines": list(frame["machine"].unique()),
         "planned": [(measure, answer) for measure, answer in answers if answer],
         "training": tables.training(corpus),

@@ -112,8 +112,10 @@ class Run(runs.Run):
 
     def _data_of_fairseq(self) -> dict[str, str]:
         """The languages and the folder of data that pn prepare did not make."""
-        files = [re.match(r"train\.([\w-]+)-([\w-]+)\.", file.name) for file in self.bin.glob("train.*.bin")]
-        source, target = next((match.groups() for match in files if match), ("", ""))
+        try:
+            source, target = runs.infer_languages(self.bin)
+        except UserError:
+            source = target = ""
         return {
             "source": self.get("task.source_lang", source),
             "target": self.get("task.target_lang", target),

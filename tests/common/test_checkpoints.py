@@ -277,3 +277,6 @@ def test_checkpoints_to_average(save_dir):
     needle = r"none of the 2 epoch checkpoints; it has checkpoint_best.pt \(--inputs "
     with pytest.raises(CheckpointError, match=needle):
         checkpoints_to_average(save_dir, 2)
+    (save_dir / "checkpoint_best.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"epoch checkpoints, nor any other: train first \(pn train\)"):
+        checkpoints_to_average(save_dir, 2)

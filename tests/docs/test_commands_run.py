@@ -29,7 +29,7 @@ NOT_RUN = {
 #: Text of a command -> what replaces it, so that a training takes seconds.
 SMALL = {
     r"optimization\.max_update=\d+": "",
-    r"(pn (?:train|reproduce) verses_\w+_en (?!--check))": r"\1optimization.max_update=6 "
+    r"(pn (?:train|reproduce) (?:verses_\w+_en|own_text) (?!--check))": r"\1optimization.max_update=6 "
     "dataset.validate_interval_updates=3 checkpoint.save_interval_updates=3 dataset.max_tokens=400 "
     "tokens_per_update=400 lr_scheduler.warmup_updates=2 ",
     r"checkpoint\.save_interval_updates=(?!3 )\d+": "",
@@ -125,6 +125,13 @@ def place(data, tmp_path_factory):
         path.rename(path.with_name(path.name.replace(".es", ".de")))
     flags = ("--source", "de", "--target", "en", "--dest", place / "de-en", "--bpe", "300")
     run("pn", "prepare", "text", "--corpus", cut, *flags)
+    for lang in ("fr", "en"):
+        shutil.copy(place / f"my-text/test.{lang}", place / f"my-text/test2017.{lang}")
+    (place / "new-text").symlink_to("my-text")
+    (place / "my-tokens").mkdir()
+    for path in (place / "de-en/tok").iterdir():
+        shutil.copy(path, place / "my-tokens" / path.name.replace(".de", ".fr"))
+    shutil.copy(place / "de-en/bpe/codes", place / "my-tokens/bpe-codes")
     for folder in ("data-bin", "runs/data", "text"):
         (place / folder).mkdir(parents=True)
     (place / "data-bin/iwslt14.de-en").symlink_to(place / "de-en/bin")
@@ -165,7 +172,7 @@ def execute(command: str, place):
 @pytest.mark.slow
 @pytest.mark.parametrize("page", RUN)
 def test_the_commands_of_a_page_run(page, place):
-    """In the order of the page, in one folder."""
+    """In the order of RUN and of the page, in one folder: a page may use what an earlier one has made."""
     commands = [command for command in all_commands() if command.page == page and not reason(command)]
     for command in commands:
         text = command.text

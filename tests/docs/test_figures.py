@@ -6,7 +6,8 @@ import numpy as np
 import pandas
 import torch
 
-from docs.tools import figures
+from docs.tools import figures, results
+from pn_fairseq.report.curves import COLUMNS
 from pn_fairseq.report.figures import FIGURES, read_subject
 from pn_fairseq.report.runs import read_runs
 
@@ -68,3 +69,23 @@ def test_the_published_records_are_enough():
             for kind in ("mu_distance", "sigma2_distance", "psi2_distance", "g_mu", "g_psi2"):
                 expected = medians.loc[(subject.run, name, f"{kind}_l2")].astype(float)
                 np.testing.assert_allclose(by_fifth[f"{kind}_l2"], expected, rtol=1e-3)
+
+
+def test_the_pictures_of_the_results_are_drawn_from_what_is_published(tmp_path, monkeypatch):
+    """They show the runs that a page names, and the records beside them."""
+    text = "".join(page.read_text("utf-8") for page in results.RESULTS.glob("*.md"))
+    assert all(f"<!-- runs: {query} -->" in text for query in results.INTERVALS.values())
+    names = [*results.INTERVALS, *results.CURVES, "placements.png", "masks.png"]
+    assert all((results.RESULTS / name).is_file() for name in names)
+    for file, baselines in results.CURVES.values():
+        rows = results.records_of(file, baselines)
+        assert {*COLUMNS} - {"picture", "end"} <= {*rows} and not rows["system"].isin(results.LEFT_OUT).any()
+    multi30k = results.records_of(*results.CURVES["multi30k.png"])
+    ended = multi30k[multi30k["end"] == "patience"].set_index(["system", "run"])["update"].astype(int).to_dict()
+    assert len(ended) == 11 and ended["BN", "1"] == 3355 and ended["LN (post)", "2"] == 6344
+    drawn = []
+    monkeypatch.setattr(results, "save", lambda figure, file: drawn.append(figure))
+    results.draw_masks(tmp_path / "masks.png")
+    (figure,) = drawn
+    names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert names[0] == "BN, batches by length, 5 seeds" and "without the mask" in figure.get_supxlabel()

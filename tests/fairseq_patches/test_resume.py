@@ -8,15 +8,21 @@ from types import SimpleNamespace
 import fairseq.file_io
 import fairseq_cli.train
 import pytest
+import torch
 from fairseq import checkpoint_utils
-from fairseq.dataclass.configs import FairseqConfig
+from fairseq.dataclass.configs import CheckpointConfig, FairseqConfig
 from fairseq.file_io import PathManager
 from fairseq.logging import progress_bar
 from omegaconf import OmegaConf
 
 import pn_fairseq.models  # noqa: F401 (applies the patches)
+from pn_fairseq.common.checkpoints import load_checkpoint
 from pn_fairseq.fairseq_patches import checkpoints, starting
 
+from ..fixtures.training import train
+
+#: Updates in an epoch of the tests of saves.
+EPOCH = 8
 PATIENCE = OmegaConf.create({"checkpoint": {"patience": 3, "maximize_best_checkpoint_metric": False}})
 
 
@@ -167,3 +173,69 @@ def test_a_copy_that_is_cut_off_leaves_the_earlier_checkpoint(error, tmp_path, m
     assert PathManager.copy(*names, overwrite=True)
     assert (tmp_path / "checkpoint_last.pt").read_bytes() == b"update 8"
     assert len(list(tmp_path.iterdir())) == 2
+
+
+class Saving:
+    """What fairseq's save_checkpoint asks a trainer; its files hold the number of the update."""
+
+    data_parallel_rank, should_save_checkpoint_on_current_rank, checkpoint_suffix, task = 0, True, "", None
+
+    def __init__(self, updates: int):
+        self.updates = updates
+
+    def get_num_updates(self):
+        return self.updates
+
+    def get_model(self):
+        return torch.nn.Identity()
+
+    def consolidate_optimizer(self):
+        pass
+
+    def save_checkpoint(self, file, extra_state):
+        Path(file).write_text(str(self.updates))
+        return file
+
+
+def saves(folder: Path, updates: int, **settings) -> dict[str, str]:
+    """The files of a training whose epochs have EPOCH updates -> what they hold."""
+    cfg = CheckpointConfig()
+    vars(cfg).update(save_dir=str(folder), **settings)
+    for update in range(1, updates + 1):
+        at_end = update % EPOCH == 0
+        epoch = -(-update // EPOCH)
+        iterator = SimpleNamespace(epoch=epoch, end_of_epoch=lambda at_end=at_end: at_end, state_dict=dict)
+        if at_end or update % cfg.save_interval_updates == 0:  # as fairseq_cli.train does
+            checkpoint_utils.save_checkpoint(cfg, Saving(update), iterator, None)
+    return {path.name: path.read_text() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("interval", [8, 4, 2, 3])
+@pytest.mark.parametrize("epochs", [False, True])
+def test_every_save_by_updates_has_its_file(interval, epochs, tmp_path):
+    """Also one whose update is the last of an epoch (fairseq issue 2230)."""
+    files = saves(tmp_path, 24, save_interval_updates=interval, no_epoch_checkpoints=not epochs)
+    updates = range(interval, 25, interval)
+    expected = {f"checkpoint_{-(-update // EPOCH)}_{update}.pt": str(update) for update in updates}
+    if epochs:
+        expected |= {f"checkpoint{epoch}.pt": str(EPOCH * epoch) for epoch in (1, 2, 3)}
+    assert files == expected | {"checkpoint_last.pt": "24"}
+
+
+@pytest.mark.parametrize("interval", [8, 4])
+def test_old_saves_are_removed_at_the_end_of_an_epoch_too(interval, tmp_path):
+    files = saves(tmp_path, 40, save_interval_updates=interval, keep_interval_updates=2, keep_last_epochs=3)
+    names = {"checkpoint_last.pt", *(f"checkpoint{epoch}.pt" for epoch in (3, 4, 5))}
+    assert files.keys() == names | {f"checkpoint_{-(-n // EPOCH)}_{n}.pt" for n in (40 - interval, 40)}
+
+
+def test_a_training_saves_at_the_ends_of_its_epochs(data, tmp_path):
+    """600 pairs in batches of 75."""
+    batches = ("--max-tokens", "100000", "--batch-size", "75", "--disable-validation")
+    small = ("--encoder-layers", "1", "--decoder-layers", "1")
+    train(data, tmp_path, *batches, *small, "--save-interval-updates", "4", updates=16)
+    names = [f"checkpoint_{epoch}_{update}.pt" for epoch, update in ((1, 4), (1, 8), (2, 12), (2, 16))]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == sorted([*names, "checkpoint_last.pt"])
+    last = load_checkpoint(tmp_path / "checkpoints/checkpoint_2_16.pt")
+    assert last["optimizer_history"][-1]["num_updates"] == 16
+    assert last["extra_state"]["train_iterator"]["epoch"] == 3, "it resumes with the next epoch"

@@ -41,6 +41,33 @@ def write_values(directory, values, dtype=torch.float32):
     ]
 
 
+def save_at(folder, *updates, epoch=1):
+    for update in updates:
+        write(folder / f"checkpoint_{epoch}_{update}.pt", {"w": torch.tensor([float(update)])}, update)
+
+
+def test_a_newer_checkpoint_than_those_averaged_is_named(tmp_path, capsys):
+    """The last model of a run that ends between two saves; the command that averages it, too."""
+    save_at(tmp_path, 10, 20, 30)
+    write(tmp_path / "checkpoint_last.pt", {"w": torch.tensor([30.0])}, 30)
+    output = tmp_path / "mean.pt"
+    words = ("average", "--inputs", tmp_path, "--last", 3, "--output", output)
+    assert "is newer than" not in in_process(*words).stderr
+    write(tmp_path / "checkpoint_last.pt", {"w": torch.tensor([37.0])}, 37)
+    said = in_process(*words).stderr
+    assert f"{tmp_path}/checkpoint_last.pt (update 37) is newer than all of these (up to update 30)" in said
+    assert load_checkpoint(output)["model"]["w"].item() == 20
+    advised = said.partition("to average it as well: pn ")[2].split()
+    assert "is newer than" not in in_process(*advised).stderr
+    assert load_checkpoint(output)["model"]["w"].item() == (20 + 30 + 37) / 3
+    (tmp_path / "checkpoint_last.pt").unlink()
+    write(tmp_path / "checkpoint4.pt", {"w": torch.tensor([40.0])}, 40)
+    save_at(tmp_path, 45, epoch=5)
+    assert "checkpoint_5_45.pt (update 45) is newer than all of these (up to update 40)" in in_process(*words).stderr
+    (tmp_path / "checkpoint_last.pt").write_bytes(b"damaged")
+    assert "whether there is a newer checkpoint is not known" in in_process(*words).stderr
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_against_numpy(tmp_path, dtype):
     # 7 files and odd shapes: nothing divides evenly. A sum is out of the range of float16.

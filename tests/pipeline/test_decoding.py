@@ -133,7 +133,11 @@ def test_the_test_set_becomes_what_generate_makes_of_it(untrained, data, tmp_pat
     text = lines(data / "raw/test.es")
     source, output = tmp_path / "text", tmp_path / "translation"
     source.write_text("\n".join(["", *text[:20], "", *text[20:]]), encoding="utf-8")
-    run("pn", "translate", "--run", untrained, "--input", source, "--output", output, *SHORT)
+    said = run("pn", "translate", "--run", untrained, "--input", source, "--output", output, *SHORT).stderr
+    (warning,) = [line for line in said.splitlines() if "may be cut off" in line]
+    pattern = rf"(\d+) of {SENTENCES} translations are as long as they may be .*: lines (.*) and"
+    cut, first = re.search(pattern, warning).groups()
+    assert int(cut) > 10 and len(first.split(", ")) == 10 and {"1", "22"}.isdisjoint(first.split(", "))
     plain = detokenize(lines(untrained / "generate/test/hyp.tok"), "en")
     assert lines(output) == ["", *plain[:20], "", *plain[20:]]
 
@@ -146,9 +150,10 @@ def test_lines_that_are_too_long_are_named_and_the_others_translated(untrained, 
     words = ("translate", "--run", untrained, "--beam", 1, "--max-len-b", 2, "--input")
     done = run("pn", *words, tmp_path / "text")
     assert [bool(line) for line in done.stdout.split("\n")] == [True, False, True, False]
-    first, *cut = done.stderr.splitlines()
+    first, cut = done.stderr.splitlines()
     assert re.fullmatch(r".* line 2 is not translated: it has 1,1\d\d subwords, and the model takes 1,023", first)
-    assert [re.search(r"line (\d) is as long as --max-len-b 2 allows", text)[1] for text in cut] == ["1", "3"]
+    assert "2 of 2 translations are as long as they may be (--max-len-b 2, " in cut
+    assert cut.endswith("may be cut off: lines 1, 3")
     refused = in_process(*words, tmp_path / "long", "--max-tokens", 30)
     assert refused.returncode == 2 and "no line of the input can be translated" in refused.stderr
     assert "and --max-tokens allows 29" in refused.stderr

@@ -126,12 +126,16 @@ def test_options_of_decoding_and_an_ensemble(place, capsys):
     refused(capsys, generate(place, "--nbest", 4), "--nbest 4", "beam of 3")
 
 
-def test_a_folder_of_fairseq_train(place, tmp_path, capsys):
-    """Settings from the checkpoint, data from fairseq-preprocess, sources and references from fairseq's output."""
+@pytest.mark.parametrize("languages", [{"source_lang": "es", "target_lang": "en"}, {"source_lang": None}])
+def test_a_folder_of_fairseq_train(languages, place, tmp_path, capsys):
+    """Settings from the checkpoint, data from fairseq-preprocess, sources and references from fairseq's output.
+
+    Without --source-lang and --target-lang, fairseq takes the languages from the names of the files.
+    """
     folder = tmp_path / "checkpoints of fairseq-train"
     folder.mkdir()
     (place / "data/settings.txt").unlink()
-    cfg = {"task": {"data": str(place / "data/bin"), "source_lang": "es", "target_lang": "en"}, "model": None}
+    cfg = {"task": {"data": str(place / "data/bin"), **languages}, "model": None}
     torch.save({"model": {"w": torch.ones(1)}, "cfg": cfg}, folder / "checkpoint_last.pt")
     shutil.copy(folder / "checkpoint_last.pt", folder / "averaged.pt")
     assert main(["--run", folder, "--batch-size", 5, "--beam", 2]) == 0
@@ -139,7 +143,14 @@ def test_a_folder_of_fairseq_train(place, tmp_path, capsys):
     assert lines(output / "hyp.tok") == [f"translation {number}" for number in range(SENTENCES)]
     assert lines(output / "src.tok") == [f"source {number}" for number in range(SENTENCES)]
     assert lines(output / "ref.tok") == [f"target {number}" for number in range(SENTENCES)]
+    (call, *_) = calls(place)
+    words = call["arguments"]
+    assert [words[words.index(f"--{side}-lang") + 1] for side in ("source", "target")] == ["es", "en"]
     refused(capsys, main(["--run", folder, "--subset", "valid"]), "data/bin' has no subset 'valid'")
+    if not languages["source_lang"]:
+        for path in (place / "data/bin").iterdir():
+            path.rename(path.with_name(path.name.replace("es-en", "esen")))
+        refused(capsys, main(["--run", folder]), "is named SPLIT.SOURCE-TARGET.LANG.bin", "no --source-lang")
 
 
 def test_hypotheses_that_are_as_long_as_they_may_be_are_counted(place, capsys):
@@ -301,6 +312,12 @@ def test_an_interruption_leaves_nothing_behind(place):
     assert list((place / "run/generate").iterdir()) == []
 
 
+def test_a_second_process_is_told_that_the_run_is_being_decoded(place, capsys):
+    with decoding(place, "sleep"):
+        refused(capsys, generate(place), f"'{place}/run/generate/test' is being made by another process: wait for it")
+        assert {path.name for path in (place / "run/generate").iterdir()} == {".test.lock", "test.partial"}
+
+
 def test_the_processes_end_when_the_one_above_them_is_killed(place):
     with decoding(place, "chatter") as process:
         processes = [call["pid"] for call in calls(place)]
@@ -309,6 +326,19 @@ def test_the_processes_end_when_the_one_above_them_is_killed(place):
     wait_for(lambda: not any(map(alive, processes)))
     generate(place)
     assert [path.name for path in (place / "run/generate").iterdir()] == ["test"]
+
+
+def test_a_further_test_set(place, capsys):
+    for folder in ("bin", "tok"):
+        for path in (place / "data" / folder).iterdir():
+            shutil.copy(path, path.with_name(path.name.replace("test", "test2017", 1)))
+    assert generate(place, "--subset", "test2017") == 0
+    run = place / "run"
+    assert f"next: pn score --run {run} --subset test2017\n" in capsys.readouterr().err
+    assert lines(run / "generate/test2017/hyp.tok") == [f"translation {number}" for number in range(SENTENCES)]
+    refused(
+        capsys, generate(place, "--subset", "test1"), "it has test, test2017 (pn prepare text --test NAME adds one)"
+    )
 
 
 def test_a_directory_with_other_files_is_not_overwritten(place, capsys):

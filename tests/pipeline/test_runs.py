@@ -13,10 +13,10 @@ import torch
 from omegaconf import OmegaConf
 
 from pn_fairseq.common.command import UserError
-from pn_fairseq.common.files import write_settings
+from pn_fairseq.common.files import lock, only_writer, write_settings
 from pn_fairseq.pipeline import train
 from pn_fairseq.pipeline.runs import open_run
-from pn_fairseq.pipeline.train import Progress, lock
+from pn_fairseq.pipeline.train import Progress
 from pn_fairseq.pipeline.training_log import read_log
 from pn_fairseq.report.runs import Run, read_runs
 
@@ -196,7 +196,7 @@ def test_two_training_processes_in_one_run_are_refused(tmp_path):
     training = os.fork()
     if not training:
         try:
-            lock(tmp_path)
+            lock(tmp_path / ".lock", "by another process")
             loader = os.fork()
             if loader:
                 os.write(written, str(loader).encode())
@@ -206,14 +206,23 @@ def test_two_training_processes_in_one_run_are_refused(tmp_path):
     os.close(written)
     loader = int(os.read(ready, 20))
     with pytest.raises(UserError, match="another process"):
-        lock(tmp_path)
+        lock(tmp_path / ".lock", "by another process")
     os.kill(training, signal.SIGKILL)
     os.waitpid(training, 0)
     try:
         os.kill(loader, 0)
-        lock(tmp_path)
+        lock(tmp_path / ".lock", "by another process")
     finally:
         os.kill(loader, signal.SIGKILL)
+
+
+def test_a_lock_is_removed_at_the_end(tmp_path):
+    """Also after an error."""
+    output = tmp_path / "folder/out"
+    with pytest.raises(ZeroDivisionError), only_writer(output):
+        assert [path.name for path in output.parent.iterdir()] == [".out.lock"]
+        1 / 0  # noqa: B018
+    assert list(output.parent.iterdir()) == []
 
 
 RECORD = {"epoch": 1, "loss": "7.123", "wps": "8123.4", "ups": "2", "num_updates": "50"}

@@ -41,6 +41,20 @@ def make_run(folder: Path, seed: int, lines: int = LINES, **settings: str) -> Pa
     return runs.make_run(folder, data, "task: {}\n")
 
 
+def test_the_subset_of_hypotheses_is_that_of_their_decoding(tmp_path, capsys):
+    """`pn score --output` of another subset used the plain references of test."""
+    run_dir = make_run(tmp_path / "run", 1)
+    decoded = (run_dir / "generate/test").rename(run_dir / "generate/test2017")
+    (decoded / "made.txt").write_text("subset=test2017\n")
+    raw = tmp_path / "data/raw"
+    (raw / "test.en").rename(raw / "test2017.en")
+    text_file(raw / "test.en", ["Something else."] * LINES)
+    assert score_run(run_dir, output=decoded) == score_run(run_dir, "test2017")
+    assert (decoded / "ref.txt").read_bytes() == (raw / "test2017.en").read_bytes()
+    words = ("--run", run_dir, "--output", decoded, "--subset", "valid")
+    refused(capsys, main(words), "has hypotheses of test2017, and --subset says valid")
+
+
 def as_job_of_hydra(folder: Path) -> None:
     """A folder of fairseq-hydra-train in the place of a run, on data that others prepared."""
     (folder / "config.yaml").unlink()

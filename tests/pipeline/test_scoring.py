@@ -218,15 +218,23 @@ def test_any_text_is_scored(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("hypothesis", "options", "warning"),
     [
-        ("a man , who sees &apos; it .", (), "the hypotheses look tokenized"),
-        ("ein Mann , der sieht .", (), "the hypotheses look tokenized"),
-        ("a m@@ an sees it.", (), "the hypotheses hold subwords"),
-        ("a m@@ an sees it .", ("--tokenized",), "the hypotheses hold subwords"),
-        ("\u2581a \u2581man", (), "the hypotheses hold subwords"),
+        ("A man , who sees &apos; it .", (), "the hypotheses look tokenized"),
+        ("Ein Mann , der sieht .", (), "the hypotheses look tokenized"),
+        ("A m@@ an sees it.", (), "the hypotheses hold subwords"),
+        ("A m@@ an sees it .", ("--tokenized",), "the hypotheses hold subwords"),
+        ("\u2581A \u2581man", (), "the hypotheses hold subwords"),
         ("A man sees it.", (), "the hypotheses are the references"),
         ("A man, who sees it, comes at 5 p.m.", (), ""),
         ("Vois-tu ? Oui !", (), ""),
-        ("a man sees it .", ("--tokenized",), ""),
+        ("A man sees it .", ("--tokenized",), ""),
+        ("a man sees it .", ("--tokenized",), "the references are not: add --lowercase"),
+        (
+            "a man, who sees it, comes.",
+            (),
+            "the hypotheses are lower-cased, and the references are not: add --lowercase",
+        ),
+        ("a man, who sees it, comes.", ("--lowercase",), ""),
+        ("3.14", (), ""),
     ],
 )
 def test_text_that_is_not_what_is_scored_warns(hypothesis, options, warning, tmp_path, capsys):

@@ -81,11 +81,18 @@ def test_a_config_of_ones_own(tmp_path):
 def test_a_config_without_defaults(tmp_path):
     """fairseq's own values are below it: dataclasses of fairseq 0.12.2 have patience -1 and log_interval 100."""
     text = "task: {_name: translation, source_lang: es, target_lang: en}\nmodel: {_name: transformer_pn_tiny}\n"
-    text += "dataset: {max_tokens: 300}\noptimization: {max_update: 5}\n"
+    text += "dataset: {max_tokens: 300}\noptimization: {max_update: 5000}\n"
     (tmp_path / "own.yaml").write_text(text)
     cfg, batches = composed(config=tmp_path / "own.yaml")
-    assert batches == Batches(1, 1, 300, 300) and cfg.optimization.max_update == 5
+    assert batches == Batches(1, 1, 300, 300) and cfg.optimization.max_update == 5000
     assert (cfg.checkpoint.patience, cfg.common.log_interval, cfg.task.data) == (-1, 100, "/data")
+
+
+@pytest.mark.parametrize(("given", "interval"), [(60, 3), (6, 1), (4000, 50), (None, 50)])
+def test_a_short_run_logs_twenty_points(given, interval):
+    limit = f"optimization.max_update={given}" if given else "optimization.max_update=0"
+    assert composed(limit)[0].common.log_interval == interval
+    assert composed(limit, "common.log_interval=7")[0].common.log_interval == 7
 
 
 def test_a_config_that_builds_on_another(tmp_path):

@@ -124,7 +124,9 @@ def test_a_second_start_does_nothing(data, trained, capsys):
     before = snapshot(trained)
     for also in ((), ("common.log_interval=3",), ("optimization.max_update=10",)):
         assert start(data, trained, *also) == 0
-        assert "already trained; nothing to do" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert "already trained; nothing to do" in said
+        assert ("was trained for 12 updates, more than optimization.max_update=10" in said) == ("=10" in str(also))
     refused(capsys, start(data, trained, "common.seed=2"), "common.seed 1 -> 2")
     refused(capsys, start(data, trained, "model.decoder_layerdrop=0.5"), "model.decoder_layerdrop unset -> 0.5")
     assert snapshot(trained) == before
@@ -141,6 +143,20 @@ def test_a_finished_run_takes_other_settings_of_decoding(data, trained, tmp_path
     assert after == before
     assert start(data, run, "generation.beam=1", "average_last=2") == 0
     assert "nothing to do" in capsys.readouterr().err
+
+
+def test_languages_are_those_of_the_data_unless_they_are_named(data, tmp_path, capsys):
+    words = ["own_text", "--data", str(data), "--run", str(tmp_path / "run"), *SHORT, "optimization.max_update=1"]
+    assert verb("train")([*words, "task.target_lang=en"]) == 0
+    task = OmegaConf.load(tmp_path / "run/config.yaml").task
+    assert (task.source_lang, task.target_lang) == ("es", "en")
+    capsys.readouterr()
+    assert verb("train")([*words, "--check"]) == 0, "the same settings as in the run"
+    needles = ("prepared from es-en", "the settings say es-de: add task.source_lang=es task.target_lang=en")
+    refused(capsys, verb("train")([*words, "task.target_lang=de"]), *needles)
+    (tmp_path / "lm/bin").mkdir(parents=True)
+    (tmp_path / "lm/settings.txt").write_text("task=language_modeling\n")
+    refused(capsys, verb("train")(["own_text", "--data", str(tmp_path / "lm")]), "settings.txt names no languages")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 import numpy
 import pandas
 
-from pn_fairseq.pipeline.training_log import TrainingLog
+from pn_fairseq.pipeline.training_log import Start, TrainingLog
 from pn_fairseq.report import curves
 from pn_fairseq.report.curves import difference, on_one_grid, style
 
@@ -44,7 +44,7 @@ def test_curves_that_are_flat_short_or_not_finite(tmp_path):
 
 
 def test_panels(tmp_path, monkeypatch):
-    """Training and validation share their axes; the band goes from seed to seed; what is cut off is written there."""
+    """Training and validation have ranges of their own; the band spans the seeds; what is cut off is written there."""
     from matplotlib import pyplot
 
     monkeypatch.setattr(pyplot, "close", lambda figure: None)
@@ -52,13 +52,34 @@ def test_panels(tmp_path, monkeypatch):
     pn = [TrainingLog({}, {10: 9.0, 100: 5.0, 200: 3.5}, {100: 4.2, 200: 2.5 + d}) for d in (0.0, 0.1, 0.5)]
     draw(tmp_path, {"LN": ln, "PN": pn}, {"PN": "LN"})
     train, valid, minus, smoothed = pyplot.gcf().axes
-    assert train.get_ylim() == valid.get_ylim() and train.get_xlim() == valid.get_xlim() == minus.get_xlim()
+    assert train.get_xlim() == valid.get_xlim() == minus.get_xlim()
+    for axis, low, high in ((train, 3.5, 5.0), (valid, 2.5, 4.2)):  # of all but the first updates
+        margin = 0.08 * (high - low)
+        numpy.testing.assert_allclose(axis.get_ylim(), (low - margin, high + margin))
     assert [text.get_text() for text in train.texts] == ["not shown: up to 9 in the first 10 updates"]
     line = next(one for one in minus.lines if one.get_xdata()[-1] == 200 and one.get_ydata()[-1] < 0)
     numpy.testing.assert_allclose(line.get_ydata(), [0.2, 2.7 - 3.1])
     low, high = minus.collections[-1].get_datalim(minus.transData).intervaly
     numpy.testing.assert_allclose([low, high], [2.5 - 3.1, 0.2])
     assert smoothed.texts[0].get_text() == "nothing logged"
+
+
+def test_the_legend_says_how_many_runs_and_why_a_line_ends(tmp_path, monkeypatch):
+    from matplotlib import pyplot
+
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    losses = {100: 5.0, 200: 4.0, 300: 3.0}
+    short = {100: 5.0, 200: 4.0}
+    ends = {reason: [Start(done_seconds=1.0, reason=reason)] for reason in ("max_update", "patience")}
+    full, by_patience, killed = (
+        TrainingLog(curve, curve, curve, starts=starts)
+        for curve, starts in ((losses, ends["max_update"]), (short, ends["patience"]), (short, [Start()]))
+    )
+    draw(tmp_path, {"LN": [full], "BN": [full, by_patience], "PN": [killed]}, {"BN": "LN", "PN": "LN"})
+    (legend,) = pyplot.gcf().legends
+    shown = [text.get_text() for text in legend.get_texts()]
+    assert shown == ["LN, 1 run", "BN, 2 runs, ends at 200 (patience)", "PN, 1 run, ends at 200 (not finished)"]
+    assert "mean of the runs" in pyplot.gcf().axes[-1].get_xlabel()
 
 
 def test_no_two_of_a_picture_have_the_same_colour():

@@ -71,6 +71,9 @@ def test_gradients_are_of_the_summed_loss_and_summed_over_tokens(runs):
     figure = FIGURES[3].draw(subjects)
     marks = [line for line in figure.axes[0].lines if line.get_linestyle() == ":"]
     np.testing.assert_allclose(marks[1].get_ydata(), [0.0084, 0.0086, 0.0067, 0.0074, 0.0076])
+    ticks = figure.axes[0].get_xticks()
+    assert all(list(mark.get_xdata()) == list(ticks) for mark in marks), "lines are not shifted beside the boxes"
+    assert figure.axes[0].get_xlabel().endswith("of 1 run)")
     assert boxes(figure.axes[0])[:2] == [15 * 100 * 50, 15 * 4 * 2]
 
 

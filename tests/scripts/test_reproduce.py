@@ -332,6 +332,28 @@ def test_conflicts_are_found_before_anything_runs(data, tmp_path, monkeypatch, o
     assert_refused(own(data, *option, *one), "pn_seed1' was started with different settings", "use another --run")
 
 
+@pytest.mark.parametrize(
+    ("limit", "named"), [("optimization.max_update=60", "60 updates"), ("optimization.max_epoch=2", "2 epochs")]
+)
+def test_a_run_that_is_longer_than_the_others_is_named_at_once(limit, named, data, tmp_path):
+    from omegaconf import OmegaConf
+
+    from pn_fairseq.pipeline.settings import compose
+
+    run = tmp_path / "sweep/pn_seed1"
+    run.mkdir(parents=True)
+    cfg, _ = compose(ROOT / "configs/verses_es_en.yaml", [], world_size=1, on_cpu=True)
+    (run / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
+    planned = own(data, "--dry-run", "--norms", "pn", "--seeds", "1,2", limit)
+    assert planned.returncode == 0 and "note:" not in planned.stderr
+    (run / "train.log").write_text("Saved checkpoint a (epoch 3 @ 150 updates, score 4.2) (writing took 1 seconds)\n")
+    said = own(data, "--dry-run", "--norms", "pn", "--seeds", "1,2", limit).stderr
+    assert f"note: '{run}' was trained for " in said and f", more than {limit}: it stays as it is" in said
+    assert f"is not comparable with runs of {named}" in said
+    longer = own(data, "--dry-run", "--norms", "pn", "--seeds", "1,2", limit.partition("=")[0] + "=150")
+    assert "note:" not in longer.stderr
+
+
 @pytest.mark.slow
 def test_a_conflict_is_one_line_of_a_process(tmp_path):
     """Without what fairseq and hydra log when they are imported."""

@@ -32,20 +32,20 @@ def sentences(index: Path) -> int:
     return int.from_bytes(head[18:], "little")
 
 
-def make_bin(folder: Path, workers: int, flags: Sequence[str], texts: Mapping[str, str]) -> None:
-    """Make ``folder/bin`` by fairseq-preprocess with these flags, unless it is there. The log is preprocess.log.
+def make_bin(folder: Path, workers: int, flags: Sequence[str], texts: Mapping[str, str], to: str = "bin") -> None:
+    """Make ``folder/TO`` by fairseq-preprocess with these flags, unless it is there. The log is preprocess.log.
 
     Args:
-        texts: name of an index in bin/ -> the text, in ``folder``, whose sentences it must have.
+        texts: name of an index in the new folder -> the text, in ``folder``, whose sentences it must have.
     """
-    final, process = folder / "bin", None
+    final, process = folder / to, None
     if final.exists():
         return
     say("prepare", "binarizing with fairseq-preprocess")
     with atomic_folder(final) as partial:
         # -P: no modules of the folder. The names of files are relative, because fairseq splits them at commas.
         command = [sys.executable, "-P", "-m", "fairseq_cli.preprocess", *flags, "--workers", str(workers)]
-        command += ["--destdir", partial.name]
+        command += ["--destdir", str(partial.relative_to(folder))]
         # A session of its own, so that its worker processes are ended with it. It inherits the lock of DEST
         # (close_fds), and the next preparation waits for one that outlived a kill -9.
         options = {"cwd": folder, "close_fds": False, "start_new_session": True, "text": True, "errors": "replace"}

@@ -20,20 +20,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
-from pn_fairseq.common.command import UserError, say, whole
+from pn_fairseq.common.command import UserError, absolute, say, whole
 from pn_fairseq.common.files import checksum, count_lines, read_settings, write_lines, write_settings
 from pn_fairseq.pipeline import stamp
 from pn_fairseq.pipeline.data import archives, pairs, subwords, tokens
 from pn_fairseq.pipeline.data.binarize import SPLITS, make_bin, unknown_shares
 from pn_fairseq.pipeline.data.parallel import Work, per_line, transform
 from pn_fairseq.pipeline.data.restored import note_on
-from pn_fairseq.pipeline.data.settings import MOSES, LanguageModelSettings, Settings, check
+from pn_fairseq.pipeline.data.settings import MOSES, NONE, LanguageModelSettings, Settings, check
 
 #: Options of several recipes: flag -> arguments of argparse's ``add_argument``.
-CORPUS = {"--corpus": {"metavar": "DIR", "type": Path, "required": True, "help": "the folder with the text"}}
+CORPUS = {"--corpus": {"metavar": "DIR", "type": absolute, "required": True, "help": "the folder with the text"}}
 KEEP_CASE = {"--keep-case": {"action": "store_true", "help": "do not lower-case"}}
 ARCHIVED = "a folder with the published files, or the only file, in place of a download to DIR/download"
-ARCHIVE = {"--archive": {"metavar": "PATH", "help": ARCHIVED}}
+ARCHIVE = {"--archive": {"metavar": "PATH", "type": absolute, "help": ARCHIVED}}
 
 
 def bpe(default: int) -> dict[str, dict]:
@@ -74,7 +74,7 @@ class Preparation:
     workers: int = 1  # processes
     moses: Path | None = None  # a checkout of mosesdecoder, whose scripts replace sacremoses
     mirror: str | None = None  # a folder, or the URL of one, that has the files to download
-    archive: str | None = None  # the user's folder with the published files, or the file, instead of a download
+    archive: Path | None = None  # the user's folder with the published files, or the file, instead of a download
     like: Path | None = None  # prepared data whose subwords and dictionaries are used
     splits: Sequence[str] = SPLITS  # further test sets are test1, test2, ..., as fairseq calls them
     files_published: Sequence[Path] = ()
@@ -95,7 +95,7 @@ class Preparation:
         Args:
             known: address -> the checksum that a download must have ("": not known).
         """
-        folder = Path(self.archive).absolute() if self.archive else self.dest / "download"
+        folder = self.archive or self.dest / "download"
         files = [folder if folder.is_file() else folder / url.rsplit("/", 1)[-1] for url in known]
         self.files_published, sums = files, self.dest / "text/archives"
         if sums.is_file() and (not all(map(Path.is_file, files)) or sums.read_text("utf-8") == self._sums()):
@@ -159,6 +159,7 @@ class Preparation:
         sums |= {path.name: checksum(path) for path in self._dictionaries()}
         settings = self.settings.as_text()
         check(self.dest, settings, sums)
+        self._note_on_copies()
         outputs = self.dest / "bin", self.dest / "counts.txt"
         if stamp.done("prepare", self.dest / "settings.txt", settings | sums, *outputs):
             self.finish({})
@@ -173,6 +174,18 @@ class Preparation:
             new.rename(folder)
         return True
 
+    def _note_on_copies(self) -> None:
+        """Say which splits of the text that was read have the same sentences on both sides."""
+        for split in self.splits:
+            files = [self.partial / "text" / name for name in self.files([split])]
+            if len(files) < 2 or not all(file.exists() for file in files):
+                continue
+            with files[0].open("rb") as source, files[1].open("rb") as target:
+                same = [one == other for one, other in zip(source, target, strict=True)]
+            if sum(same) > len(same) / 2:
+                names = " and ".join(self.files([split]))
+                say("prepare", f"note: {sum(same)} of the {len(same)} pairs of {names} are the same on both sides")
+
     def prepare_folder(
         self, folder: Path, test: str = "test", expect: Sequence[int] = (0, 0, 0), codes: Path | None = None
     ) -> None:
@@ -182,7 +195,9 @@ class Preparation:
             codes: the merges of the subwords, which are learned otherwise.
             expect: the numbers of pairs of the published text (0: not known).
         """
-        for split, name, count in zip(SPLITS, ("train", "valid", test), expect, strict=True):
+        names = ("train", "valid", test, *self.splits[3:])
+        counts = [*expect, *(0 for _ in self.splits[3:])]
+        for split, name, count in zip(self.splits, names, counts, strict=True):
             paths = [folder / f"{name}.{lang}" for lang in self.settings.endings]
             self.take(pairs.as_is, split, paths, count)
         if self.keep_text("raw", codes):
@@ -202,11 +217,19 @@ class Preparation:
             codes: the merges of the subwords, which are learned otherwise.
             expect: the numbers of pairs of the published text.
         """
-        reader = pairs.lower_cased_tokens if self.settings.lower else pairs.own_tokens
+        reader = self._reader_of_tokens()
         for (split, files), count in zip(texts.items(), expect or [0] * len(texts), strict=True):
             self.take(reader, split, files, count)
         if not self.keep_text("text", codes):
             return
+        self._tokens_to_subwords()
+        self.binarize()
+
+    def _reader_of_tokens(self) -> pairs.Reader:
+        return pairs.lower_cased_tokens if self.settings.lower else pairs.own_tokens
+
+    def _tokens_to_subwords(self) -> None:
+        """Make tok/, raw/ and bpe/ of tokens or subwords in text/."""
         in_subwords = subwords.are_in(self.dest / "text" / name for name in self.files(["train"]))
         say("prepare", f"the text comes in {'subwords' if in_subwords else 'tokens'}, which are taken as they are")
         join = per_line(subwords.join) if in_subwords else bytes
@@ -216,7 +239,49 @@ class Preparation:
             self.transform("copying subwords", "text", "bpe", lambda *_: bytes)
         else:
             self.segment()
-        self.binarize()
+
+    def add_test(self, folder: Path) -> None:
+        """Add a test set, the only one of ``splits``, to data that is prepared: text NAME.LANG in ``folder``.
+
+        settings.txt stays as it is, so that the runs on this data remain valid. NAME.made.txt has the set's checksum.
+
+        Raises:
+            UserError: the data has another text of this name.
+        """
+        (name,) = self.splits
+        if self.files()[0] in read_settings(self.dest / "settings.txt"):
+            raise UserError(f"{self.dest} has a {name} since it was prepared; give this one another name (--test)")
+        comes_in_tokens = self.settings.tokenizer == NONE
+        reader, first = (self._reader_of_tokens(), "text") if comes_in_tokens else (pairs.as_is, "raw")
+        self.take(reader, name, [folder / file for file in self.files()])
+        self._note_on_copies()
+        texts = [self.partial / "text" / file for file in self.files()]
+        stem = f"{name}.{self.settings.source}-{self.settings.target}"
+        made, wanted = self.dest / f"{name}.made.txt", stamp.made_from({}, {name: texts})
+        if made.is_file() and stamp.differences(made, wanted):
+            raise UserError(f"{self.dest} has another text as {name}; give this one another name (--test)")
+        if stamp.done("prepare", made, wanted, self.dest / f"bin/{stem}.{self.settings.target}.idx"):
+            return
+        write_settings(made, wanted)
+        for text in texts:
+            text.replace(self.dest / first / text.name)
+        if comes_in_tokens:
+            self._tokens_to_subwords()
+        else:
+            self.tokenize("raw", "tok")
+            self.segment()
+        # fairseq-preprocess calls it test. The dictionaries are those of the data.
+        separate = self.settings.separate_dictionaries
+        dictionaries = [self.dest / f"bin/dict.{lang}.txt" for lang in self.settings.endings[: 1 + separate]]
+        flags = self._languages() + [f"--testpref=bpe/{name}", *self._with_dictionaries(dictionaries)]
+        languages = {lang: f"{stem.replace(name, 'test', 1)}.{lang}" for lang in self.settings.endings}
+        texts_of = {index: f"bpe/{name}.{lang}" for lang, index in languages.items()}
+        make_bin(self.dest, self.workers, flags, texts_of, to="partial/bin")
+        for lang, index in languages.items():
+            for ending in ("bin", "idx"):
+                (self.dest / f"partial/bin/{index}.{ending}").replace(self.dest / f"bin/{stem}.{lang}.{ending}")
+        pairs_of_set = count_lines(self.dest / f"raw/{name}.{self.settings.source}")
+        say("prepare", f"{self.dest} has the test set {name}: {pairs_of_set:,} pairs")
 
     # --- the steps after it ---
 
@@ -317,15 +382,21 @@ class Preparation:
         languages = self.settings.endings[: 2 if self.settings.separate_dictionaries else 1]
         return [self.like / f"bin/dict.{lang}.txt" for lang in languages]
 
+    def _languages(self) -> list[str]:
+        """Flags of fairseq-preprocess."""
+        return ["--source-lang", self.settings.source, "--target-lang", self.settings.target]
+
+    def _with_dictionaries(self, files: Sequence[Path]) -> list[str]:
+        """Flags of fairseq-preprocess for these dictionaries, or for new ones."""
+        joined = ["--joined-dictionary"] if not self.settings.separate_dictionaries else []
+        return joined + [f"{flag}={file}" for flag, file in zip(("--srcdict", "--tgtdict"), files, strict=False)]
+
     def binarize(self, expected: str = "") -> None:
         """Make fairseq's binary data, bin/, from bpe/. ``expected``: the counts that the original text gives."""
         source, target = self.settings.endings
-        flags = ["--source-lang", source, "--target-lang", target, "--trainpref=bpe/train", "--validpref=bpe/valid"]
+        flags = [*self._languages(), "--trainpref=bpe/train", "--validpref=bpe/valid"]
         flags += ["--testpref=" + ",".join(f"bpe/{split}" for split in self.splits[2:])]
-        flags += ["--joined-dictionary"] if not self.settings.separate_dictionaries else []
-        flags += [
-            f"{flag}={path}" for flag, path in zip(("--srcdict", "--tgtdict"), self._dictionaries(), strict=False)
-        ]
+        flags += self._with_dictionaries(self._dictionaries())
         names = (name.split(".") for name in self.files())
         texts = {f"{split}.{source}-{target}.{lang}": f"bpe/{split}.{lang}" for split, lang in names}
         make_bin(self.dest, self.workers, flags, texts)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
-from pn_fairseq.common.command import ArgumentParser, UserError, say, say_next, whole
+from pn_fairseq.common.command import ArgumentParser, UserError, absolute, say, say_next, whole
 from pn_fairseq.common.files import scratch_folder
 from pn_fairseq.pipeline.data import languages, settings, subwords, tokens
 from pn_fairseq.pipeline.data.preparation import Preparation, locked
@@ -27,7 +27,7 @@ SEGMENTATION = "the kind of subwords (default subword-nmt); with sentencepiece, 
 MOSES = "a checkout of mosesdecoder whose Perl scripts replace sacremoses"
 TOOLS = {
     "--segmentation": {"choices": [*subwords.MODELS], "help": SEGMENTATION},
-    "--moses": {"metavar": "DIR", "type": Path, "help": MOSES},
+    "--moses": {"metavar": "DIR", "type": absolute, "help": MOSES},
 }
 
 
@@ -46,7 +46,7 @@ def _parser() -> ArgumentParser:
         corpus = corpora.add_parser(name, help=title, description=recipe.__doc__, epilog=EPILOG)
         where = f"default runs/data/{recipe.CONFIG}" if recipe.CONFIG else "required"
         dest = f"the prepared data ({where})"
-        corpus.add_argument("--dest", type=Path, metavar="DIR", help=dest, required=not recipe.CONFIG)
+        corpus.add_argument("--dest", type=absolute, metavar="DIR", help=dest, required=not recipe.CONFIG)
         for flag, kind in options_of(recipe).items():
             corpus.add_argument(flag, **kind)
         check = "only check that DIR was not made with other settings"
@@ -62,13 +62,12 @@ def main(argv: list[str]) -> None:
     options = _parser().parse_args(argv)
     recipe = RECIPES[options.recipe]
     if "corpus" in options:
-        corpus = Path(options.corpus)
-        if not options.check and not corpus.is_dir():
-            raise UserError(f"there is no directory '{corpus}' (--corpus)")
-        options.corpus = corpus.absolute()
+        options.corpus = Path(options.corpus).absolute()  # a recipe of one's own may declare another type
+        if not options.check and not options.corpus.is_dir():
+            raise UserError(f"there is no directory '{options.corpus}' (--corpus)")
     made_with = with_tools(recipe.settings(options), options)
     name = recipe.folder(options) if hasattr(recipe, "folder") else recipe.CONFIG
-    dest = (options.dest or Path("runs/data") / name).absolute()
+    dest = options.dest or Path("runs/data", name).absolute()
     settings.check(dest, made_with.as_text(), {})  # before anything is downloaded
     if options.check:
         return
@@ -81,7 +80,11 @@ def main(argv: list[str]) -> None:
             recipe.prepare(data, options)
     except OSError as error:  # an error of writing names no file
         raise UserError(f"{error.filename or dest}: {error.strerror or error}") from None
-    say_next("prepare", "train", recipe.CONFIG or "CONFIG", *(["--data", options.dest] if options.dest else []))
+    if getattr(options, "test", None):
+        say_next("prepare", "generate", "--run", "RUN", "--subset", options.test)
+        return
+    config = getattr(recipe, "TRAIN", recipe.CONFIG) or "CONFIG"
+    say_next("prepare", "train", config, *(["--data", options.dest] if options.dest else []))
 
 
 def with_tools(made_with: Settings | LanguageModelSettings, options: Namespace) -> Settings | LanguageModelSettings:

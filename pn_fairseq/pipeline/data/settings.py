@@ -120,5 +120,8 @@ def check(dest: Path, settings: Mapping[str, str], sums: Mapping[str, str]) -> N
     for name in stamp.differences(file, new):
         if learned or name not in ("bpe", "segmentation"):
             old = read_settings(file).get(name)
+            split = name.partition(".")[0]
+            if old is None and name in sums and split.startswith("test"):
+                raise UserError(f"{dest} was made without {name}: add this test set with --test {split}")
             what = "other text" if name in sums else f"other settings ({name}={old}, not {new[name]})"
             raise UserError(f"{dest} was made with {what}, see {file}; name another directory")

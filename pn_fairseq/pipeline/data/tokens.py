@@ -37,7 +37,7 @@ def checkout(settings: Settings, moses: Path | None) -> Path:
     for script in scripts(settings).values():
         if not (moses / script).is_file():
             raise UserError(f"--moses {moses} is not a checkout of mosesdecoder: {script} is missing")
-    return moses.absolute()
+    return moses
 
 
 #: Control characters that Moses deletes and Python takes for white space.

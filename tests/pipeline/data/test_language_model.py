@@ -114,7 +114,7 @@ def test_enwik8_is_cut_by_numbers_of_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr(enwik8, "SHA256", "")
     splits = []
     monkeypatch.setattr(enwik8.language_model, "prepare", lambda data, texts: splits.extend(texts))
-    plan = Preparation(tmp_path / "data", enwik8.settings(None), archive=str(tmp_path))
+    plan = Preparation(tmp_path / "data", enwik8.settings(None), archive=tmp_path)
     assert plan.settings.unit == "byte"
     text = bytes(range(256)) * 2
 

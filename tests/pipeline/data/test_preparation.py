@@ -124,6 +124,85 @@ def test_text_for_a_model_of_other_data(corpus, tmp_path):
         assert not (tmp_path / "third").exists()
 
 
+def test_the_same_text_on_both_sides_is_said(tmp_path, capsys):
+    (tmp_path / "partial/text").mkdir(parents=True)
+    texts = {"train": "uno\ndos\ntres\n", "valid": "uno\ndos\nthree\n", "test": "uno\ntwo\nthree\n"}
+    for split, english in texts.items():
+        (tmp_path / f"partial/text/{split}.es").write_text("uno\ndos\ntres\n")
+        (tmp_path / f"partial/text/{split}.en").write_text(english)
+    Preparation(tmp_path, Settings(source="es", target="en"))._note_on_copies()
+    said = capsys.readouterr().err.splitlines()
+    assert said == [
+        f"[prepare] note: {same} of the 3 pairs of {split}.es and {split}.en are the same on both sides"
+        for split, same in (("train", 3), ("valid", 2))
+    ]
+
+
+def copy_split(folder: Path, split: str, to: str) -> None:
+    for lang in ("es", "en"):
+        shutil.copy(folder / f"{split}.{lang}", folder / f"{to}.{lang}")
+
+
+@pytest.mark.parametrize("tokenized", [False, True])
+def test_further_test_sets(tokenized, corpus, tmp_path):
+    """test1 with the rest, and test2017 afterwards: as the same text is prepared under the name test."""
+    data, alike = tmp_path / "data", tmp_path / "alike"
+    if tokenized:
+        for file in corpus.iterdir():
+            file.write_text(file.read_text("utf-8").lower().replace(".", " ."), "utf-8")
+    copy_split(corpus, "valid", "test1")
+    copy_split(corpus, "train", "test2017")
+    said = prepare(corpus, data, *LANGUAGES, *(["--tokenized"] if tokenized else []))
+    command = f"pn prepare text --corpus {corpus} --dest {data} --test test2017"
+    assert f"note: {corpus}/test2017.* is left out; to add it afterwards: {command}\n" in said
+    assert "9 train, 3 valid, 3 test, 3 test1" in said
+    for ending in ("es.bin", "en.idx"):
+        assert (data / f"bin/test1.es-en.{ending}").read_bytes() == (data / f"bin/valid.es-en.{ending}").read_bytes()
+    before = (data / "settings.txt").read_bytes()
+    said = prepare(corpus, data, "--test", "test2017")
+    assert "has the test set test2017: 9 pairs" in said and "next: pn generate --run RUN --subset test2017" in said
+    assert (data / "settings.txt").read_bytes() == before, "runs on this data stay valid"
+    copy_split(corpus, "train", "test")
+    prepare(corpus, alike, "--like", data)
+    for folder, names in (
+        ("raw", ("{}.es", "{}.en")),
+        ("tok", ("{}.es", "{}.en")),
+        ("bpe", ("{}.es", "{}.en")),
+        ("bin", ("{}.es-en.es.bin", "{}.es-en.es.idx", "{}.es-en.en.bin", "{}.es-en.en.idx")),
+    ):
+        for name in names:
+            added = (data / folder / name.format("test2017")).read_bytes()
+            assert added and added == (alike / folder / name.format("test")).read_bytes(), (folder, name)
+    assert not (data / "partial").exists()
+    words = ("prepare", "text", "--corpus", corpus, "--dest", data, "--test")
+    assert "already exists" in in_process(*words, "test2017").stderr
+    copy_split(corpus, "valid", "test2017")
+    for options, needle in (
+        (("test2017",), "has another text as test2017"),
+        (("test1",), "has a test1 since it was prepared"),
+        (("valid",), "other than train, valid, test"),
+        (("../x",), "other than train, valid, test"),
+        (("none",), "there is no"),
+        (("new", "--keep-case"), "leave out --keep-case"),
+        (("new", "--source", "de"), "has source=es, not de (--test)"),
+        (("new", "--like", alike), "leave out --like"),
+        (("new", "--dest", tmp_path / "nowhere"), "is no prepared data, to which --test new can add"),
+    ):
+        assert_refused(in_process(*words, *options), needle)
+    (corpus / "test3.es").touch()
+    shutil.rmtree(data)
+    assert_not_prepared(corpus, "has test3, but no test2: number them from 1")
+
+
+def test_a_test_set_that_was_added_to_the_text_is_named(corpus, tmp_path):
+    options = ("--corpus", corpus, *LANGUAGES, "--dest", tmp_path / "data")
+    prepare(corpus, tmp_path / "data", *LANGUAGES)
+    copy_split(corpus, "valid", "test1")
+    assert_refused(
+        in_process("prepare", "text", *options), "was made without test1.es: add this test set with --test test1"
+    )
+
+
 def test_languages_whose_scores_need_a_package(corpus, monkeypatch):
     monkeypatch.setattr(languages.importlib.util, "find_spec", lambda name: None if "MeCab" in name else name)
     words = (*LANGUAGES, "--target", "jpn_Jpan", "--corpus", corpus)  # whose files do not exist

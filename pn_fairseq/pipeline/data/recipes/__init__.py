@@ -4,6 +4,7 @@ A recipe is a module, here or in a file of a user (`pn prepare FILE.py`), with
   a docstring            what --help prints; its first line is in the list of the corpora
   CONFIG                 the configuration that trains on it, which is also the name of its folder in runs/data;
                          "": --dest must be given
+  TRAIN                  where CONFIG is "": the configuration that pn prepare advises
   OPTIONS                its options, in addition to --dest and --workers: flag -> arguments of add_argument
   REPRODUCE              with a CONFIG: the models that `pn reproduce` trains on it, a Corpus
   settings(options)      what the data is made with, a Settings; ``options`` has the values of all options
