@@ -1,22 +1,27 @@
 """The operators ``torch.ops.pn_fairseq.*``, and functions with a gradient made of them.
 
 :mod:`.reference` defines the arguments and the results of each and serves every device; C++ and Triton compute the same
-on CPU and CUDA. All are pure functions of tensors. They trust their arguments: the norms check what users give them,
-once. Tokens may have any strides, and the usual ones, such as those of a transposed batch, are read without a copy.
-Results are contiguous, as the results of torch's LayerNorm.
+on CPU and CUDA. They trust their arguments: the norms check what users give them, once. Tokens and masks may have any
+strides, and the usual ones, such as those of a transposed batch, are read without a copy. Results are contiguous, as
+the results of torch's LayerNorm. An operator whose name ends in ``_`` changes state, which is contiguous, in place; the
+others are pure.
 
 ===================  ==============================================================================================
 ``normalize``        y from given statistics, optionally with the second moment of the batch from the same pass
 ``moments``          statistics of the batch
 ``gradient``         dx from given vectors, optionally with the sums over tokens from the same pass
 ``gradient_sums``    sums over tokens of a backward pass
-``running_average``  the running statistics of a norm that keeps averages
-``power_update``     the state of PN after a batch
+``running_average_`` moves the running statistics of a norm that keeps averages
+``power_update_``    moves the state of PN
+``power_step_``      the backward of PN: ``gradient`` and ``power_update_``
+``batch_normalize``  ``moments`` and ``normalize``
+``batch_step_``      its backward: ``gradient_sums``, ``gradient`` and ``running_average_``
 ``standardize``      y by the statistics of each token; ``standardize_gradient`` is its backward
 ``squash``           y by tanh or erf, channel by channel; ``squash_gradient`` is its backward
 ===================  ==============================================================================================
 """
 
+import inspect
 import re
 from collections.abc import Callable
 
@@ -30,23 +35,28 @@ NAMESPACE = "pn_fairseq"
 #: Operator -> its reference implementation.
 OPERATORS: dict[str, Callable] = {}
 
+#: Operator -> the places of the arguments that it changes.
+CHANGED: dict[str, tuple[int, ...]] = {}
+
 _library = torch.library.Library(NAMESPACE, "DEF")
 
 
-def _operator(function: Callable) -> Callable:
-    """Define ``torch.ops.pn_fairseq.NAME`` with ``function``, a pure function, as its reference implementation.
+def _operator(function: Callable, *state: str) -> Callable:
+    """Define ``torch.ops.pn_fairseq.NAME`` with ``function`` as its reference implementation.
 
     The operator has its name and its arguments, in the types of its annotations, without those that have a default.
+    ``state`` names the arguments that it changes.
     """
     name = function.__name__
-    arguments = torch.library.infer_schema(function, mutates_args=()).replace("SymInt", "int")
+    arguments = torch.library.infer_schema(function, mutates_args=state).replace("SymInt", "int")
     _library.define(name + re.sub(r", \w+ \w+=\w+", "", arguments))
     _library.impl(name, function, "CompositeExplicitAutograd")
     # Every call whose result needs a gradient is inside a torch.autograd.Function, which defines the gradient. A
     # fallthrough skips autograd's dispatch key, whose default (warn in a backward that these operators have no
     # gradient) costs time in every call.
     _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
-    OPERATORS[name] = function
+    names = list(inspect.signature(function).parameters)
+    OPERATORS[name], CHANGED[name] = function, tuple(names.index(argument) for argument in state)
     return getattr(torch.ops.pn_fairseq, name).default
 
 
@@ -54,12 +64,31 @@ normalize = _operator(reference.normalize)
 moments = _operator(reference.moments)
 gradient_sums = _operator(reference.gradient_sums)
 gradient = _operator(reference.gradient)
-running_average = _operator(reference.running_average)
-power_update = _operator(reference.power_update)
+running_average_ = _operator(reference.running_average_, "moment", "mean", "num_batches", "diagnostics")
+power_update_ = _operator(reference.power_update_, "psi2", "nu", "num_batches", "diagnostics")
+power_step_ = _operator(reference.power_step_, "psi2", "running_nu", "num_batches", "diagnostics")
+batch_normalize = _operator(reference.batch_normalize)
+_RUNNING = ("running_moment", "running_mean", "num_batches", "diagnostics")
+batch_step_ = _operator(reference.batch_step_, *_RUNNING)
 standardize = _operator(reference.standardize)
 standardize_gradient = _operator(reference.standardize_gradient)
 squash = _operator(reference.squash)
 squash_gradient = _operator(reference.squash_gradient)
+
+
+def running_average(moment, mean, num_batches, batch_moment, batch_mean, products, count, alpha):
+    """What :func:`running_average_` would make of the state, as new tensors."""
+    new, of_mean = moment.clone(), None if mean is None else mean.clone()
+    number = num_batches.clone()
+    running_average_(new, of_mean, number, None, batch_moment, batch_mean, products, count, alpha, False)
+    return new, moment.new_empty(0) if mean is None else of_mean, number
+
+
+def power_update(psi2, nu, num_batches, *rest):
+    """What :func:`power_update_` would make of the state, as new tensors."""
+    new = psi2.clone(), nu.clone(), num_batches.clone()
+    power_update_(*new, None, *rest, True)
+    return new
 
 
 def by_reference() -> bool:
@@ -97,7 +126,7 @@ class _Normalize(torch.autograd.Function):
         x, weight, mean, moment, inv_rms = ctx.saved_tensors
         needed = ctx.needs_input_grad[1:3]
         dx, parameters, _ = gradient(
-            dy, x, None, weight, mean, moment, None, None, inv_rms, ctx.groups, ctx.eps, any(needed)
+            dy, x, None, weight, mean, moment, *[None] * 4, inv_rms, ctx.groups, ctx.eps, any(needed)
         )
         return dx, *_parameters(parameters, needed, weight), None, None, None, None
 

@@ -1,16 +1,19 @@
 """What the operators compute, in plain PyTorch. The C++ and Triton implementations are tested against it.
 
-All functions are pure: they change none of their arguments. Names and shapes, here and in :mod:`.ops`:
+A function whose name ends in ``_`` changes the state that its docstring names, in place, and nothing else; the others
+are pure. Names and shapes, here and in :mod:`.ops`:
 
 ================  ==================================================================================================
 ``x``, ``dy``     (..., C), any strides, one type: float16, bfloat16, float32 or float64. A row is a token.
-``padding``       (...) bool, contiguous, in the order of x; True = padding. None: every token is real.
-                  M denotes the real tokens, N their number.
+``padding``       (...) bool, the tokens of x in the order of x, any strides; True = padding. None: every token is
+                  real. M denotes the real tokens, N their number.
 ``groups``        number of layer-scale groups G; 0: no layer-scale
 ``inv_rms``       (..., G): 1 / sqrt(mean_k(x_k^2) + eps) of each token and group; h = x * inv_rms. G = 0: h = x.
 vectors           (C,), any floating-point type: ``weight``, ``bias``, ``mean``, ``moment`` (the second moment about
                   the mean), ``nu``, ``offset``
 ``eps``           added to every mean square before the root
+``loss_scale``    one element, any floating-point type: what the loss is multiplied by. None: 1
+``count``         0-d, N in the accumulation dtype
 ================  ==================================================================================================
 
 With D = sqrt(moment + eps), x_hat = (h - mean) / D and dx_hat = weight * dy; what is None is left out.
@@ -144,6 +147,7 @@ def gradient_sums(
     weight: Tensor | None,
     mean: Tensor | None,
     moment: Tensor | None,
+    loss_scale: Tensor | None,
     inv_rms: Tensor,
     groups: int,
     eps: float,
@@ -152,17 +156,29 @@ def gradient_sums(
 
     Returns:
         ``parameters`` (2, C): the sums of dy * x_hat and of dy over *all* tokens, the gradients of weight and bias;
-        ``products`` (2, C): the sums of dx_hat * x_hat and of dx_hat over the *real* tokens.
+        ``products`` (2, C): the sums of dx_hat * x_hat and of dx_hat over the *real* tokens, over the loss scale.
     """
     xhat = _standardized(_layer_scaled(x, inv_rms, groups), mean, moment, eps)
-    return _gradient_sums(dy.to(xhat.dtype), xhat, _unused(dy), padding, weight)
+    return _gradient_sums(dy.to(xhat.dtype), xhat, _unused(dy), padding, weight, loss_scale)
 
 
-def _gradient_sums(dy, xhat, unused, padding, weight) -> tuple[Tensor, Tensor]:
+def _gradient_sums(dy, xhat, unused, padding, weight, loss_scale) -> tuple[Tensor, Tensor]:
     parts = ((dy * xhat).masked_fill(unused, 0.0), dy)
     parameters = torch.stack([_sum_over_tokens(part) for part in parts])
     products = torch.stack([_sum_over_tokens(_real(part, padding)) for part in parts])
-    return parameters, products if weight is None else products * weight.to(xhat.dtype)
+    if weight is not None:
+        products = products * weight.to(xhat.dtype)
+    if loss_scale is not None:
+        products = products / loss_scale.to(xhat.dtype)
+    return parameters, products
+
+
+def _correction(vector: Tensor, count: Tensor | None, loss_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """``nu`` or ``offset`` of :func:`gradient` as dx_hat is reduced by it."""
+    vector = vector.to(dtype)
+    if count is not None:
+        vector = vector / count.clamp(min=1.0)
+    return vector if loss_scale is None else vector * loss_scale.to(dtype)
 
 
 def gradient(
@@ -174,6 +190,8 @@ def gradient(
     moment: Tensor | None,
     nu: Tensor | None,
     offset: Tensor | None,
+    count: Tensor | None,
+    loss_scale: Tensor | None,
     inv_rms: Tensor,
     groups: int,
     eps: float,
@@ -182,7 +200,8 @@ def gradient(
     """Gradient with respect to x, and :func:`gradient_sums` from the same pass if ``sums`` (else empty).
 
     dh = (dx_hat - 1_M (nu * x_hat + offset)) / D, where 1_M is 1 on real tokens and 0 on padding; ``offset`` goes with
-    ``nu``. Through layer-scale, per token and group, dx = (dh - h mean_k(dh_k h_k)) * inv_rms.
+    ``nu``. Both are first divided by max(``count``, 1), if there is a count, and multiplied by the loss scale. Through
+    layer-scale, per token and group, dx = (dh - h mean_k(dh_k h_k)) * inv_rms.
     """
     h = _layer_scaled(x, inv_rms, groups)
     xhat, unused = _standardized(h, mean, moment, eps), _unused(dy)
@@ -191,9 +210,9 @@ def gradient(
         dh = dh * weight.to(h.dtype)
     if nu is not None:
         unused = unused & padding.unsqueeze(-1) if padding is not None else torch.zeros_like(unused)
-        correction = nu.to(h.dtype) * xhat
+        correction = _correction(nu, count, loss_scale, h.dtype) * xhat
         if offset is not None:
-            correction = correction + offset.to(h.dtype)
+            correction = correction + _correction(offset, count, loss_scale, h.dtype)
         dh = dh - _real(correction, padding)
     if moment is not None:
         dh = dh / torch.sqrt(moment.to(h.dtype) + eps)
@@ -203,45 +222,75 @@ def gradient(
     dx = _result(dh.masked_fill(unused, 0.0), dy)
     if not sums:
         return dx, h.new_empty(0), h.new_empty(0)
-    return dx, *_gradient_sums(dy.to(h.dtype), xhat, unused, padding, weight)
+    return dx, *_gradient_sums(dy.to(h.dtype), xhat, unused, padding, weight, loss_scale)
 
 
-def share_of_batch(num_batches: Tensor, warmup: int, alpha: float) -> Tensor:
+def share_of_batch(num_batches: Tensor, warmup: int, alpha: float, dtype: torch.dtype) -> Tensor:
     """Weight w of a batch in a running statistic, s <- s + w (s_B - s); ``num_batches`` are in it already (0-d).
 
     1 / (num_batches + 1) while ``num_batches < warmup``, which gives the mean of the batches; then 1 - alpha, which
     gives an exponential average.
     """
-    return torch.where(num_batches < warmup, 1.0 / (num_batches + 1).double(), 1.0 - alpha)
+    return torch.where(num_batches < warmup, 1.0 / (num_batches + 1).to(dtype), 1.0 - alpha)
 
 
-def running_average(
+def _all_finite(*values: Tensor) -> Tensor:
+    """Whether all numbers are finite in float32, the type of the state; 0-d."""
+    return torch.cat([value.float().flatten() for value in values]).isfinite().all()
+
+
+def _note(diagnostics: Tensor, running: Tensor, batch: Tensor, count: Tensor, counted: Tensor) -> None:
+    """The entries 0 and 2 of ``diagnostics``; see :func:`running_average_`."""
+    tiny = torch.finfo(torch.float32).tiny
+    distance = batch.float().clamp(min=tiny).log() - running.clamp(min=tiny).log()
+    diagnostics[0].add_((count > 0) & ~counted)
+    diagnostics[2].copy_(0.5 * distance.abs().mean())
+
+
+def _move(state: Tensor, after: Tensor, counted: Tensor) -> None:
+    state.copy_(torch.where(counted, after.to(state.dtype), state))
+
+
+def running_average_(
     moment: Tensor,
     mean: Tensor | None,
     num_batches: Tensor,
+    diagnostics: Tensor | None,
     batch_moment: Tensor,
     batch_mean: Tensor | None,
     products: Tensor,
     count: Tensor,
     alpha: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Running statistics after a batch, exponential averages: moment, mean (empty without one) and num_batches.
+    unbiased: bool,
+) -> None:
+    """Running statistics move by a batch, as exponential averages.
 
-    ``moment``, ``mean`` (C,) float32 and ``num_batches`` int64 are the running statistics before the batch; the
-    other arguments belong to the batch. The running statistics stay as they are if N = ``count`` is 0 or a number of
-    the batch is not finite, among them the ``products`` (2, C) of its gradient.
+    ``moment``, ``mean`` (C,) float32, ``num_batches`` 0-d int64 and ``diagnostics`` are changed; the other arguments
+    belong to the batch. ``unbiased``: ``batch_moment`` enters times N / (N - 1). The statistics stay as they are if N
+    is 0 or a number of the batch is not finite, among them the ``products`` (2, C) of its gradient and, where it is
+    unbiased, the moment of one token.
+
+    ``diagnostics`` (4,) float32, or None: [0] grows by 1 if the batch has a real token and does not count; [1] by 1 if
+    max(0, .) acts in :func:`power_update_` and the batch counts; [2] becomes the mean over the channels of
+    0.5 |log(moment of the batch) - log(running moment before it)|, where a moment is float32's smallest normal number
+    at least; [3] becomes the largest Gamma of a channel. [1] and [3] are of :func:`power_update_` alone.
     """
-    pairs = [(moment, batch_moment)] + ([] if mean is None else [(mean, batch_mean)])
-    finite = [value.float().isfinite().all() for value in (products, *(new for _, new in pairs))]
-    counted = (count > 0) & torch.stack(finite).all()
-    after = [torch.where(counted, (old + (1.0 - alpha) * (new - old)).float(), old) for old, new in pairs]
-    return after[0], moment.new_empty(0) if mean is None else after[1], num_batches + counted
+    if unbiased:
+        batch_moment = batch_moment * (count / (count - 1.0))
+    of_batch = (batch_moment,) if mean is None else (batch_moment, batch_mean)
+    counted = (count > 0) & _all_finite(products, *of_batch)
+    if diagnostics is not None:
+        _note(diagnostics, moment, batch_moment, count, counted)
+    for running, batch in zip((moment, mean), of_batch, strict=False):
+        _move(running, running + (1.0 - alpha) * (batch - running), counted)
+    num_batches.add_(counted)
 
 
-def power_update(
+def power_update_(
     psi2: Tensor,
     nu: Tensor,
     num_batches: Tensor,
+    diagnostics: Tensor | None,
     batch_psi2: Tensor,
     used_psi2: Tensor,
     products: Tensor,
@@ -250,20 +299,112 @@ def power_update(
     warmup: int,
     alpha_fwd: float,
     alpha_bwd: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The new psi^2, nu and num_batches of PN (Shen et al. 2020, line 4 of both passes of Algorithm 2).
+    has_gradient: bool,
+) -> None:
+    """psi^2, nu and num_batches of PN move by a batch (Shen et al. 2020, line 4 of both passes of Algorithm 2).
 
-    The state stays as it is if N = ``count`` is 0 or a number of the batch is not finite. ``used_psi2`` is the psi^2 in
-    D, and ``products`` (2, C) are the sums over M of dx_hat * x_hat and of dx_hat.
+    They and ``diagnostics`` (:func:`running_average_`) are changed; without ``has_gradient`` nu stays. The state stays
+    as it is if N is 0 or a number of the batch is not finite. ``used_psi2`` is the psi^2 in D, and ``products`` (2, C)
+    are the sums over M of dx_hat * x_hat and of dx_hat.
     """
     gamma = batch_psi2 / (used_psi2.to(batch_psi2.dtype) + eps)
-    lambda_ = products[0] / count.clamp(min=1.0)
-    finite = batch_psi2.float().isfinite().all() & gamma.isfinite().all() & products.isfinite().all()
-    counted = (count > 0) & finite
-    new_psi2 = psi2 + share_of_batch(num_batches, warmup, alpha_fwd) * (batch_psi2 - psi2)
-    new_nu = nu * (1.0 - (1.0 - alpha_bwd) * gamma).clamp(min=0.0) + (1.0 - alpha_bwd) * lambda_
-    psi2, nu = torch.where(counted, new_psi2.float(), psi2), torch.where(counted, new_nu.float(), nu)
-    return psi2, nu, num_batches + counted
+    counted = (count > 0) & _all_finite(batch_psi2, products, gamma)
+    if diagnostics is not None:
+        _note(diagnostics, psi2, batch_psi2, count, counted)
+        diagnostics[1].add_(((1.0 - alpha_bwd) * gamma > 1.0).any() & counted)
+        diagnostics[3].copy_(gamma.max())
+    share = share_of_batch(num_batches, warmup, alpha_fwd, batch_psi2.dtype)
+    _move(psi2, psi2 + share * (batch_psi2 - psi2), counted)
+    if has_gradient:
+        lambda_ = products[0] / count.clamp(min=1.0)
+        kept = (1.0 - (1.0 - alpha_bwd) * gamma).clamp(min=0.0)
+        _move(nu, nu * kept + (1.0 - alpha_bwd) * lambda_, counted)
+    num_batches.add_(counted)
+
+
+def power_step_(
+    dy: Tensor,
+    x: Tensor,
+    padding: Tensor | None,
+    weight: Tensor | None,
+    used_psi2: Tensor,
+    nu: Tensor,
+    loss_scale: Tensor | None,
+    inv_rms: Tensor,
+    psi2: Tensor,
+    running_nu: Tensor,
+    num_batches: Tensor,
+    diagnostics: Tensor | None,
+    batch_psi2: Tensor,
+    count: Tensor,
+    groups: int,
+    eps: float,
+    warmup: int,
+    alpha_fwd: float,
+    alpha_bwd: float,
+) -> tuple[Tensor, Tensor]:
+    """The backward of PN: :func:`gradient` by ``used_psi2`` and ``nu``, and :func:`power_update_` with its sums.
+
+    Returns:
+        dx; the gradients of weight and bias (2, C), in the type of ``weight``.
+    """
+    given = dy, x, padding, weight, None, used_psi2, nu, None, None, loss_scale, inv_rms
+    dx, parameters, products = gradient(*given, groups, eps, True)
+    state, batch = (psi2, running_nu, num_batches, diagnostics), (batch_psi2, used_psi2, products, count)
+    power_update_(*state, *batch, eps, warmup, alpha_fwd, alpha_bwd, True)
+    return dx, parameters if weight is None else parameters.to(weight.dtype)
+
+
+def batch_normalize(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    padding: Tensor | None,
+    groups: int,
+    eps: float,
+    centered: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """y, normalized by the :func:`moments` of the batch, and these: ``inv_rms``, mean, moment and N."""
+    inv_rms, mean, moment, count = moments(x, padding, groups, eps, centered)
+    center = mean if centered else None
+    y, *_ = normalize(x, weight, bias, center, moment, None, inv_rms, groups, eps, False)
+    return y, inv_rms, mean, moment, count
+
+
+def batch_step_(
+    dy: Tensor,
+    x: Tensor,
+    padding: Tensor | None,
+    weight: Tensor | None,
+    mean: Tensor | None,
+    moment: Tensor,
+    count: Tensor,
+    loss_scale: Tensor | None,
+    inv_rms: Tensor,
+    running_moment: Tensor,
+    running_mean: Tensor | None,
+    num_batches: Tensor,
+    diagnostics: Tensor | None,
+    groups: int,
+    eps: float,
+    alpha: float,
+    unbiased: bool,
+) -> tuple[Tensor, Tensor]:
+    """The backward of a norm by the statistics of the batch with its exact gradient, and :func:`running_average_`.
+
+    The :func:`gradient` has the products of :func:`gradient_sums` for ``nu`` and, if there is a ``mean``, ``offset``.
+
+    Returns:
+        dx; the gradients of weight and bias (2, C), in the type of ``weight``.
+    """
+    given = dy, x, padding, weight, mean, moment
+    parameters, products = gradient_sums(*given, loss_scale, inv_rms, groups, eps)
+    nu, offset = products.unbind()
+    corrections = nu, None if mean is None else offset, count, loss_scale
+    dx, *_ = gradient(*given, *corrections, inv_rms, groups, eps, False)
+    state = running_moment, running_mean, num_batches, diagnostics
+    running_average_(*state, moment, mean, products, count, alpha, unbiased)
+    return dx, parameters if weight is None else parameters.to(weight.dtype)
 
 
 def standardize(

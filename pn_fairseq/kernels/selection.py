@@ -22,7 +22,7 @@ VARIABLE = "PN_FAIRSEQ_KERNELS"
 IMPLEMENTATIONS = {"reference": None, "triton": "CUDA", "cpp": "CPU"}
 
 #: One more whenever the schema of an operator changes. torch would end the process that loads kernels of other schemas.
-SCHEMAS = 4
+SCHEMAS = 5
 
 #: The compiled kernels, which fit one version of torch and these schemas; setup.py gives them the same name.
 EXTENSION = "pn_fairseq.kernels._cpp_" + re.sub(r"\W", "_", f"{torch.__version__}_{SCHEMAS}")

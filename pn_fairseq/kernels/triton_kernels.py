@@ -9,7 +9,7 @@ writes them to
     partials: (slots, programs, C), then (programs,) of each sum that is one number, such as that of the real tokens
 
 in the accumulation dtype. :func:`finish_moments` and :func:`finish_gradient_sums` add these up in the order of the
-programs, so that equal inputs give equal bits. :func:`running_average` and :func:`power_update` are one program each.
+programs, so that equal inputs give equal bits. :func:`running_average_` and :func:`power_update_` are one program each.
 
 ``rows`` is the number of tokens, 32 bit; offsets in memory are 64 bit. A kernel is compiled without the arguments that
 are None. What is read need not be contiguous: see :func:`_places`. What is written is.
@@ -65,22 +65,38 @@ def _offsets(row, channel, C: tl.constexpr):
 
 @triton.jit
 def _places(row, channel, inner, outer_stride, inner_stride, C: tl.constexpr):
-    """Offsets of a tile in a tensor (outer, inner, C) with these strides; ``inner`` None: it is contiguous."""
-    if inner is None:
+    """Offsets of a tile in a tensor (outer, inner, C) with these strides; without strides it is contiguous."""
+    if outer_stride is None:
         return _offsets(row, channel, C)
     else:
-        outer = row // inner
-        start = outer.to(tl.int64) * outer_stride + (row - outer * inner).to(tl.int64) * inner_stride
-        return start[:, None, None] + channel[None, :, :]
+        return _starts(row, inner, outer_stride, inner_stride)[:, None, None] + channel[None, :, :]
 
 
 @triton.jit
-def _real(padding, row, valid):
+def _starts(row, inner, outer_stride, inner_stride):
+    """Offsets of tokens in a tensor (outer, inner, ...) with these strides."""
+    outer = row // inner
+    return outer.to(tl.int64) * outer_stride + (row - outer * inner).to(tl.int64) * inner_stride
+
+
+@triton.jit
+def _real(padding, row, valid, inner, outer_stride, inner_stride):
     """Which tokens of a tile are real, (BLOCK_N,)."""
     if padding is None:
         return valid
     else:
+        if outer_stride is not None:
+            row = _starts(row, inner, outer_stride, inner_stride)
         return valid & (tl.load(padding + row, mask=valid, other=1) == 0)
+
+
+@triton.jit
+def _loaded(pointer, ACC: tl.constexpr):
+    """A number, or 1 where there is none."""
+    if pointer is None:
+        return tl.full([], 1.0, ACC)
+    else:
+        return tl.load(pointer).to(ACC)
 
 
 @triton.jit
@@ -136,12 +152,14 @@ def norm_forward(
     bias,  # (C,) or None
     mean,  # (C,) or None
     moment,  # (C,) or None
-    padding,  # (rows,) bool, or None: all tokens are real
+    padding,  # (rows) bool, or None: all tokens are real
     partials,  # slots 0: squares, 1: sum (if CENTERED); counts; written. None: only y
     rows,
-    inner,  # rows that an index of the first axis of x has; None: x is contiguous
-    x_outer,  # stride of the first axis of x, in elements
+    inner,  # rows that an index of the first axis of x has; None: what is read is contiguous
+    x_outer,  # stride of the first axis of x, in elements; None: x is contiguous
     x_inner,  # of the second
+    padding_outer,  # as of x
+    padding_inner,
     GROUPS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -174,7 +192,7 @@ def norm_forward(
         if inv_rms is not None:
             h = h * _inv_rms(h, inv_rms, row, valid, group, GROUPS, GROUP_SIZE, EPS, GIVEN)
         if partials is not None:
-            real = _real(padding, row, valid)
+            real = _real(padding, row, valid, inner, padding_outer, padding_inner)
             if CENTERED:
                 count, batch_mean, squares = _add_tile(h, real, count, batch_mean, squares)
             else:
@@ -207,14 +225,18 @@ def norm_backward(
     moment,  # (C,) or None
     nu,  # (C,) or None
     offset,  # (C,) or None; unused without nu
-    padding,  # (rows,) bool, or None: all tokens are real
+    count,  # () ACC, or None: what nu and offset are divided by
+    loss_scale,  # (1,) or None: what they are multiplied by
+    padding,  # (rows) bool, or None: all tokens are real
     partials,  # slots 0: dy (h - mean), 1: dy; with padding 2, 3: the same of real tokens; written. None: only dx
     rows,
-    inner,  # rows that an index of the first axis of dy and x has; None: both are contiguous
-    dy_outer,  # strides of their first axes, in elements
-    dy_inner,  # of the second
+    inner,  # as in norm_forward, and so are the strides
+    dy_outer,
+    dy_inner,
     x_outer,
     x_inner,
+    padding_outer,
+    padding_inner,
     GROUPS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -231,6 +253,12 @@ def norm_backward(
         scale = _vector(weight, channel, inside, 1.0, ACC)
         slope = _vector(nu, channel, inside, 0.0, ACC)
         shift = _vector(offset, channel, inside, 0.0, ACC)
+        if count is not None:
+            tokens = tl.maximum(tl.load(count), 1.0)
+            slope, shift = _divide(slope, tokens), _divide(shift, tokens)
+        if loss_scale is not None:
+            loss = _loaded(loss_scale, ACC)
+            slope, shift = slope * loss, shift * loss
         if moment is not None:
             divisor2 = _vector(moment, channel, inside, 1.0, ACC) + EPS
             divisor = _sqrt(divisor2)
@@ -241,7 +269,7 @@ def norm_backward(
         row = start + tl.arange(0, BLOCK_N)
         valid = row < rows
         exists = valid[:, None, None] & inside[None, :, :]
-        real = _real(padding, row, valid)[:, None, None]
+        real = _real(padding, row, valid, inner, padding_outer, padding_inner)[:, None, None]
         dh = tl.load(dy + _places(row, channel, inner, dy_outer, dy_inner, C), mask=exists, other=0.0).to(ACC)
         h = tl.load(x + _places(row, channel, inner, x_outer, x_inner, C), mask=exists, other=0.0).to(ACC)
         if inv_rms is not None:
@@ -580,6 +608,7 @@ def finish_gradient_sums(
     partials,  # of norm_backward, or of another gradient: without weight and moment
     weight,  # (C,) or None
     moment,  # (C,) or None
+    loss_scale,  # (1,) or None: what the products are divided by
     parameters,  # (2, C) ACC, written: sums of dy x_hat and dy over all tokens
     products,  # (2, C) ACC, written: sums of dx_hat x_hat and dx_hat over the real tokens; or None
     scalars,  # (2,) ACC, written: sums of the numbers; or None
@@ -605,7 +634,10 @@ def finish_gradient_sums(
         over_all, over_real = _divide(over_all, divisor), _divide(over_real, divisor)
     tl.store(parameters + slot * C + channel, over_all, mask=inside)
     if products is not None:
-        tl.store(products + slot * C + channel, over_real * _vector(weight, channel, inside, 1.0, ACC), mask=inside)
+        over_real = over_real * _vector(weight, channel, inside, 1.0, ACC)
+        if loss_scale is not None:
+            over_real = _divide(over_real, _loaded(loss_scale, ACC))
+        tl.store(products + slot * C + channel, over_real, mask=inside)
     if scalars is not None:
         numbers = partials + (2 * C + slot) * programs.to(tl.int64)
         tl.store(scalars + slot, _total_number(numbers, programs, BLOCK_P), mask=tl.program_id(0) == 0)
@@ -616,8 +648,8 @@ def finish_gradient_sums(
 
 @triton.jit
 def _all_finite(values):
-    """Values beyond C have to be finite."""
-    return tl.min((tl.abs(values) < INFINITY).to(tl.int32), 0) == 1
+    """In float32. Values beyond C have to be finite."""
+    return tl.min((tl.abs(values.to(tl.float32)) < INFINITY).to(tl.int32), 0) == 1
 
 
 @triton.jit
@@ -628,77 +660,134 @@ def _share_of_batch(num_batches, warmup, SHARE: tl.constexpr, ACC: tl.constexpr)
 
 
 @triton.jit
-def running_average(
-    moment,  # (C,) float32
-    mean,  # (C,) float32, or None
-    num_batches,  # () int64
-    batch_moment,  # (C,)
+def _log(values):
+    """The logarithm of values of a moment, at least float32's smallest normal number. NaN stays."""
+    values = values.to(tl.float32)
+    return tl.log(tl.where(values < 1.1754943508222875e-38, 1.1754943508222875e-38, values))
+
+
+@triton.jit
+def _distance(running, batch, inside):
+    """The sum of |log(batch) - log(running)|: see the entry 2 of the diagnostics."""
+    return tl.sum(tl.where(inside, tl.abs(_log(batch) - _log(running)), 0.0), 0)
+
+
+@triton.jit
+def _note(diagnostics, distance, real, counted, C: tl.constexpr):
+    """The entries 0 and 2 of the diagnostics: see :func:`.reference.running_average_`."""
+    tl.store(diagnostics, tl.load(diagnostics) + (real & (counted == 0)).to(tl.float32))
+    tl.store(diagnostics + 2, 0.5 * distance / C)
+
+
+@triton.jit
+def _batch_moment(batch_moment, channel, inside, tokens, UNBIASED: tl.constexpr):
+    """The moment of a batch as it enters the running one."""
+    batch = tl.load(batch_moment + channel, mask=inside, other=0.0)
+    if UNBIASED:
+        batch = tl.where(inside, batch * _divide(tokens, tokens - 1.0), 0.0)
+    return batch
+
+
+@triton.jit
+def running_average_(
+    moment,  # (C,) float32, changed
+    mean,  # (C,) float32, changed; or None
+    num_batches,  # () int64, changed
+    diagnostics,  # (4,) float32, changed; or None
+    batch_moment,  # (C,) ACC
     batch_mean,  # (C,), or None
     products,  # (2, C)
     count,  # ()
-    new_moment,  # (C,) float32, written
-    new_mean,  # (C,) float32, written; or None
-    new_num_batches,  # () int64, written
     SHARE: tl.constexpr,
+    UNBIASED: tl.constexpr,
     C: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """:func:`.reference.running_average`; SHARE is 1 - alpha."""
-    channel = tl.arange(0, BLOCK_C)
-    inside = channel < C
-    batches = tl.load(num_batches)
-    counted = tl.load(count) > 0
-    for row in tl.static_range(2):
-        counted &= _all_finite(tl.load(products + row * C + channel, mask=inside, other=0.0))
-    old = tl.load(moment + channel, mask=inside, other=0.0)
-    batch = tl.load(batch_moment + channel, mask=inside, other=0.0).to(tl.float32)
-    counted &= _all_finite(batch)
-    if mean is not None:
-        old_mean = tl.load(mean + channel, mask=inside, other=0.0)
-        mean_of_batch = tl.load(batch_mean + channel, mask=inside, other=0.0).to(tl.float32)
-        counted &= _all_finite(mean_of_batch)
-        new = tl.where(counted, old_mean + SHARE * (mean_of_batch - old_mean), old_mean)
-        tl.store(new_mean + channel, new, mask=inside)
-    tl.store(new_moment + channel, tl.where(counted, old + SHARE * (batch - old), old), mask=inside)
-    tl.store(new_num_batches, batches + counted.to(tl.int64))
+    """The operator of this name; SHARE is 1 - alpha."""
+    batches, tokens = tl.load(num_batches), tl.load(count)
+    counted, distance = tokens > 0, tl.zeros([], tl.float32)
+    for start in range(0, C, BLOCK_C):
+        channel = start + tl.arange(0, BLOCK_C)
+        inside = channel < C
+        for row in tl.static_range(2):
+            counted &= _all_finite(tl.load(products + row * C + channel, mask=inside, other=0.0))
+        batch = _batch_moment(batch_moment, channel, inside, tokens, UNBIASED)
+        counted &= _all_finite(batch)
+        if mean is not None:
+            counted &= _all_finite(tl.load(batch_mean + channel, mask=inside, other=0.0))
+        if diagnostics is not None:
+            distance += _distance(tl.load(moment + channel, mask=inside, other=1.0), batch, inside)
+    for start in range(0, C, BLOCK_C):
+        channel = start + tl.arange(0, BLOCK_C)
+        moves = tl.where(counted, channel, C) < C
+        old = tl.load(moment + channel, mask=moves, other=0.0)
+        batch = _batch_moment(batch_moment, channel, moves, tokens, UNBIASED)
+        tl.store(moment + channel, (old + SHARE * (batch - old)).to(tl.float32), mask=moves)
+        if mean is not None:
+            old = tl.load(mean + channel, mask=moves, other=0.0)
+            center = tl.load(batch_mean + channel, mask=moves, other=0.0)
+            tl.store(mean + channel, (old + SHARE * (center - old)).to(tl.float32), mask=moves)
+    if diagnostics is not None:
+        _note(diagnostics, distance, tokens > 0, counted, C)
+    tl.store(num_batches, batches + counted.to(tl.int64))
+
+
+@triton.jit
+def _gamma(batch_psi2, used_psi2, channel, inside, EPS: tl.constexpr):
+    """psi_B^2 and Gamma."""
+    batch = tl.load(batch_psi2 + channel, mask=inside, other=0.0)
+    return batch, _divide(batch, tl.load(used_psi2 + channel, mask=inside, other=1.0).to(batch.dtype) + EPS)
 
 
 @triton.jit(do_not_specialize=["warmup"])
-def power_update(
-    psi2,  # (C,) float32
-    nu,  # (C,) float32
-    num_batches,  # () int64
+def power_update_(
+    psi2,  # (C,) float32, changed
+    nu,  # (C,) float32, changed if HAS_GRADIENT
+    num_batches,  # () int64, changed
+    diagnostics,  # (4,) float32, changed; or None
     batch_psi2,  # (C,) ACC
     used_psi2,  # (C,), psi^2 under D
     products,  # (2, C)
     count,  # ()
-    new_psi2,  # (C,) float32, written
-    new_nu,  # (C,) float32, written
-    new_num_batches,  # () int64, written
     warmup,
     EPS: tl.constexpr,
     SHARE_FWD: tl.constexpr,
     SHARE_BWD: tl.constexpr,
+    HAS_GRADIENT: tl.constexpr,
     C: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """The operator ``power_update`` of the norm PN; the shares are 1 - alpha."""
+    """The operator of this name; the shares are 1 - alpha."""
     ACC: tl.constexpr = batch_psi2.dtype.element_ty
-    channel = tl.arange(0, BLOCK_C)
-    inside = channel < C
     batches, tokens = tl.load(num_batches), tl.load(count)
     share = _share_of_batch(batches, warmup, SHARE_FWD, ACC)
-    batch = tl.load(batch_psi2 + channel, mask=inside, other=0.0)
-    gamma = _divide(batch, tl.load(used_psi2 + channel, mask=inside, other=1.0).to(ACC) + EPS)
-    product = tl.load(products + channel, mask=inside, other=0.0).to(ACC)
-    plain = tl.load(products + C + channel, mask=inside, other=0.0)
-    counted = (tokens > 0) & _all_finite(batch.to(tl.float32)) & _all_finite(gamma)
-    counted &= _all_finite(product) & _all_finite(plain)
-    old_psi2 = tl.load(psi2 + channel, mask=inside, other=0.0)
-    old_nu = tl.load(nu + channel, mask=inside, other=0.0)
-    moved_psi2 = old_psi2 + share * (batch - old_psi2)
-    lambda_ = _divide(product, tl.maximum(tokens, 1.0).to(ACC))
-    moved_nu = old_nu * tl.maximum(1.0 - SHARE_BWD * gamma, 0.0) + SHARE_BWD * lambda_
-    tl.store(new_psi2 + channel, tl.where(counted, moved_psi2.to(tl.float32), old_psi2), mask=inside)
-    tl.store(new_nu + channel, tl.where(counted, moved_nu.to(tl.float32), old_nu), mask=inside)
-    tl.store(new_num_batches, batches + counted.to(tl.int64))
+    counted, distance, largest = tokens > 0, tl.zeros([], tl.float32), tl.zeros([], ACC)
+    for start in range(0, C, BLOCK_C):
+        channel = start + tl.arange(0, BLOCK_C)
+        inside = channel < C
+        batch, gamma = _gamma(batch_psi2, used_psi2, channel, inside, EPS)
+        counted &= _all_finite(batch) & _all_finite(gamma)
+        for row in tl.static_range(2):
+            counted &= _all_finite(tl.load(products + row * C + channel, mask=inside, other=0.0))
+        if diagnostics is not None:
+            distance += _distance(tl.load(psi2 + channel, mask=inside, other=1.0), batch, inside)
+            not_numbers = tl.sum(tl.where(gamma == gamma, 0.0, gamma), 0)  # which the maximum leaves out
+            largest = tl.maximum(largest, tl.max(gamma, 0)) + not_numbers
+    for start in range(0, C, BLOCK_C):
+        channel = start + tl.arange(0, BLOCK_C)
+        moves = tl.where(counted, channel, C) < C
+        batch, gamma = _gamma(batch_psi2, used_psi2, channel, moves, EPS)
+        old = tl.load(psi2 + channel, mask=moves, other=0.0)
+        tl.store(psi2 + channel, (old + share * (batch - old)).to(tl.float32), mask=moves)
+        if HAS_GRADIENT:
+            old = tl.load(nu + channel, mask=moves, other=0.0)
+            product = tl.load(products + channel, mask=moves, other=0.0).to(ACC)
+            lambda_ = _divide(product, tl.maximum(tokens, 1.0).to(ACC))
+            moved = old * tl.maximum(1.0 - SHARE_BWD * gamma, 0.0) + SHARE_BWD * lambda_
+            tl.store(nu + channel, moved.to(tl.float32), mask=moves)
+    if diagnostics is not None:
+        _note(diagnostics, distance, tokens > 0, counted, C)
+        guarded = counted & (SHARE_BWD * largest > 1.0)
+        tl.store(diagnostics + 1, tl.load(diagnostics + 1) + guarded.to(tl.float32))
+        tl.store(diagnostics + 3, largest.to(tl.float32))
+    tl.store(num_batches, batches + counted.to(tl.int64))

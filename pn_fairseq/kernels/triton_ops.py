@@ -41,6 +41,9 @@ MIN_TILES = 4
 #: Programs, and channels, that a program of a finishing kernel adds up at a time.
 BLOCK_P, BLOCK_C = 128, 32
 
+#: Channels of the state that are read at a time.
+STATE_CHANNELS = 4096
+
 #: Whether the kernels compute on the CPU.
 INTERPRETED = not isinstance(kernels.norm_forward, triton.runtime.JITFunction)
 
@@ -52,21 +55,28 @@ class _DoesNotFit(Exception):
 
 
 def _readable(values, x: Tensor):
-    """An argument as the kernels can read it: like ``x`` with contiguous channels (:func:`_strides`), or contiguous."""
+    """An argument as the kernels can read it: contiguous, or as :func:`_strides` says."""
     if not isinstance(values, Tensor):
         return values
+    mask = values.dtype is torch.bool and values.dim() <= 2
     tokens = values.shape == x.shape and values.dim() in (2, 3) and values.stride(-1) == 1
-    return values if tokens else values.contiguous()
+    return values if mask or tokens else values.contiguous()
 
 
-def _strides(*tensors: Tensor) -> tuple[int | None, ...]:
-    """How the kernels find the tokens of tensors of one shape: ``inner``, and ``outer_stride`` and ``inner_stride`` of
-    each. None if all are contiguous."""
-    if all(values.is_contiguous() for values in tensors):
-        return (None,) * (1 + 2 * len(tensors))
-    if tensors[0].dim() == 2:
-        return 1, *(stride for values in tensors for stride in (values.stride(0), 0))
-    return tensors[0].size(1), *(stride for values in tensors for stride in values.stride()[:2])
+def _strides(padding: Tensor | None, *tensors: Tensor) -> tuple[int | None, ...]:
+    """How the kernels find the tokens of tensors of one shape, and their mask: ``inner``, and ``outer_stride`` and
+    ``inner_stride`` of each, the mask the last. None where all, or this one, are contiguous."""
+    inner, strides = None, []
+    for values in (*tensors, padding):
+        if values is None or values.is_contiguous():
+            strides += (None, None)
+        elif tensors[0].dim() == 2:
+            inner = 1
+            strides += (values.stride(0), 0)
+        else:
+            inner = tensors[0].size(1)
+            strides += values.stride()[:2]
+    return inner, *strides
 
 
 def _operator(function):
@@ -158,15 +168,17 @@ class _Tokens:
         self.finish(kernels.finish_moments, 1, partials, mean if centered else None, moment, count)
         return mean, moment, count
 
-    def gradient_sums(self, partials: Tensor, weight, moment, eps: float, masked: bool) -> tuple[Tensor, Tensor]:
+    def gradient_sums(
+        self, partials: Tensor, weight, moment, loss_scale, eps: float, masked: bool
+    ) -> tuple[Tensor, Tensor]:
         parameters, products = self.new(2, self.channels), self.new(2, self.channels)
-        arguments = partials, weight, moment, parameters, products, None
+        arguments = partials, weight, moment, loss_scale, parameters, products, None
         self.finish(kernels.finish_gradient_sums, 2, *arguments, EPS=eps, MASKED=masked)
         return parameters, products
 
     def parameter_sums(self, partials: Tensor, scalars: Tensor | None = None) -> Tensor:
         parameters = self.new(2, self.channels)
-        arguments = partials, None, None, parameters, None, scalars
+        arguments = partials, None, None, None, parameters, None, scalars
         self.finish(kernels.finish_gradient_sums, 2, *arguments, EPS=0.0, MASKED=False)
         return parameters
 
@@ -179,7 +191,8 @@ def normalize(x, weight, bias, mean, moment, padding, inv_rms, groups, eps, sums
     partials = tokens.partials(1) if sums else None
     kernels.norm_forward[tokens.programs,](
         x, y, scales if groups else None, weight, bias, mean, moment, padding if sums else None, partials,
-        tokens.rows, *_strides(x), GIVEN=inv_rms is not None, CENTERED=False, EPS=eps, **tokens.tile,
+        tokens.rows, *_strides(padding if sums else None, x),
+        GIVEN=inv_rms is not None, CENTERED=False, EPS=eps, **tokens.tile,
     )  # fmt: skip
     batch_moment = count = tokens.new(0)
     if sums:
@@ -194,33 +207,37 @@ def moments(x, padding, groups, eps, centered):
     partials = tokens.partials(2 if centered else 1)
     kernels.norm_forward[tokens.programs,](
         x, None, inv_rms if groups else None, None, None, None, None, padding, partials,
-        tokens.rows, *_strides(x), GIVEN=False, CENTERED=centered, EPS=eps, **tokens.tile,
+        tokens.rows, *_strides(padding, x), GIVEN=False, CENTERED=centered, EPS=eps, **tokens.tile,
     )  # fmt: skip
     return inv_rms, *tokens.moments(partials, centered)
 
 
 @_operator
-def gradient(dy, x, padding, weight, mean, moment, nu, offset, inv_rms, groups, eps, sums):
+def gradient(dy, x, padding, weight, mean, moment, nu, offset, count, loss_scale, inv_rms, groups, eps, sums):
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return dx, *_backward(dy, x, dx, padding, weight, mean, moment, nu, offset, inv_rms, groups, eps, sums)
+    corrections = nu, offset, count, loss_scale
+    return dx, *_backward(dy, x, dx, padding, weight, mean, moment, *corrections, inv_rms, groups, eps, sums)
 
 
 @_operator
-def gradient_sums(dy, x, padding, weight, mean, moment, inv_rms, groups, eps):
-    return _backward(dy, x, None, padding, weight, mean, moment, None, None, inv_rms, groups, eps, True)
+def gradient_sums(dy, x, padding, weight, mean, moment, loss_scale, inv_rms, groups, eps):
+    given = dy, x, None, padding, weight, mean, moment
+    return _backward(*given, None, None, None, loss_scale, inv_rms, groups, eps, True)
 
 
-def _backward(dy, x, dx, padding, weight, mean, moment, nu, offset, inv_rms, groups, eps, sums):
+def _backward(
+    dy, x, dx, padding, weight, mean, moment, nu, offset, count, loss_scale, inv_rms, groups, eps, sums
+):  # fmt: skip
     tokens = _Tokens(x, groups, BACKWARD_THREADS)
     partials = tokens.partials(2 if padding is None else 4) if sums else None
     for out, sums_out in tokens.passes(dx, partials):
         kernels.norm_backward[tokens.programs,](
-            dy, x, out, inv_rms if groups else None, weight, mean, moment, nu, offset, padding, sums_out,
-            tokens.rows, *_strides(dy, x), EPS=eps, **tokens.tile,
+            dy, x, out, inv_rms if groups else None, weight, mean, moment, nu, offset, count, loss_scale, padding,
+            sums_out, tokens.rows, *_strides(padding, dy, x), EPS=eps, **tokens.tile,
         )  # fmt: skip
     if not sums:
         return tokens.new(0), tokens.new(0)
-    return tokens.gradient_sums(partials, weight, moment, eps, padding is not None)
+    return tokens.gradient_sums(partials, weight, moment, loss_scale, eps, padding is not None)
 
 
 @_operator
@@ -231,7 +248,7 @@ def standardize(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     stats = tokens.new(3, *x.shape[:-1], groups)
     kernels.standardize[tokens.programs,](
-        x, y, stats, weight, bias, tokens.rows, *_strides(x), CENTERED=centered,
+        x, y, stats, weight, bias, tokens.rows, *_strides(None, x)[:-2], CENTERED=centered,
         SQUARE_FACTOR=square_factor, EPS_IN_ROOT=eps_in_root, EPS_OUTSIDE=eps_outside, MIN_DIVISOR=min_divisor,
         GAIN=gain, GAIN_SLOPE=gain_slope, **tokens.tile,
     )  # fmt: skip
@@ -245,7 +262,7 @@ def standardize_gradient(dy, x, weight, stats, groups, gain, gain_slope, through
     partials = tokens.partials(2) if sums else None
     for out, sums_out in tokens.passes(dx, partials):
         kernels.standardize_gradient[tokens.programs,](
-            dy, x, out, weight, stats, sums_out, tokens.rows, *_strides(dy, x),
+            dy, x, out, weight, stats, sums_out, tokens.rows, *_strides(None, dy, x)[:-2],
             GAIN=gain, GAIN_SLOPE=gain_slope, THROUGH_MEAN=through_mean, THROUGH_DIVISOR=through_divisor, **tokens.tile,
         )  # fmt: skip
     return dx, tokens.parameter_sums(partials) if sums else tokens.new(0)
@@ -255,7 +272,7 @@ def standardize_gradient(dy, x, weight, stats, groups, gain, gain_slope, through
 def squash(x, weight, bias, alpha, shift, erf):
     tokens = _Tokens(x, 1, FORWARD_THREADS)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    arguments = x, y, weight, bias, alpha, shift, tokens.rows, *_strides(x)
+    arguments = x, y, weight, bias, alpha, shift, tokens.rows, *_strides(None, x)[:-2]
     kernels.squash[tokens.programs,](*arguments, ERF=erf, **tokens.tile)
     return y
 
@@ -266,39 +283,68 @@ def squash_gradient(dy, x, weight, alpha, shift, erf):
     dx, scalars = torch.empty(x.shape, dtype=x.dtype, device=x.device), tokens.new(2)
     partials = tokens.partials(2, numbers=2)
     for out, sums_out in tokens.passes(dx, partials):
-        arguments = dy, x, out, weight, alpha, shift, sums_out, tokens.rows, *_strides(dy, x)
+        arguments = dy, x, out, weight, alpha, shift, sums_out, tokens.rows, *_strides(None, dy, x)[:-2]
         kernels.squash_gradient[tokens.programs,](*arguments, ERF=erf, **tokens.tile)
     return dx, tokens.parameter_sums(partials, scalars), scalars
 
 
 def _all_channels(vector: Tensor) -> dict:
     """Constants of a kernel that is one program over all channels of ``vector``."""
-    block = triton.next_power_of_2(vector.numel())
-    if block > MAX_CHANNELS:
-        raise _DoesNotFit
-    return {"C": vector.numel(), "BLOCK_C": block, "num_warps": min(max(block // 256, 1), 16), "num_stages": 1}
+    block = min(triton.next_power_of_2(vector.numel()), STATE_CHANNELS)
+    return {"C": vector.numel(), "BLOCK_C": block, "num_warps": max(block // 256, 1), "num_stages": 1}
 
 
 @_operator
-def running_average(moment, mean, num_batches, batch_moment, batch_mean, products, count, alpha):
-    constants = _all_channels(moment)
-    new_moment, new_num_batches = torch.empty_like(moment), torch.empty_like(num_batches)
-    new_mean = None if mean is None else torch.empty_like(mean)
-    kernels.running_average[1,](
-        moment, mean, num_batches, batch_moment, batch_mean, products, count, new_moment, new_mean, new_num_batches,
-        SHARE=1.0 - alpha, **constants,
-    )  # fmt: skip
-    return new_moment, moment.new_empty(0) if mean is None else new_mean, new_num_batches
-
-
-@_operator
-def power_update(
-    psi2, nu, num_batches, batch_psi2, used_psi2, products, count, eps, warmup, alpha_fwd, alpha_bwd
+def running_average_(
+    moment, mean, num_batches, diagnostics, batch_moment, batch_mean, products, count, alpha, unbiased
 ):  # fmt: skip
-    constants = _all_channels(psi2)
-    new = torch.empty_like(psi2), torch.empty_like(nu), torch.empty_like(num_batches)
-    kernels.power_update[1,](
-        psi2, nu, num_batches, batch_psi2, used_psi2, products, count, *new,
-        warmup, EPS=eps, SHARE_FWD=1.0 - alpha_fwd, SHARE_BWD=1.0 - alpha_bwd, **constants,
+    state, batch = (moment, mean, num_batches, diagnostics), (batch_moment, batch_mean, products, count)
+    kernels.running_average_[1,](*state, *batch, SHARE=1.0 - alpha, UNBIASED=unbiased, **_all_channels(moment))
+
+
+@_operator
+def power_update_(
+    psi2, nu, num_batches, diagnostics, batch_psi2, used_psi2, products, count, eps, warmup, alpha_fwd, alpha_bwd,
+    has_gradient,
+):  # fmt: skip
+    state, batch = (psi2, nu, num_batches, diagnostics), (batch_psi2, used_psi2, products, count)
+    kernels.power_update_[1,](
+        *state, *batch, warmup, EPS=eps, SHARE_FWD=1.0 - alpha_fwd, SHARE_BWD=1.0 - alpha_bwd,
+        HAS_GRADIENT=has_gradient, **_all_channels(psi2),
     )  # fmt: skip
-    return new
+
+
+def _in_type_of(weight: Tensor | None, values: Tensor) -> Tensor:
+    return values if weight is None else values.to(weight.dtype)
+
+
+def power_step_(
+    dy, x, padding, weight, used_psi2, nu, loss_scale, inv_rms, psi2, running_nu, num_batches, diagnostics,
+    batch_psi2, count, groups, eps, warmup, alpha_fwd, alpha_bwd,
+):  # fmt: skip
+    given = dy, x, padding, weight, None, used_psi2, nu, None, None, loss_scale, inv_rms
+    dx, parameters, products = gradient(*given, groups, eps, True)
+    state, batch = (psi2, running_nu, num_batches, diagnostics), (batch_psi2, used_psi2, products, count)
+    power_update_(*state, *batch, eps, warmup, alpha_fwd, alpha_bwd, True)
+    return dx, _in_type_of(weight, parameters)
+
+
+def batch_normalize(x, weight, bias, padding, groups, eps, centered):
+    inv_rms, mean, moment, count = moments(x, padding, groups, eps, centered)
+    center = mean if centered else None
+    y, *_ = normalize(x, weight, bias, center, moment, None, inv_rms, groups, eps, False)
+    return y, inv_rms, mean, moment, count
+
+
+def batch_step_(
+    dy, x, padding, weight, mean, moment, count, loss_scale, inv_rms, running_moment, running_mean, num_batches,
+    diagnostics, groups, eps, alpha, unbiased,
+):  # fmt: skip
+    given = dy, x, padding, weight, mean, moment
+    parameters, products = gradient_sums(*given, loss_scale, inv_rms, groups, eps)
+    nu, offset = products.unbind()
+    corrections = nu, None if mean is None else offset, count, loss_scale
+    dx, *_ = gradient(*given, *corrections, inv_rms, groups, eps, False)
+    state = running_moment, running_mean, num_batches, diagnostics
+    running_average_(*state, moment, mean, products, count, alpha, unbiased)
+    return dx, _in_type_of(weight, parameters)

@@ -92,13 +92,12 @@ def train(
         x = empty(8, rows // 8, channels, dtype=dtype).transpose(0, 1)
     padding = empty(*x.shape[:-1], dtype=torch.bool) if masked else None
     weight = bias = None if parameters is None else empty(channels, dtype=parameters)
-    rest = groups, 1e-5
+    rest, loss_scale = (groups, 1e-5), empty(1) if masked else None
     if norm == "pn":
         _, inv_rms, batch, tokens = triton_ops.normalize(x, weight, bias, None, vector, padding, None, *rest, True)
-        arguments = x, x, padding, weight, None, vector, vector, None, inv_rms, *rest, True
-        _, _, products = triton_ops.gradient(*arguments)
-        arguments = vector, vector, count, batch, vector, products, tokens, 1e-5, 0, 0.9, 0.9
-        triton_ops.power_update(*arguments)
+        state = vector, vector, count, empty(4)
+        given = x, x, padding, weight, vector, vector, loss_scale, inv_rms
+        triton_ops.power_step_(*given, *state, batch, tokens, *rest, 0, 0.9, 0.9)
     elif norm in ("gn", "ada"):
         curve = (2.0, -0.2) if norm == "ada" else (1.0, 0.0)
         _, stats = triton_ops.standardize(x, weight, bias, max(groups, 1), True, 1.0, 1e-5, 0.0, 0.0, *curve)
@@ -109,12 +108,12 @@ def train(
         triton_ops.squash(x, weight, bias, *arguments)
         triton_ops.squash_gradient(x, x, weight, *arguments)
     else:
-        inv_rms, mean, moment, tokens = triton_ops.moments(x, padding, *rest, norm == "bn")
-        running_mean, mean, offset = (vector, mean, moment) if norm == "bn" else (None, None, None)
-        triton_ops.normalize(x, weight, bias, mean, moment, padding, inv_rms, *rest, False)
-        _, products = triton_ops.gradient_sums(x, x, padding, weight, mean, moment, inv_rms, *rest)
-        triton_ops.gradient(x, x, padding, weight, mean, moment, moment, offset, inv_rms, *rest, False)
-        triton_ops.running_average(vector, running_mean, count, moment, mean, products, tokens, 0.9)
+        centered = norm == "bn"
+        _, inv_rms, mean, moment, tokens = triton_ops.batch_normalize(x, weight, bias, padding, *rest, centered)
+        running_mean, mean = (vector, mean) if centered else (None, None)
+        state = vector, running_mean, count, empty(4)
+        given = x, x, padding, weight, mean, moment, tokens, loss_scale, inv_rms
+        triton_ops.batch_step_(*given, *state, *rest, 0.9, centered)
 
 
 def resources(kernel) -> dict[str, int]:
@@ -150,7 +149,7 @@ def test_every_operator_has_its_kernels():
 
 #: What a training step launches.
 LAUNCHES = {
-    "pn": ["norm_forward", "finish_moments", "norm_backward", "finish_gradient_sums", "power_update"],
+    "pn": ["norm_forward", "finish_moments", "norm_backward", "finish_gradient_sums", "power_update_"],
     "gn": ["standardize", "standardize_gradient", "finish_gradient_sums"],
     "derf": ["squash", "squash_gradient", "finish_gradient_sums"],
 }
@@ -165,7 +164,7 @@ def test_a_step_compiles_to_wide_accesses_without_spills(norm, capability, dtype
     assert [name for name, *_ in compiled] == LAUNCHES[norm]
     check_resources(compiled)
     for name, _, kernel in compiled:
-        if not name.startswith("finish") and name != "power_update":  # those read vectors
+        if not name.startswith("finish") and name != "power_update_":  # those read vectors
             assert widest(kernel) == {"ld": 16, "st": 16}, name
 
 
