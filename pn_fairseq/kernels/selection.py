@@ -50,6 +50,7 @@ def _load_cpp() -> str | None:
     return missing
 
 
+@cache
 def _triton_operators() -> ModuleType:
     """The operators by Triton. Importing triton is slow: this is called only where it is needed."""
     from pn_fairseq.kernels import triton_ops
@@ -112,7 +113,9 @@ def _warn_without_triton(reason: str) -> None:
 
 def _by_triton(name: str) -> Callable:
     def implementation(*args):
-        reason = _no_triton_on(args[0].device) or _wrong_on(args[0])
+        reason = _compared.get(args[0].device)
+        if reason is None:
+            reason = _no_triton_on(args[0].device) or _wrong_on(args[0])
         if not reason:
             return getattr(_triton_operators(), name)(*args)
         if FORCED == "triton":

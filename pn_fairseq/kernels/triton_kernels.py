@@ -228,7 +228,7 @@ def norm_backward(
     count,  # () ACC, or None: what nu and offset are divided by
     loss_scale,  # (1,) or None: what they are multiplied by
     padding,  # (rows) bool, or None: all tokens are real
-    partials,  # slots 0: dy (h - mean), 1: dy; with padding 2, 3: the same of real tokens; written. None: only dx
+    partials,  # slots 0: dy (h - mean), 1: dy; with padding 2, 3: of real tokens; then a 0; written. None: only dx
     rows,
     inner,  # as in norm_forward, and so are the strides
     dy_outer,
@@ -301,6 +301,9 @@ def norm_backward(
         if padding is not None:
             _write_partial(partials, 2, channel, inside, real_products, C)
             _write_partial(partials, 3, channel, inside, real_plain, C)
+        SLOTS: tl.constexpr = 2 if padding is None else 4
+        arrived = partials + tl.num_programs(0).to(tl.int64) * (SLOTS * C)
+        tl.store(arrived, 0.0, mask=tl.program_id(0) == 0)
 
 
 @triton.jit
@@ -603,19 +606,56 @@ def finish_moments(
     tl.store(count, number, mask=tl.program_id(0) == 0)
 
 
+@triton.jit
+def _divisor(moment, channel, inside, EPS: tl.constexpr, ACC: tl.constexpr):
+    """D, or 1 without a moment."""
+    if moment is None:
+        return tl.full(channel.shape, 1.0, ACC)
+    else:
+        return _sqrt(_vector(moment, channel, inside, 1.0, ACC) + EPS)
+
+
+@triton.jit
+def _finished(
+    partials,
+    slot,
+    weight,
+    divisor,
+    loss_scale,
+    parameters,
+    channel,
+    inside,
+    programs,
+    C: tl.constexpr,
+    MASKED: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Write the sums of a slot over all tokens, ``parameters`` (2, C) of any type; returns ``products``, over the real
+    ones and over the loss scale."""
+    over_all = _total(partials, slot, channel, inside, programs, C, BLOCK_P, BLOCK_C)
+    over_real = over_all
+    if MASKED:
+        over_real = _total(partials, slot + 2, channel, inside, programs, C, BLOCK_P, BLOCK_C)
+    parameter = _divide(over_all, divisor).to(parameters.dtype.element_ty)
+    tl.store(parameters + slot * C + channel, parameter, mask=inside)
+    over_real = _divide(over_real, divisor) * _vector(weight, channel, inside, 1.0, over_real.dtype)
+    return over_real if loss_scale is None else _divide(over_real, tl.load(loss_scale).to(over_real.dtype))
+
+
 @triton.jit(do_not_specialize=["programs"])
 def finish_gradient_sums(
     partials,  # of norm_backward, or of another gradient: without weight and moment
     weight,  # (C,) or None
     moment,  # (C,) or None
-    loss_scale,  # (1,) or None: what the products are divided by
-    parameters,  # (2, C) ACC, written: sums of dy x_hat and dy over all tokens
-    products,  # (2, C) ACC, written: sums of dx_hat x_hat and dx_hat over the real tokens; or None
+    loss_scale,  # (1,) or None
+    parameters,  # (2, C), written
+    products,  # (2, C) ACC, written; or None
     scalars,  # (2,) ACC, written: sums of the numbers; or None
     programs,
-    C: tl.constexpr,
     EPS: tl.constexpr,
     MASKED: tl.constexpr,
+    C: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
@@ -624,26 +664,18 @@ def finish_gradient_sums(
     channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = channel < C
     slot = tl.program_id(1)
-    over_all = _total(partials, slot, channel, inside, programs, C, BLOCK_P, BLOCK_C)
-    over_real = over_all
-    if MASKED:
-        over_real = _total(partials, slot + 2, channel, inside, programs, C, BLOCK_P, BLOCK_C)
-    if moment is not None:
-        divisor = _sqrt(_vector(moment, channel, inside, 1.0, ACC) + EPS)
-        divisor = tl.where(slot == 0, divisor, 1.0)
-        over_all, over_real = _divide(over_all, divisor), _divide(over_real, divisor)
-    tl.store(parameters + slot * C + channel, over_all, mask=inside)
+    divisor = tl.where(slot == 0, _divisor(moment, channel, inside, EPS, ACC), 1.0)
+    product = _finished(
+        partials, slot, weight, divisor, loss_scale, parameters, channel, inside, programs, C, MASKED, BLOCK_P, BLOCK_C
+    )
     if products is not None:
-        over_real = over_real * _vector(weight, channel, inside, 1.0, ACC)
-        if loss_scale is not None:
-            over_real = _divide(over_real, _loaded(loss_scale, ACC))
-        tl.store(products + slot * C + channel, over_real, mask=inside)
+        tl.store(products + slot * C + channel, product, mask=inside)
     if scalars is not None:
         numbers = partials + (2 * C + slot) * programs.to(tl.int64)
         tl.store(scalars + slot, _total_number(numbers, programs, BLOCK_P), mask=tl.program_id(0) == 0)
 
 
-# The state after a batch. One program sees all channels, because one number that is not finite keeps the batch out.
+# The state after a batch. One program moves all channels, because one number that is not finite keeps the batch out.
 
 
 @triton.jit
@@ -739,40 +771,26 @@ def _gamma(batch_psi2, used_psi2, channel, inside, EPS: tl.constexpr):
     return batch, _divide(batch, tl.load(used_psi2 + channel, mask=inside, other=1.0).to(batch.dtype) + EPS)
 
 
-@triton.jit(do_not_specialize=["warmup"])
-def power_update_(
-    psi2,  # (C,) float32, changed
-    nu,  # (C,) float32, changed if HAS_GRADIENT
-    num_batches,  # () int64, changed
-    diagnostics,  # (4,) float32, changed; or None
-    batch_psi2,  # (C,) ACC
-    used_psi2,  # (C,), psi^2 under D
-    products,  # (2, C)
-    count,  # ()
-    warmup,
+@triton.jit
+def _move_power(
+    psi2,
+    nu,
+    num_batches,
+    diagnostics,
+    batch_psi2,
+    used_psi2,
+    products,
+    tokens,
+    share,
+    counted,
+    distance,
+    largest,
     EPS: tl.constexpr,
-    SHARE_FWD: tl.constexpr,
     SHARE_BWD: tl.constexpr,
     HAS_GRADIENT: tl.constexpr,
     C: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """The operator of this name; the shares are 1 - alpha."""
-    ACC: tl.constexpr = batch_psi2.dtype.element_ty
-    batches, tokens = tl.load(num_batches), tl.load(count)
-    share = _share_of_batch(batches, warmup, SHARE_FWD, ACC)
-    counted, distance, largest = tokens > 0, tl.zeros([], tl.float32), tl.zeros([], ACC)
-    for start in range(0, C, BLOCK_C):
-        channel = start + tl.arange(0, BLOCK_C)
-        inside = channel < C
-        batch, gamma = _gamma(batch_psi2, used_psi2, channel, inside, EPS)
-        counted &= _all_finite(batch) & _all_finite(gamma)
-        for row in tl.static_range(2):
-            counted &= _all_finite(tl.load(products + row * C + channel, mask=inside, other=0.0))
-        if diagnostics is not None:
-            distance += _distance(tl.load(psi2 + channel, mask=inside, other=1.0), batch, inside)
-            not_numbers = tl.sum(tl.where(gamma == gamma, 0.0, gamma), 0)  # which the maximum leaves out
-            largest = tl.maximum(largest, tl.max(gamma, 0)) + not_numbers
     for start in range(0, C, BLOCK_C):
         channel = start + tl.arange(0, BLOCK_C)
         moves = tl.where(counted, channel, C) < C
@@ -781,8 +799,8 @@ def power_update_(
         tl.store(psi2 + channel, (old + share * (batch - old)).to(tl.float32), mask=moves)
         if HAS_GRADIENT:
             old = tl.load(nu + channel, mask=moves, other=0.0)
-            product = tl.load(products + channel, mask=moves, other=0.0).to(ACC)
-            lambda_ = _divide(product, tl.maximum(tokens, 1.0).to(ACC))
+            product = tl.load(products + channel, mask=moves, other=0.0, cache_modifier=".cg").to(batch.dtype)
+            lambda_ = _divide(product, tl.maximum(tokens, 1.0).to(batch.dtype))
             moved = old * tl.maximum(1.0 - SHARE_BWD * gamma, 0.0) + SHARE_BWD * lambda_
             tl.store(nu + channel, moved.to(tl.float32), mask=moves)
     if diagnostics is not None:
@@ -790,4 +808,91 @@ def power_update_(
         guarded = counted & (SHARE_BWD * largest > 1.0)
         tl.store(diagnostics + 1, tl.load(diagnostics + 1) + guarded.to(tl.float32))
         tl.store(diagnostics + 3, largest.to(tl.float32))
-    tl.store(num_batches, batches + counted.to(tl.int64))
+    tl.store(num_batches, tl.load(num_batches) + counted.to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["programs", "warmup"])
+def power_update_(
+    psi2,  # (C,) float32, changed
+    nu,  # (C,) float32, changed if HAS_GRADIENT
+    num_batches,  # () int64, changed
+    diagnostics,  # (4,) float32, changed; or None
+    batch_psi2,  # (C,) ACC
+    used_psi2,  # (C,), psi^2 under D
+    products,  # (2, C); None with partials
+    count,  # ()
+    partials,  # of norm_backward, and room for 3 numbers of each program of this kernel and one a channel; or None
+    weight,  # (C,), or None
+    loss_scale,  # (1,), or None
+    parameters,  # (2, C), written with partials
+    programs,  # of norm_backward
+    warmup,
+    EPS: tl.constexpr,
+    SHARE_FWD: tl.constexpr,
+    SHARE_BWD: tl.constexpr,
+    HAS_GRADIENT: tl.constexpr,
+    MASKED: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_Q: tl.constexpr,  # programs of this kernel at least
+    BLOCK_S: tl.constexpr,  # channels of the state that are moved at a time
+):
+    """The operator of this name; the shares are 1 - alpha.
+
+    With ``partials`` each program adds up the sums of BLOCK_C channels, as finish_gradient_sums; the one that comes
+    last moves the state. Without there is one program.
+    """
+    ACC: tl.constexpr = batch_psi2.dtype.element_ty
+    tokens = tl.load(count)
+    share = _share_of_batch(tl.load(num_batches), warmup, SHARE_FWD, ACC)
+    counted, distance, largest = tokens > 0, tl.zeros([], tl.float32), tl.zeros([], ACC)
+    if partials is not None:
+        arrived = partials + programs.to(tl.int64) * ((4 if MASKED else 2) * C)
+        notes = arrived + 1
+        products = notes + 3 * tl.num_programs(0)
+    for start in range(tl.program_id(0) * BLOCK_C, C, tl.num_programs(0) * BLOCK_C):
+        channel = start + tl.arange(0, BLOCK_C)
+        inside = channel < C
+        batch, gamma = _gamma(batch_psi2, used_psi2, channel, inside, EPS)
+        counted &= _all_finite(batch) & _all_finite(gamma)
+        for row in tl.static_range(2):
+            if partials is None:
+                product = tl.load(products + row * C + channel, mask=inside, other=0.0)
+            else:
+                divisor = _divisor(used_psi2 if row == 0 else None, channel, inside, EPS, ACC)
+                product = _finished(
+                    partials, row, weight, divisor, loss_scale, parameters, channel, inside, programs,
+                    C, MASKED, BLOCK_P, BLOCK_C,
+                )  # fmt: skip
+                if row == 0:
+                    tl.store(products + channel, product, mask=inside)
+            counted &= _all_finite(product)
+        if diagnostics is not None:
+            distance += _distance(tl.load(psi2 + channel, mask=inside, other=1.0), batch, inside)
+            not_numbers = tl.sum(tl.where(gamma == gamma, 0.0, gamma), 0)  # which the maximum leaves out
+            largest = tl.maximum(largest, tl.max(gamma, 0)) + not_numbers
+    last = tl.num_programs(0) == 1
+    if partials is not None:
+        place = tl.program_id(0)
+        tl.store(notes + place, counted.to(ACC))
+        tl.store(notes + tl.num_programs(0) + place, distance.to(ACC))
+        tl.store(notes + 2 * tl.num_programs(0) + place, largest)
+        tl.debug_barrier()
+        number = tl.atomic_add(arrived.to(tl.pointer_type(tl.int32), bitcast=True), 1, sem="acq_rel")
+        last = number == tl.num_programs(0) - 1
+    if last:
+        if partials is not None:
+            program = tl.arange(0, BLOCK_Q)
+            valid = program < tl.num_programs(0)
+            of_all = notes + program
+            counted = tl.min(tl.load(of_all, mask=valid, other=1.0, cache_modifier=".cg"), 0) > 0
+            of_all += tl.num_programs(0)
+            distance = tl.sum(tl.load(of_all, mask=valid, other=0.0, cache_modifier=".cg"), 0).to(tl.float32)
+            of_all += tl.num_programs(0)
+            gammas = tl.load(of_all, mask=valid, other=0.0, cache_modifier=".cg")
+            largest = tl.max(gammas, 0) + tl.sum(tl.where(gammas == gammas, 0.0, gammas), 0)
+        _move_power(
+            psi2, nu, num_batches, diagnostics, batch_psi2, used_psi2, products, tokens, share, counted, distance,
+            largest, EPS, SHARE_BWD, HAS_GRADIENT, C, BLOCK_S,
+        )  # fmt: skip

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.compiler import CompiledKernel
 
 from pn_fairseq.kernels import triton_kernels as kernels
 from pn_fairseq.kernels.ops import OPERATORS
@@ -50,31 +51,33 @@ INTERPRETED = not isinstance(kernels.norm_forward, triton.runtime.JITFunction)
 _FINISH = {"num_warps": 8, "num_stages": 1, "enable_fp_fusion": True}
 
 
+#: Whether a compiled kernel takes its constants as well, in order.
+LAUNCHES_COMPILED = not INTERPRETED and tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
+
+
 class _DoesNotFit(Exception):
     """The arguments are for the reference."""
 
 
-def _readable(values, x: Tensor):
-    """An argument as the kernels can read it: contiguous, or as :func:`_strides` says."""
-    if not isinstance(values, Tensor):
-        return values
+def _readable(values: Tensor, x: Tensor) -> Tensor:
+    """An argument that is not contiguous as the kernels can read it: as :func:`_strides` says, or else a copy."""
     mask = values.dtype is torch.bool and values.dim() <= 2
     tokens = values.shape == x.shape and values.dim() in (2, 3) and values.stride(-1) == 1
     return values if mask or tokens else values.contiguous()
 
 
-def _strides(padding: Tensor | None, *tensors: Tensor) -> tuple[int | None, ...]:
-    """How the kernels find the tokens of tensors of one shape, and their mask: ``inner``, and ``outer_stride`` and
-    ``inner_stride`` of each, the mask the last. None where all, or this one, are contiguous."""
+def _strides(*tensors: Tensor | None) -> tuple[int | None, ...]:
+    """How the kernels find the tokens of tensors and of masks: ``inner``, and ``outer_stride`` and ``inner_stride`` of
+    each. None where all, or this one, are contiguous."""
     inner, strides = None, []
-    for values in (*tensors, padding):
+    for values in tensors:
         if values is None or values.is_contiguous():
             strides += (None, None)
-        elif tensors[0].dim() == 2:
+        elif values.dim() == 1 or (values.dim() == 2 and values.dtype is not torch.bool):
             inner = 1
             strides += (values.stride(0), 0)
         else:
-            inner = tensors[0].size(1)
+            inner = values.size(1)
             strides += values.stride()[:2]
     return inner, *strides
 
@@ -84,11 +87,14 @@ def _operator(function):
 
     @wraps(function)
     def operator(*args):
-        readable = [_readable(value, args[0]) for value in args]
+        x, readable = args[0], args
+        for place, value in enumerate(args):
+            if isinstance(value, Tensor) and not value.is_contiguous():
+                readable = (*readable[:place], _readable(value, x), *readable[place + 1 :])
         try:
-            if not args[0].is_cuda or args[0].get_device() == torch.cuda.current_device():
+            if not x.is_cuda or x.get_device() == torch.cuda.current_device():
                 return function(*readable)
-            with torch.cuda.device(args[0].device):  # Triton launches on the current one
+            with torch.cuda.device(x.device):  # Triton launches on the current one
                 return function(*readable)
         except _DoesNotFit:
             return OPERATORS[function.__name__](*args)
@@ -96,13 +102,47 @@ def _operator(function):
     return operator
 
 
+#: Kernel, device, shape of its tiles, flags, types of its arguments -> what was compiled for them, and its constants.
+_compiled: dict[tuple, tuple[CompiledKernel, list]] = {}
+
+
+def _launch(name: str, grid: tuple[int, int, int], tensors, numbers, constants: dict, flags: dict, *key) -> None:
+    """Launch the kernel ``name``. ``key`` tells ``constants`` and whatever else it is compiled for.
+
+    Triton itself takes 25 us to see that a kernel is compiled, most of it to look at each argument. It compiles other
+    code for a tensor whose memory is not aligned, so only what is aligned is launched from here.
+    """
+    kinds, places = [name, *key, *flags.values()], 0
+    for tensor in tensors:
+        if tensor is None:
+            kinds.append(None)
+        else:
+            kinds.append(tensor.dtype)
+            places |= tensor.data_ptr()
+    key = tuple(kinds)
+    if key in _compiled and not places & 15:
+        kernel, rest = _compiled[key]
+        kernel[grid](*tensors, *numbers, *rest)
+        return
+    kernel = getattr(kernels, name)
+    constants = constants | flags
+    compiled = kernel[grid](*tensors, *numbers, **constants)
+    if LAUNCHES_COMPILED and isinstance(compiled, CompiledKernel) and not places & 15:
+        rest = kernel.arg_names[len(tensors) + len(numbers) :]
+        _compiled[key] = compiled, [constants[constant] for constant in rest]
+
+
 @lru_cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-@lru_cache
-def _tile(channels: int, groups: int, acc: torch.dtype, elements: int) -> dict:
+def _quotient(number: int, divisor: int) -> int:
+    """Rounded up. The function of triton takes 3 us."""
+    return -(-number // divisor)
+
+
+def _tile(channels: int, groups: int, acc: torch.dtype) -> dict:
     """How a tile holds the channels, how many tokens it has, and how many warps work on it."""
     groups = max(groups, 1)
     block_g, block_k = triton.next_power_of_2(groups), triton.next_power_of_2(channels // groups)
@@ -113,7 +153,7 @@ def _tile(channels: int, groups: int, acc: torch.dtype, elements: int) -> dict:
     return {
         "GROUPS": groups,
         "GROUP_SIZE": channels // groups,
-        "BLOCK_N": max(elements * 32 * warps // width, 1),
+        "BLOCK_N": max(ELEMENTS * 32 * warps // width, 1),
         "BLOCK_G": block_g,
         "BLOCK_K": block_k,
         "ACC": tl.float64 if acc is torch.float64 else tl.float32,
@@ -124,32 +164,54 @@ def _tile(channels: int, groups: int, acc: torch.dtype, elements: int) -> dict:
 
 
 class _Tokens:
-    """The tokens of ``x`` as a pass over them sees them; ``threads`` fill a multiprocessor.
+    """The tokens of a shape as a pass over them sees them; ``threads`` fill a multiprocessor.
 
     Attributes:
         rows: number of tokens.
         programs: number of programs that share them. It depends on the shape and the GPU only.
         tile: constants of the kernel.
         width: channels of a tile, those included that a mask leaves out.
+        blocks: number of programs that finish the sums.
+        key: what all kernels are compiled for.
     """
 
-    def __init__(self, x: Tensor, groups: int, threads: int):
-        self.channels, self.device, self.acc = x.size(-1), x.device, acc_dtype(x)
-        self.rows = x.numel() // self.channels
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device, groups: int, threads: int):
+        self.channels, self.device = shape[-1], device
+        self.acc = torch.float64 if dtype is torch.float64 else torch.float32
+        self.rows = shape[:-1].numel()
         if self.rows > MAX_TOKENS:
             raise _DoesNotFit
-        self.tile = _tile(self.channels, groups, self.acc, ELEMENTS)
+        self.tile = _tile(self.channels, groups, self.acc)
         self.width = self.tile["BLOCK_G"] * self.tile["BLOCK_K"]
-        processors = _multiprocessors(x.device)
-        tiles = triton.cdiv(self.rows, self.tile["BLOCK_N"])
+        processors = _multiprocessors(device)
+        tiles = _quotient(self.rows, self.tile["BLOCK_N"])
         resident = processors * max(threads // (32 * self.tile["num_warps"]), 1)
-        self.programs = max(min(resident, max(triton.cdiv(tiles, MIN_TILES), min(tiles, processors))), 1)
+        self.programs = max(min(resident, max(_quotient(tiles, MIN_TILES), min(tiles, processors))), 1)
+        self.blocks = _quotient(self.channels, BLOCK_C)
+        of_state = {
+            "BLOCK_Q": triton.next_power_of_2(self.blocks),
+            "BLOCK_S": min(triton.next_power_of_2(self.channels), 1024),
+        }
+        self.finishing = {"C": self.channels, "BLOCK_P": BLOCK_P, "BLOCK_C": BLOCK_C, **_FINISH}
+        self.finishing_state = self.finishing | of_state
+        self.key = device, self.channels, groups, self.acc
 
     def new(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.acc, device=self.device)
 
-    def partials(self, slots: int, numbers: int = 1) -> Tensor:
-        return self.new(self.programs * (slots * self.channels + numbers))
+    def partials(self, slots: int, more: int = 0) -> Tensor:
+        """Room for the sums of the programs, for one or two numbers of each, and for ``more``."""
+        return self.new(self.programs * (slots * self.channels + 2) + more)
+
+    def launch(self, name: str, tensors, strides, **flags) -> None:
+        """Launch a kernel that reads the tokens."""
+        numbers = (self.rows, *strides)
+        _launch(name, (self.programs, 1, 1), tensors, numbers, self.tile, flags, self.key, strides[1:])
+
+    def finish(self, name: str, rows: int, tensors, *numbers, **flags) -> None:
+        """Launch a kernel that adds up what the programs have left."""
+        constants = self.finishing_state if name == "power_update_" else self.finishing
+        _launch(name, (self.blocks, rows, 1), tensors, (self.programs, *numbers), constants, flags, self.key)
 
     def passes(self, dx: Tensor | None, partials: Tensor | None) -> list[tuple[Tensor | None, Tensor | None]]:
         """What each pass of a gradient writes: one has no registers for both with many channels."""
@@ -157,149 +219,189 @@ class _Tokens:
             return [(dx, partials)]
         return [(dx, None), (None, partials)]
 
-    def finish(self, kernel, rows: int, *args, **constants) -> None:
-        """Launch a kernel that adds up what the programs have left."""
-        constants |= {"C": self.channels, "BLOCK_P": BLOCK_P, "BLOCK_C": BLOCK_C, **_FINISH}
-        kernel[triton.cdiv(self.channels, BLOCK_C), rows](*args, self.programs, **constants)
-
     def moments(self, partials: Tensor, centered: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """mean (empty unless ``centered``), moment and count."""
-        mean, moment, count = self.new(self.channels if centered else 0), self.new(self.channels), self.new()
-        self.finish(kernels.finish_moments, 1, partials, mean if centered else None, moment, count)
+        """mean (None unless ``centered``), moment and count."""
+        mean, moment, count = self.new(self.channels) if centered else None, self.new(self.channels), self.new()
+        self.finish("finish_moments", 1, (partials, mean, moment, count))
         return mean, moment, count
 
     def gradient_sums(
-        self, partials: Tensor, weight, moment, loss_scale, eps: float, masked: bool
+        self, partials: Tensor, weight, moment, loss_scale, eps: float, masked: bool, dtype=None
     ) -> tuple[Tensor, Tensor]:
-        parameters, products = self.new(2, self.channels), self.new(2, self.channels)
-        arguments = partials, weight, moment, loss_scale, parameters, products, None
-        self.finish(kernels.finish_gradient_sums, 2, *arguments, EPS=eps, MASKED=masked)
+        """``parameters``, in ``dtype`` if it is given, and ``products``."""
+        products = self.new(2, self.channels)
+        parameters = torch.empty_like(products, dtype=dtype)
+        tensors = partials, weight, moment, loss_scale, parameters, products, None
+        self.finish("finish_gradient_sums", 2, tensors, EPS=eps, MASKED=masked)
         return parameters, products
 
     def parameter_sums(self, partials: Tensor, scalars: Tensor | None = None) -> Tensor:
         parameters = self.new(2, self.channels)
-        arguments = partials, None, None, None, parameters, None, scalars
-        self.finish(kernels.finish_gradient_sums, 2, *arguments, EPS=0.0, MASKED=False)
+        tensors = partials, None, None, None, parameters, None, scalars
+        self.finish("finish_gradient_sums", 2, tensors, EPS=0.0, MASKED=False)
         return parameters
+
+
+_tokens_of = lru_cache(4096)(_Tokens)
+
+
+def _tokens(x: Tensor, groups: int, threads: int) -> _Tokens:
+    return _tokens_of(x.shape, x.dtype, x.device, groups, threads)
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _nothing(x: Tensor) -> Tensor:
+    """A result that was not asked for."""
+    return torch.empty(0, dtype=acc_dtype(x), device=x.device)
+
+
+def _normalize(x, weight, bias, mean, moment, padding, inv_rms, groups, eps, sums):
+    tokens = _tokens(x, groups, FORWARD_THREADS)
+    y, padding = _like(x), padding if sums else None
+    scales = tokens.new(*x.shape[:-1], groups) if inv_rms is None else inv_rms
+    partials = tokens.partials(1) if sums else None
+    tensors = x, y, scales if groups else None, weight, bias, mean, moment, padding, partials
+    flags = {"EPS": eps, "GIVEN": inv_rms is not None, "CENTERED": False}
+    tokens.launch("norm_forward", tensors, _strides(x, padding), **flags)
+    if not sums:
+        return y, scales, None, None
+    _, batch_moment, count = tokens.moments(partials, centered=False)
+    return y, scales, batch_moment, count
 
 
 @_operator
 def normalize(x, weight, bias, mean, moment, padding, inv_rms, groups, eps, sums):
-    tokens = _Tokens(x, groups, FORWARD_THREADS)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    scales = tokens.new(*x.shape[:-1], groups) if inv_rms is None else inv_rms
-    partials = tokens.partials(1) if sums else None
-    kernels.norm_forward[tokens.programs,](
-        x, y, scales if groups else None, weight, bias, mean, moment, padding if sums else None, partials,
-        tokens.rows, *_strides(padding if sums else None, x),
-        GIVEN=inv_rms is not None, CENTERED=False, EPS=eps, **tokens.tile,
-    )  # fmt: skip
-    batch_moment = count = tokens.new(0)
-    if sums:
-        _, batch_moment, count = tokens.moments(partials, centered=False)
-    return y, scales if inv_rms is None else tokens.new(0), batch_moment, count
+    y, scales, batch_moment, count = _normalize(x, weight, bias, mean, moment, padding, inv_rms, groups, eps, sums)
+    if inv_rms is None and sums:
+        return y, scales, batch_moment, count
+    nothing = _nothing(x)
+    scales = scales if inv_rms is None else nothing
+    return (y, scales, batch_moment, count) if sums else (y, scales, nothing, nothing)
 
 
-@_operator
-def moments(x, padding, groups, eps, centered):
-    tokens = _Tokens(x, groups, FORWARD_THREADS)
+def _moments(x, padding, groups, eps, centered):
+    tokens = _tokens(x, groups, FORWARD_THREADS)
     inv_rms = tokens.new(*x.shape[:-1], groups)
     partials = tokens.partials(2 if centered else 1)
-    kernels.norm_forward[tokens.programs,](
-        x, None, inv_rms if groups else None, None, None, None, None, padding, partials,
-        tokens.rows, *_strides(padding, x), GIVEN=False, CENTERED=centered, EPS=eps, **tokens.tile,
-    )  # fmt: skip
+    tensors = x, None, inv_rms if groups else None, None, None, None, None, padding, partials
+    flags = {"EPS": eps, "GIVEN": False, "CENTERED": centered}
+    tokens.launch("norm_forward", tensors, _strides(x, padding), **flags)
     return inv_rms, *tokens.moments(partials, centered)
 
 
 @_operator
+def moments(x, padding, groups, eps, centered):
+    inv_rms, mean, moment, count = _moments(x, padding, groups, eps, centered)
+    return inv_rms, mean if centered else _nothing(x), moment, count
+
+
+@_operator
+def batch_normalize(x, weight, bias, padding, groups, eps, centered):
+    inv_rms, mean, moment, count = _moments(x, padding, groups, eps, centered)
+    y, *_ = _normalize(x, weight, bias, mean, moment, None, inv_rms, groups, eps, False)
+    return y, inv_rms, mean if centered else _nothing(x), moment, count
+
+
+def _backward(dy, x, dx, partials, padding, weight, mean, moment, corrections, inv_rms, groups, eps):
+    """Write dx, and what the programs have summed up, if there is memory for them. ``corrections``: nu, offset, count
+    and loss scale."""
+    tokens = _tokens(x, groups, BACKWARD_THREADS)
+    for out, sums_out in tokens.passes(dx, partials):
+        tensors = dy, x, out, inv_rms if groups else None, weight, mean, moment, *corrections, padding, sums_out
+        tokens.launch("norm_backward", tensors, _strides(dy, x, padding), EPS=eps)
+
+
+def _sums(dy, x, dx, padding, weight, mean, moment, corrections, inv_rms, groups, eps, dtype=None):
+    """``parameters`` and ``products``; and dx from the same pass, if there is memory for it."""
+    tokens = _tokens(x, groups, BACKWARD_THREADS)
+    partials = tokens.partials(2 if padding is None else 4)
+    _backward(dy, x, dx, partials, padding, weight, mean, moment, corrections, inv_rms, groups, eps)
+    return tokens.gradient_sums(partials, weight, moment, corrections[3], eps, padding is not None, dtype)
+
+
+@_operator
 def gradient(dy, x, padding, weight, mean, moment, nu, offset, count, loss_scale, inv_rms, groups, eps, sums):
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    corrections = nu, offset, count, loss_scale
-    return dx, *_backward(dy, x, dx, padding, weight, mean, moment, *corrections, inv_rms, groups, eps, sums)
+    dx, corrections = _like(x), (nu, offset, count, loss_scale)
+    if sums:
+        return dx, *_sums(dy, x, dx, padding, weight, mean, moment, corrections, inv_rms, groups, eps)
+    _backward(dy, x, dx, None, padding, weight, mean, moment, corrections, inv_rms, groups, eps)
+    nothing = _nothing(x)
+    return dx, nothing, nothing
 
 
 @_operator
 def gradient_sums(dy, x, padding, weight, mean, moment, loss_scale, inv_rms, groups, eps):
-    given = dy, x, None, padding, weight, mean, moment
-    return _backward(*given, None, None, None, loss_scale, inv_rms, groups, eps, True)
-
-
-def _backward(
-    dy, x, dx, padding, weight, mean, moment, nu, offset, count, loss_scale, inv_rms, groups, eps, sums
-):  # fmt: skip
-    tokens = _Tokens(x, groups, BACKWARD_THREADS)
-    partials = tokens.partials(2 if padding is None else 4) if sums else None
-    for out, sums_out in tokens.passes(dx, partials):
-        kernels.norm_backward[tokens.programs,](
-            dy, x, out, inv_rms if groups else None, weight, mean, moment, nu, offset, count, loss_scale, padding,
-            sums_out, tokens.rows, *_strides(padding, dy, x), EPS=eps, **tokens.tile,
-        )  # fmt: skip
-    if not sums:
-        return tokens.new(0), tokens.new(0)
-    return tokens.gradient_sums(partials, weight, moment, loss_scale, eps, padding is not None)
+    corrections = None, None, None, loss_scale
+    return _sums(dy, x, None, padding, weight, mean, moment, corrections, inv_rms, groups, eps)
 
 
 @_operator
 def standardize(
     x, weight, bias, groups, centered, square_factor, eps_in_root, eps_outside, min_divisor, gain, gain_slope
 ):  # fmt: skip
-    tokens = _Tokens(x, groups, FORWARD_THREADS)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    stats = tokens.new(3, *x.shape[:-1], groups)
-    kernels.standardize[tokens.programs,](
-        x, y, stats, weight, bias, tokens.rows, *_strides(None, x)[:-2], CENTERED=centered,
-        SQUARE_FACTOR=square_factor, EPS_IN_ROOT=eps_in_root, EPS_OUTSIDE=eps_outside, MIN_DIVISOR=min_divisor,
-        GAIN=gain, GAIN_SLOPE=gain_slope, **tokens.tile,
-    )  # fmt: skip
+    tokens = _tokens(x, groups, FORWARD_THREADS)
+    y, stats = _like(x), tokens.new(3, *x.shape[:-1], groups)
+    divisor = {"SQUARE_FACTOR": square_factor, "EPS_IN_ROOT": eps_in_root, "EPS_OUTSIDE": eps_outside}
+    flags = {"CENTERED": centered, **divisor, "MIN_DIVISOR": min_divisor, "GAIN": gain, "GAIN_SLOPE": gain_slope}
+    tokens.launch("standardize", (x, y, stats, weight, bias), _strides(x), **flags)
     return y, stats
 
 
 @_operator
 def standardize_gradient(dy, x, weight, stats, groups, gain, gain_slope, through_mean, through_divisor, sums):
-    tokens = _Tokens(x, groups, BACKWARD_THREADS)
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    partials = tokens.partials(2) if sums else None
+    tokens = _tokens(x, groups, BACKWARD_THREADS)
+    dx, partials = _like(x), tokens.partials(2) if sums else None
+    flags = {"GAIN": gain, "GAIN_SLOPE": gain_slope, "THROUGH_MEAN": through_mean, "THROUGH_DIVISOR": through_divisor}
     for out, sums_out in tokens.passes(dx, partials):
-        kernels.standardize_gradient[tokens.programs,](
-            dy, x, out, weight, stats, sums_out, tokens.rows, *_strides(None, dy, x)[:-2],
-            GAIN=gain, GAIN_SLOPE=gain_slope, THROUGH_MEAN=through_mean, THROUGH_DIVISOR=through_divisor, **tokens.tile,
-        )  # fmt: skip
+        tokens.launch("standardize_gradient", (dy, x, out, weight, stats, sums_out), _strides(dy, x), **flags)
     return dx, tokens.parameter_sums(partials) if sums else tokens.new(0)
 
 
 @_operator
 def squash(x, weight, bias, alpha, shift, erf):
-    tokens = _Tokens(x, 1, FORWARD_THREADS)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    arguments = x, y, weight, bias, alpha, shift, tokens.rows, *_strides(None, x)[:-2]
-    kernels.squash[tokens.programs,](*arguments, ERF=erf, **tokens.tile)
+    y = _like(x)
+    _tokens(x, 1, FORWARD_THREADS).launch("squash", (x, y, weight, bias, alpha, shift), _strides(x), ERF=erf)
     return y
 
 
 @_operator
 def squash_gradient(dy, x, weight, alpha, shift, erf):
-    tokens = _Tokens(x, 1, BACKWARD_THREADS)
-    dx, scalars = torch.empty(x.shape, dtype=x.dtype, device=x.device), tokens.new(2)
-    partials = tokens.partials(2, numbers=2)
+    tokens = _tokens(x, 1, BACKWARD_THREADS)
+    dx, scalars = _like(x), tokens.new(2)
+    partials = tokens.partials(2)
     for out, sums_out in tokens.passes(dx, partials):
-        arguments = dy, x, out, weight, alpha, shift, sums_out, tokens.rows, *_strides(None, dy, x)[:-2]
-        kernels.squash_gradient[tokens.programs,](*arguments, ERF=erf, **tokens.tile)
+        tokens.launch("squash_gradient", (dy, x, out, weight, alpha, shift, sums_out), _strides(dy, x), ERF=erf)
     return dx, tokens.parameter_sums(partials, scalars), scalars
 
 
-def _all_channels(vector: Tensor) -> dict:
-    """Constants of a kernel that is one program over all channels of ``vector``."""
-    block = min(triton.next_power_of_2(vector.numel()), STATE_CHANNELS)
-    return {"C": vector.numel(), "BLOCK_C": block, "num_warps": max(block // 256, 1), "num_stages": 1}
+def _state_block(channels: int) -> tuple[int, int]:
+    """Channels of the state that are read at a time, and warps for them."""
+    block = min(triton.next_power_of_2(channels), STATE_CHANNELS)
+    return block, max(block // 256, 1)
 
 
-@_operator
-def running_average_(
-    moment, mean, num_batches, diagnostics, batch_moment, batch_mean, products, count, alpha, unbiased
-):  # fmt: skip
-    state, batch = (moment, mean, num_batches, diagnostics), (batch_moment, batch_mean, products, count)
-    kernels.running_average_[1,](*state, *batch, SHARE=1.0 - alpha, UNBIASED=unbiased, **_all_channels(moment))
+def _average(moment, mean, num_batches, diagnostics, batch_moment, batch_mean, products, count, alpha, unbiased):
+    tensors = moment, mean, num_batches, diagnostics, batch_moment, batch_mean, products, count
+    channels = moment.numel()
+    block, warps = _state_block(channels)
+    flags = {"SHARE": 1.0 - alpha, "UNBIASED": unbiased, "C": channels}
+    constants = {"BLOCK_C": block, "num_warps": warps, "num_stages": 1}
+    _launch("running_average_", (1, 1, 1), tensors, (), constants, flags, moment.device)
+
+
+running_average_ = _operator(wraps(OPERATORS["running_average_"])(_average))
+
+
+def _power_flags(eps, alpha_fwd, alpha_bwd, has_gradient, masked) -> dict:
+    shares = {"EPS": eps, "SHARE_FWD": 1.0 - alpha_fwd, "SHARE_BWD": 1.0 - alpha_bwd}
+    return {**shares, "HAS_GRADIENT": has_gradient, "MASKED": masked}
+
+
+#: A warm-up of more batches is one of all batches: 31 bits, so that there is one type of this argument.
+_LONGEST_WARMUP = 2**31 - 1
 
 
 @_operator
@@ -308,43 +410,45 @@ def power_update_(
     has_gradient,
 ):  # fmt: skip
     state, batch = (psi2, nu, num_batches, diagnostics), (batch_psi2, used_psi2, products, count)
-    kernels.power_update_[1,](
-        *state, *batch, warmup, EPS=eps, SHARE_FWD=1.0 - alpha_fwd, SHARE_BWD=1.0 - alpha_bwd,
-        HAS_GRADIENT=has_gradient, **_all_channels(psi2),
-    )  # fmt: skip
+    channels = psi2.numel()
+    block, warps = _state_block(channels)
+    flags = _power_flags(eps, alpha_fwd, alpha_bwd, has_gradient, False)
+    blocks = {"C": channels, "BLOCK_P": 1, "BLOCK_C": block, "BLOCK_Q": 1, "BLOCK_S": block}
+    constants = {**blocks, "num_warps": warps, "num_stages": 1}
+    numbers = 0, min(warmup, _LONGEST_WARMUP)
+    tensors = *state, *batch, None, None, None, None
+    _launch("power_update_", (1, 1, 1), tensors, numbers, constants, flags, psi2.device, channels)
 
 
-def _in_type_of(weight: Tensor | None, values: Tensor) -> Tensor:
-    return values if weight is None else values.to(weight.dtype)
-
-
+@_operator
 def power_step_(
     dy, x, padding, weight, used_psi2, nu, loss_scale, inv_rms, psi2, running_nu, num_batches, diagnostics,
     batch_psi2, count, groups, eps, warmup, alpha_fwd, alpha_bwd,
 ):  # fmt: skip
-    given = dy, x, padding, weight, None, used_psi2, nu, None, None, loss_scale, inv_rms
-    dx, parameters, products = gradient(*given, groups, eps, True)
-    state, batch = (psi2, running_nu, num_batches, diagnostics), (batch_psi2, used_psi2, products, count)
-    power_update_(*state, *batch, eps, warmup, alpha_fwd, alpha_bwd, True)
-    return dx, _in_type_of(weight, parameters)
+    tokens, dx = _tokens(x, groups, BACKWARD_THREADS), _like(x)
+    partials = tokens.partials(2 if padding is None else 4, 1 + 3 * tokens.blocks + tokens.channels)
+    dtype = tokens.acc if weight is None else weight.dtype
+    parameters = torch.empty((2, tokens.channels), dtype=dtype, device=x.device)
+    corrections = nu, None, None, loss_scale
+    _backward(dy, x, dx, partials, padding, weight, None, used_psi2, corrections, inv_rms, groups, eps)
+    state, batch = (psi2, running_nu, num_batches, diagnostics), (batch_psi2, used_psi2, None, count)
+    flags = _power_flags(eps, alpha_fwd, alpha_bwd, True, padding is not None)
+    tensors = *state, *batch, partials, weight, loss_scale, parameters
+    tokens.finish("power_update_", 1, tensors, min(warmup, _LONGEST_WARMUP), **flags)
+    return dx, parameters
 
 
-def batch_normalize(x, weight, bias, padding, groups, eps, centered):
-    inv_rms, mean, moment, count = moments(x, padding, groups, eps, centered)
-    center = mean if centered else None
-    y, *_ = normalize(x, weight, bias, center, moment, None, inv_rms, groups, eps, False)
-    return y, inv_rms, mean, moment, count
-
-
+@_operator
 def batch_step_(
     dy, x, padding, weight, mean, moment, count, loss_scale, inv_rms, running_moment, running_mean, num_batches,
     diagnostics, groups, eps, alpha, unbiased,
 ):  # fmt: skip
-    given = dy, x, padding, weight, mean, moment
-    parameters, products = gradient_sums(*given, loss_scale, inv_rms, groups, eps)
+    given, rest = (padding, weight, mean, moment), (inv_rms, groups, eps)
+    dtype = None if weight is None else weight.dtype
+    parameters, products = _sums(dy, x, None, *given, (None, None, None, loss_scale), *rest, dtype)
     nu, offset = products.unbind()
-    corrections = nu, None if mean is None else offset, count, loss_scale
-    dx, *_ = gradient(*given, *corrections, inv_rms, groups, eps, False)
+    dx = _like(x)
+    _backward(dy, x, dx, None, *given, (nu, None if mean is None else offset, count, loss_scale), *rest)
     state = running_moment, running_mean, num_batches, diagnostics
-    running_average_(*state, moment, mean, products, count, alpha, unbiased)
-    return dx, _in_type_of(weight, parameters)
+    _average(*state, moment, mean, products, count, alpha, unbiased)
+    return dx, parameters

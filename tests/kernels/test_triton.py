@@ -44,10 +44,11 @@ def test_dx_and_sums_in_two_passes(monkeypatch):
 def test_what_does_not_fit_is_computed_by_the_reference(monkeypatch):
     of_state = {name: getattr(triton_kernels, name) for name in ("running_average_", "power_update_")}
     monkeypatch.setattr(triton_ops, "kernels", SimpleNamespace(**of_state))  # these take any number of channels
-    triton_ops._tile.cache_clear()
+    triton_ops._tokens_of.cache_clear()
     monkeypatch.setattr(triton_ops, "MAX_CHANNELS", 16)
     check_samples(5, 18, 3, torch.float32)
     monkeypatch.setattr(triton_ops, "MAX_TOKENS", 4)
+    triton_ops._tokens_of.cache_clear()
     for name, arguments in samples(torch.float32, torch.device("cpu"), [(5, 12, 1)]):
         if arguments[0].dim() > 1:  # the state has no tokens
             check(name, *arguments)

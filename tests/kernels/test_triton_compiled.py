@@ -16,6 +16,7 @@ triton = pytest.importorskip("triton")
 nvidia = pytest.importorskip("triton.backends.nvidia")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import CompiledKernel  # noqa: E402
 from triton.runtime import JITFunction, driver  # noqa: E402
 
 import pn_fairseq.norms  # noqa: E402, F401 (defines operators)
@@ -72,6 +73,7 @@ def compiling(capability: int) -> Iterator[list]:
         mock.patch.object(driver, "_active", _NoGpu(capability)),
         mock.patch.multiple(triton_ops, kernels=kernels, _multiprocessors=lambda device: 132),
     ):
+        triton_ops._tokens_of.cache_clear()
         yield compiled
 
 
@@ -149,7 +151,7 @@ def test_every_operator_has_its_kernels():
 
 #: What a training step launches.
 LAUNCHES = {
-    "pn": ["norm_forward", "finish_moments", "norm_backward", "finish_gradient_sums", "power_update_"],
+    "pn": ["norm_forward", "finish_moments", "norm_backward", "power_update_"],
     "gn": ["standardize", "standardize_gradient", "finish_gradient_sums"],
     "derf": ["squash", "squash_gradient", "finish_gradient_sums"],
 }
@@ -166,6 +168,85 @@ def test_a_step_compiles_to_wide_accesses_without_spills(norm, capability, dtype
     for name, _, kernel in compiled:
         if not name.startswith("finish") and name != "power_update_":  # those read vectors
             assert widest(kernel) == {"ld": 16, "st": 16}, name
+
+
+class _Runs:
+    """Stands for the launches of compiled kernels on a GPU that is not there: notes them."""
+
+    def __init__(self, monkeypatch):
+        self.seen, self.searched = [], []
+        monkeypatch.setattr(driver, "_active", _NoGpu(90))
+        monkeypatch.setattr(triton_ops, "_multiprocessors", lambda device: 132)
+        monkeypatch.setattr(triton_ops, "_compiled", {})
+        monkeypatch.setattr(triton_ops, "kernels", SimpleNamespace(**{name: self.noting(name) for name in KERNELS}))
+        runs = self
+
+        def load(kernel):
+            def run(*arguments):
+                runs.seen.append((kernel.name, arguments[:3], arguments[9:]))
+
+            kernel._run, kernel.module, kernel.function = run, 1, 0
+
+        monkeypatch.setattr(CompiledKernel, "_init_handles", load)
+        triton_ops._tokens_of.cache_clear()
+
+    def noting(self, name):
+        def find(grid):
+            self.searched.append(name)
+            return KERNELS[name][grid]
+
+        return type("", (), {"__getitem__": lambda _, grid: find(grid), "arg_names": KERNELS[name].arg_names})()
+
+    def of(self, call) -> list[tuple]:
+        """Kernel, grid and arguments of each launch of ``call``; tensors by shape and type."""
+        self.seen.clear()
+        call()
+        return [
+            (name, grid, [(value.shape, value.dtype) if isinstance(value, torch.Tensor) else value for value in values])
+            for name, grid, values in self.seen
+        ]
+
+
+def steps(x, padding) -> None:
+    """A training step of PN, one of BN, and one of GN."""
+    weight, bias, vector = torch.ones(3, x.size(-1))
+    state = vector, vector.clone(), torch.tensor(3), torch.zeros(4)
+    y, inv_rms, moment, count = triton_ops.normalize(x, weight, bias, None, vector, padding, None, 2, 1e-5, True)
+    given = y, x, padding, weight, vector, vector, None, inv_rms
+    triton_ops.power_step_(*given, *state, moment, count, 2, 1e-5, 2**62, 0.9, 0.9)
+    y, inv_rms, mean, moment, count = triton_ops.batch_normalize(x, weight, bias, padding, 2, 1e-5, True)
+    given = y, x, padding, weight, mean, moment, count, None, inv_rms
+    triton_ops.batch_step_(*given, *state, 2, 1e-5, 0.9, True)
+    stats = triton_ops.standardize(x, weight, bias, 2, True, 1.0, 1e-5, 0.0, 0.0, 1.0, 0.0)[1]
+    triton_ops.standardize_gradient(y, x, weight, stats, 2, 1.0, 0.0, True, True, True)
+
+
+OF_STEPS = [
+    *("norm_forward", "finish_moments", "norm_backward", "power_update_"),
+    *("norm_forward", "finish_moments", "norm_forward"),
+    *("norm_backward", "finish_gradient_sums", "norm_backward", "running_average_"),
+    *("standardize", "standardize_gradient", "finish_gradient_sums"),
+]
+
+
+@pytest.mark.skipif(not triton_ops.LAUNCHES_COMPILED, reason="this triton launches kernels by itself")
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_second_launch_does_not_ask_triton_for_the_kernel_and_gives_it_the_same_arguments(monkeypatch, masked):
+    runs = _Runs(monkeypatch)
+    x = torch.zeros(6, 4, 8)
+    padding = torch.zeros(4, 6, dtype=torch.bool).t() if masked else None
+    first = runs.of(lambda: steps(x, padding))
+    assert [name for name, *_ in first] == OF_STEPS
+    runs.searched.clear()
+    assert runs.of(lambda: steps(x.clone(), padding)) == first and runs.searched == []
+    runs.of(lambda: steps(torch.zeros(5, 4, 8), None if padding is None else padding[:5]))
+    assert runs.searched == []  # another number of tokens
+    apart = torch.zeros(1 + x.numel())[1:].view_as(x)  # memory that is not aligned
+    assert apart.data_ptr() % 16 == 4
+    runs.of(lambda: steps(apart, padding))
+    assert "norm_forward" in runs.searched
+    runs.searched.clear()
+    assert runs.of(lambda: steps(x, padding)) == first and runs.searched == []
 
 
 NORMS = ("pn", "pn-v", "bn", "gn", "ada", "dyt", "derf")
