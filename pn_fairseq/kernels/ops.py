@@ -103,9 +103,13 @@ def refuse_second_derivative() -> None:
         raise RuntimeError("the norms of pn_fairseq have no second derivative (create_graph=True)")
 
 
-def _parameters(sums: Tensor, needed: tuple[bool, bool], weight: Tensor | None) -> list[Tensor | None]:
-    """The gradients of weight and bias; None for a parameter that needs no gradient."""
-    return [sums[i].to(weight.dtype) if needed[i] else None for i in range(2)]
+def _parameters(sums: Tensor, needed: tuple[bool, ...], like: Tensor | None) -> list[Tensor | None]:
+    """The rows of ``sums`` in the type of ``like``; None for a parameter that needs no gradient."""
+    if not any(needed):
+        return [None, None]
+    if sums.dtype != like.dtype:
+        sums = sums.to(like.dtype)
+    return [row if needs else None for row, needs in zip(sums.unbind(), needed, strict=True)]
 
 
 class _Normalize(torch.autograd.Function):
@@ -114,10 +118,11 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, mean, moment, groups, eps):
         y, inv_rms, _, _ = normalize(x, weight, bias, mean, moment, None, None, groups, eps, False)
-        # The running statistics may change before the backward pass, which needs their values in this forward.
-        mean, moment = (value if value is None else value.clone() for value in (mean, moment))
+        if moment is not None:
+            # The running statistics may change before the backward pass, which needs their values in this forward.
+            mean, moment = (value if value is None else value.clone() for value in (mean, moment))
         ctx.save_for_backward(x, weight, mean, moment, inv_rms)
-        ctx.groups, ctx.eps = groups, eps
+        ctx.rest = groups, eps
         return y
 
     @staticmethod
@@ -125,10 +130,9 @@ class _Normalize(torch.autograd.Function):
         refuse_second_derivative()
         x, weight, mean, moment, inv_rms = ctx.saved_tensors
         needed = ctx.needs_input_grad[1:3]
-        dx, parameters, _ = gradient(
-            dy, x, None, weight, mean, moment, *[None] * 4, inv_rms, ctx.groups, ctx.eps, any(needed)
-        )
-        return dx, *_parameters(parameters, needed, weight), None, None, None, None
+        nothing = None, None, None, None
+        dx, sums, _ = gradient(dy, x, None, weight, mean, moment, *nothing, inv_rms, *ctx.rest, any(needed))
+        return dx, *_parameters(sums, needed, weight), *nothing
 
 
 def evaluate(
@@ -207,7 +211,7 @@ class _Squash(torch.autograd.Function):
         x, weight, alpha, shift = ctx.saved_tensors
         dx, sums, scalars = squash_gradient(dy, x, weight, alpha, shift, ctx.erf)
         needed = ctx.needs_input_grad
-        rest = [scalars[i : i + 1].to(alpha.dtype) if needed[3 + i] else None for i in range(2)]
+        rest = _parameters(scalars.unsqueeze(-1), needed[3:5], alpha)
         return dx, *_parameters(sums, needed[1:3], weight), *rest, None
 
 

@@ -179,7 +179,17 @@ def describe() -> dict[str, tuple[str, str]]:
     """Device -> the implementation in use there, and why."""
     why = f"{VARIABLE}={FORCED}" if FORCED else "automatically"
     if FORCED == "reference":
-        return dict.fromkeys(("CPU", "CUDA"), ("reference", why))
+        return dict.fromkeys(("CPU", "CUDA", *_without_kernels()), ("reference", why))
+    return _with_kernels(why) | dict.fromkeys(_without_kernels(), ("reference", "there are no kernels for this device"))
+
+
+def _without_kernels() -> list[str]:
+    """The kinds of device of this machine that only the reference computes on."""
+    kinds = {"MPS": torch.backends.mps, "XPU": torch.xpu}
+    return [name for name, kind in kinds.items() if kind.is_available()]
+
+
+def _with_kernels(why: str) -> dict[str, tuple[str, str]]:
     if FORCED == "triton":
         cpu = ("none", why) if _no_triton_on(torch.device("cpu")) else ("triton", f"{why}, interpreted")
     elif CPP_MISSING:
@@ -196,6 +206,10 @@ def describe() -> dict[str, tuple[str, str]]:
     return {"CPU": cpu, "CUDA": ("none", f"{why}, but {reason}") if FORCED else ("reference", reason)}
 
 
+#: The implementation that :func:`using` has chosen, and its registration.
+_chosen: tuple[str | None, torch.library.Library | None] = None, None
+
+
 @contextmanager
 def using(name: str) -> Iterator[None]:
     """Compute with one implementation inside the ``with`` block, as tests and benchmarks do.
@@ -205,23 +219,34 @@ def using(name: str) -> Iterator[None]:
     """
     if reason := missing(name):
         raise Unavailable(f"kernels {name!r} cannot run here: {reason}")
-    if name == "cpp" or available() == ["reference"]:
+    before = _chosen[0]
+    _choose(name)
+    try:
         yield
-        return
-    functions = OPERATORS
+    finally:
+        _choose(before)
+
+
+def _choose(name: str | None) -> None:
+    """Register the functions of an implementation before all others; None: as the machine selects."""
+    global _chosen
+    if _chosen[1] is not None:
+        _chosen[1]._destroy()
+    _chosen = name, None
     devices = ["CUDA"] if torch.cuda.is_available() else []
+    functions: dict[str, Callable] = OPERATORS
     if name == "triton":
         module = _triton_operators()
         functions = {operator: getattr(module, operator) for operator in OPERATORS}
-    if name == "reference" or module.INTERPRETED:
-        devices.append("CPU")
+        devices += ["CPU"] if module.INTERPRETED else []
+    elif name == "reference":
+        devices += ["CPU"]
+    else:  # torch has the compiled kernels
+        return
     library = torch.library.Library(NAMESPACE, "IMPL")
+    _chosen = name, library
     with warnings.catch_warnings():  # of replacing, which is what is wanted here
         warnings.filterwarnings("ignore", "(?s).*([Oo]verrid|only once for all operators)")
         for operator, function in functions.items():
             for device in devices:
                 library.impl(operator, function, device, allow_override=True)
-    try:
-        yield
-    finally:
-        library._destroy()

@@ -637,8 +637,10 @@ def _finished(
     over_real = over_all
     if MASKED:
         over_real = _total(partials, slot + 2, channel, inside, programs, C, BLOCK_P, BLOCK_C)
-    parameter = _divide(over_all, divisor).to(parameters.dtype.element_ty)
-    tl.store(parameters + slot * C + channel, parameter, mask=inside)
+    parameter = _divide(over_all, divisor)
+    if parameters.dtype.element_ty.primitive_bitwidth == 16:
+        parameter = parameter.to(tl.float32)  # not every triton rounds float64 to these
+    tl.store(parameters + slot * C + channel, parameter.to(parameters.dtype.element_ty), mask=inside)
     over_real = _divide(over_real, divisor) * _vector(weight, channel, inside, 1.0, over_real.dtype)
     return over_real if loss_scale is None else _divide(over_real, tl.load(loss_scale).to(over_real.dtype))
 

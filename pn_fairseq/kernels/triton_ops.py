@@ -9,7 +9,8 @@ new shape and could choose differently, and so round differently, in every run. 
 environment before triton is imported, the same functions compute on the CPU, slowly: tests do that.
 """
 
-from functools import lru_cache, wraps
+import warnings
+from functools import cache, lru_cache, wraps
 
 import torch
 import triton
@@ -82,6 +83,11 @@ def _strides(*tensors: Tensor | None) -> tuple[int | None, ...]:
     return inner, *strides
 
 
+@cache
+def _warn_without_triton(reason: str) -> None:
+    warnings.warn(f"pn_fairseq computes by plain PyTorch, which is slow on a GPU: {reason}", stacklevel=4)
+
+
 def _operator(function):
     """Call ``function`` on the device of the first argument, x or dy; if it cannot, the reference."""
 
@@ -96,7 +102,8 @@ def _operator(function):
                 return function(*readable)
             with torch.cuda.device(x.device):  # Triton launches on the current one
                 return function(*readable)
-        except _DoesNotFit:
+        except _DoesNotFit as error:
+            _warn_without_triton(str(error))
             return OPERATORS[function.__name__](*args)
 
     return operator
@@ -148,7 +155,8 @@ def _tile(channels: int, groups: int, acc: torch.dtype) -> dict:
     block_g, block_k = triton.next_power_of_2(groups), triton.next_power_of_2(channels // groups)
     width = block_g * block_k
     if width > MAX_CHANNELS:
-        raise _DoesNotFit
+        whole = f"{channels} channels in {groups} group(s) make a row of {width} numbers, with powers of two"
+        raise _DoesNotFit(f"{whole}, and Triton's kernels take {MAX_CHANNELS}")
     warps = min(max(width // 256, 1), 16)
     return {
         "GROUPS": groups,
@@ -180,7 +188,7 @@ class _Tokens:
         self.acc = torch.float64 if dtype is torch.float64 else torch.float32
         self.rows = shape[:-1].numel()
         if self.rows > MAX_TOKENS:
-            raise _DoesNotFit
+            raise _DoesNotFit(f"{self.rows} tokens are more than the {MAX_TOKENS} that Triton's kernels take")
         self.tile = _tile(self.channels, groups, self.acc)
         self.width = self.tile["BLOCK_G"] * self.tile["BLOCK_K"]
         processors = _multiprocessors(device)

@@ -46,7 +46,12 @@ def test_what_does_not_fit_is_computed_by_the_reference(monkeypatch):
     monkeypatch.setattr(triton_ops, "kernels", SimpleNamespace(**of_state))  # these take any number of channels
     triton_ops._tokens_of.cache_clear()
     monkeypatch.setattr(triton_ops, "MAX_CHANNELS", 16)
-    check_samples(5, 18, 3, torch.float32)
+    triton_ops._warn_without_triton.cache_clear()
+    with pytest.warns(UserWarning, match="plain PyTorch") as record:
+        check_samples(5, 18, 3, torch.float32)
+    reasons = [str(warning.message) for warning in record]
+    assert sum("18 channels in 3 group(s) make a row of 32 numbers" in reason for reason in reasons) == 1
+    assert len(set(reasons)) == len(reasons)
     monkeypatch.setattr(triton_ops, "MAX_TOKENS", 4)
     triton_ops._tokens_of.cache_clear()
     for name, arguments in samples(torch.float32, torch.device("cpu"), [(5, 12, 1)]):
