@@ -91,6 +91,17 @@ def power_update(psi2, nu, num_batches, *rest):
     return new
 
 
+#: Functions with a gradient that the C++ kernels bring, on any device, by their names here; empty without them.
+COMPILED: dict[str, Callable] = {}
+
+
+def _with_gradient(name: str, function: type[torch.autograd.Function]) -> Callable:
+    """The autograd function in C++, or in Python, which torch.compile can look into."""
+    if torch.compiler.is_compiling() or name not in COMPILED:
+        return function.apply
+    return COMPILED[name]
+
+
 def by_reference() -> bool:
     """Whether the reference computes instead of the operators: in a transform of ``torch.func``, and in a graph that
     leaves this process (``torch.export``, ``torch.jit.trace``, and ONNX by either), where the operators are unknown."""
@@ -149,17 +160,19 @@ def evaluate(
         return reference.normalize(x, weight, bias, mean, moment, None, None, groups, eps, False)[0]
     if not torch.is_grad_enabled():  # the autograd function would cost as much as the operator on a few tokens
         return normalize(x, weight, bias, mean, moment, None, None, groups, eps, False)[0]
-    return _Normalize.apply(x, weight, bias, mean, moment, groups, eps)
+    return _with_gradient("evaluate", _Normalize)(x, weight, bias, mean, moment, groups, eps)
 
 
 class _Standardize(torch.autograd.Function):
-    """``standardize`` with its gradient; ``through``: whether the gradient flows through the mean and the divisor."""
+    """``standardize`` with its gradient."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, groups, divisor, gains, through):
-        y, stats = standardize(x, weight, bias, groups, *divisor, *gains)
+    def forward(ctx, x, weight, bias, groups, *rest):
+        *divisor_and_gains, through_mean, through_divisor = rest
+        y, stats = standardize(x, weight, bias, groups, *divisor_and_gains)
         ctx.save_for_backward(x, weight, stats)
-        ctx.rest = groups, *gains, *through
+        centered, gains = rest[0], rest[5:7]
+        ctx.rest = groups, *gains, centered and through_mean, through_divisor
         return y
 
     @staticmethod
@@ -168,7 +181,7 @@ class _Standardize(torch.autograd.Function):
         x, weight, stats = ctx.saved_tensors
         needed = ctx.needs_input_grad[1:3]
         dx, sums = standardize_gradient(dy, x, weight, stats, *ctx.rest, any(needed))
-        return dx, *_parameters(sums, needed, weight), None, None, None, None
+        return dx, *_parameters(sums, needed, weight), *[None] * 10
 
 
 def standardized(
@@ -187,13 +200,13 @@ def standardized(
     through_divisor: bool = True,
 ) -> Tensor:
     """y of :func:`.reference.standardize`, with its gradient."""
-    divisor = centered, square_factor, eps_in_root, eps_outside, min_divisor
-    gains, through = (gain, gain_slope), (through_mean, through_divisor)
+    divisor_and_gains = centered, square_factor, eps_in_root, eps_outside, min_divisor, gain, gain_slope
+    through = through_mean, through_divisor
     if by_reference():
-        return reference.standardize(x, weight, bias, groups, *divisor, *gains, *through)[0]
+        return reference.standardize(x, weight, bias, groups, *divisor_and_gains, *through)[0]
     if not torch.is_grad_enabled():
-        return standardize(x, weight, bias, groups, *divisor, *gains)[0]
-    return _Standardize.apply(x, weight, bias, groups, divisor, gains, (centered and through_mean, through_divisor))
+        return standardize(x, weight, bias, groups, *divisor_and_gains)[0]
+    return _with_gradient("standardized", _Standardize)(x, weight, bias, groups, *divisor_and_gains, *through)
 
 
 class _Squash(torch.autograd.Function):
@@ -223,4 +236,4 @@ def squashed(
         return reference.squash(x, weight, bias, alpha, shift, erf)
     if not torch.is_grad_enabled():
         return squash(x, weight, bias, alpha, shift, erf)
-    return _Squash.apply(x, weight, bias, alpha, shift, erf)
+    return _with_gradient("squashed", _Squash)(x, weight, bias, alpha, shift, erf)

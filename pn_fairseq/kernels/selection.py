@@ -13,7 +13,7 @@ import torch
 
 from pn_fairseq.common.errors import Unavailable
 from pn_fairseq.kernels.first_use import first_use
-from pn_fairseq.kernels.ops import NAMESPACE, OPERATORS
+from pn_fairseq.kernels.ops import COMPILED, NAMESPACE, OPERATORS
 
 #: Environment variable that forces an implementation.
 VARIABLE = "PN_FAIRSEQ_KERNELS"
@@ -41,7 +41,10 @@ def _load_cpp() -> str | None:
         )
     else:
         try:
-            return torch.ops.load_library(spec.origin)
+            torch.ops.load_library(spec.origin)
+            for name in ("evaluate", "standardized", "squashed"):
+                COMPILED[name] = getattr(torch.ops.pn_fairseq, name).default
+            return None
         except (OSError, RuntimeError) as error:
             reason = f"{spec.origin} cannot be loaded ({_first_line(error)})"
             missing = f"{reason}; install pn_fairseq again (pip: --no-build-isolation)"

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include <cmath>
@@ -687,9 +688,160 @@ std::tuple<Tensor, Tensor> batch_step_(
   return {dx, in_type_of(weight, parameters)};
 }
 
+// Functions with a gradient made of the operators, which compute on any device: the autograd functions of ops.py, with a
+// third of their overhead on a few tokens.
+
+template <class Function>
+c10::TypedOperatorHandle<Function> operator_of(const char* name, Function&) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Function>();
+}
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// Which inputs need a gradient; `given` tells which inputs there are.
+std::vector<bool> needed(const AutogradContext* context, std::initializer_list<bool> given) {
+  std::vector<bool> result;
+  size_t number = 0;
+  for (const bool exists : given) result.push_back(exists && context->needs_input_grad(number++));
+  return result;
+}
+
+void refuse_second_derivative() {
+  TORCH_CHECK(!c10::GradMode::is_enabled(), "the norms of pn_fairseq have no second derivative (create_graph=True)");
+}
+
+Tensor row_of(const Tensor& sums, int64_t row, bool needed, const Tensor& like) {
+  return needed ? sums.select(0, row).to(like.scalar_type()) : Tensor();
+}
+
+Tensor or_nothing(const Optional& tensor) { return tensor.value_or(Tensor()); }
+Optional if_defined(const Tensor& tensor) { return tensor.defined() ? Optional(tensor) : Optional(); }
+
+struct Evaluate : torch::autograd::Function<Evaluate> {
+  static Tensor forward(
+      AutogradContext* context, const Tensor& x, const Optional& weight, const Optional& bias, const Optional& mean,
+      const Optional& moment, int64_t groups, double eps) {
+    static const auto operation = operator_of("pn_fairseq::normalize", normalize);
+    const Optional none;
+    const auto [y, inv_rms, _, __] = operation.call(x, weight, bias, mean, moment, none, none, groups, eps, false);
+    // The running statistics may change before the backward pass, which needs their values in this forward.
+    const Tensor kept_mean = mean ? mean->clone() : Tensor(), kept = moment ? moment->clone() : Tensor();
+    context->save_for_backward({x, or_nothing(weight), kept_mean, kept, inv_rms});
+    context->saved_data["groups"] = groups;
+    context->saved_data["eps"] = eps;
+    context->saved_data["bias"] = bias.has_value();
+    return y;
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    static const auto operation = operator_of("pn_fairseq::gradient", gradient);
+    refuse_second_derivative();
+    const variable_list saved = context->get_saved_variables();
+    const Tensor &x = saved[0], &weight = saved[1], &inv_rms = saved[4];
+    const int64_t groups = context->saved_data["groups"].toInt();
+    const double eps = context->saved_data["eps"].toDouble();
+    const auto needs = needed(context, {true, weight.defined(), context->saved_data["bias"].toBool()});
+    const Optional none, mean = if_defined(saved[2]), moment = if_defined(saved[3]);
+    const auto [dx, sums, _] = operation.call(
+        gradients[0], x, none, if_defined(weight), mean, moment, none, none, none, none, inv_rms, groups, eps,
+        needs[1] || needs[2]);
+    return {dx, row_of(sums, 0, needs[1], weight), row_of(sums, 1, needs[2], weight), Tensor(), Tensor(), Tensor(), Tensor()};
+  }
+};
+
+struct Standardized : torch::autograd::Function<Standardized> {
+  static Tensor forward(
+      AutogradContext* context, const Tensor& x, const Optional& weight, const Optional& bias, int64_t groups, bool centered,
+      double square_factor, double eps_in_root, double eps_outside, double min_divisor, double gain, double gain_slope,
+      bool through_mean, bool through_divisor) {
+    static const auto operation = operator_of("pn_fairseq::standardize", standardize);
+    const auto [y, stats] = operation.call(
+        x, weight, bias, groups, centered, square_factor, eps_in_root, eps_outside, min_divisor, gain, gain_slope);
+    context->save_for_backward({x, or_nothing(weight), stats});
+    context->saved_data["groups"] = groups;
+    context->saved_data["gain"] = gain;
+    context->saved_data["gain_slope"] = gain_slope;
+    context->saved_data["through_mean"] = centered && through_mean;
+    context->saved_data["through_divisor"] = through_divisor;
+    context->saved_data["bias"] = bias.has_value();
+    return y;
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    static const auto operation = operator_of("pn_fairseq::standardize_gradient", standardize_gradient);
+    refuse_second_derivative();
+    const variable_list saved = context->get_saved_variables();
+    const Tensor &x = saved[0], &weight = saved[1], &stats = saved[2];
+    auto& rest = context->saved_data;
+    const auto needs = needed(context, {true, weight.defined(), rest["bias"].toBool()});
+    const auto [dx, sums] = operation.call(
+        gradients[0], x, if_defined(weight), stats, rest["groups"].toInt(), rest["gain"].toDouble(),
+        rest["gain_slope"].toDouble(), rest["through_mean"].toBool(), rest["through_divisor"].toBool(), needs[1] || needs[2]);
+    variable_list result(13);
+    result[0] = dx;
+    for (int64_t row = 0; row < 2; ++row) result[1 + row] = row_of(sums, row, needs[1 + row], weight);
+    return result;
+  }
+};
+
+struct Squashed : torch::autograd::Function<Squashed> {
+  static Tensor forward(
+      AutogradContext* context, const Tensor& x, const Optional& weight, const Optional& bias, const Tensor& alpha,
+      const Optional& shift, bool erf) {
+    static const auto operation = operator_of("pn_fairseq::squash", squash);
+    context->save_for_backward({x, or_nothing(weight), alpha, or_nothing(shift)});
+    context->saved_data["erf"] = erf;
+    context->saved_data["bias"] = bias.has_value();
+    return operation.call(x, weight, bias, alpha, shift, erf);
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    static const auto operation = operator_of("pn_fairseq::squash_gradient", squash_gradient);
+    refuse_second_derivative();
+    const variable_list saved = context->get_saved_variables();
+    const Tensor &x = saved[0], &weight = saved[1], &alpha = saved[2], &shift = saved[3];
+    auto& rest = context->saved_data;
+    const auto needs = needed(context, {true, weight.defined(), rest["bias"].toBool(), true, shift.defined()});
+    const auto [dx, sums, scalars] =
+        operation.call(gradients[0], x, if_defined(weight), alpha, if_defined(shift), rest["erf"].toBool());
+    variable_list result = {dx};
+    for (int64_t row = 0; row < 2; ++row) result.push_back(row_of(sums, row, needs[1 + row], weight));
+    for (int64_t row = 0; row < 2; ++row) result.push_back(row_of(scalars.unsqueeze(1), row, needs[3 + row], alpha));
+    result.push_back(Tensor());
+    return result;
+  }
+};
+
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(pn_fairseq, library) { library.def("cpu_capability() -> str", &cpu_capability); }
+TORCH_LIBRARY_FRAGMENT(pn_fairseq, library) {
+  library.def("cpu_capability() -> str", &cpu_capability);
+  library.def(
+      "evaluate(Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor? moment, int groups, float eps) -> Tensor");
+  library.def(
+      "standardized(Tensor x, Tensor? weight, Tensor? bias, int groups, bool centered, float square_factor, "
+      "float eps_in_root, float eps_outside, float min_divisor, float gain, float gain_slope, bool through_mean, "
+      "bool through_divisor) -> Tensor");
+  library.def(
+      "squashed(Tensor x, Tensor? weight, Tensor? bias, Tensor alpha, Tensor? shift, bool erf) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(pn_fairseq, Autograd, library) {
+  library.impl("evaluate", [](const Tensor& x, const Optional& weight, const Optional& bias, const Optional& mean,
+                              const Optional& moment, int64_t groups, double eps) {
+    return Evaluate::apply(x, weight, bias, mean, moment, groups, eps);
+  });
+  library.impl("standardized", [](const Tensor& x, const Optional& weight, const Optional& bias, int64_t groups, bool centered,
+                                  double square_factor, double eps_in_root, double eps_outside, double min_divisor,
+                                  double gain, double gain_slope, bool through_mean, bool through_divisor) {
+    return Standardized::apply(
+        x, weight, bias, groups, centered, square_factor, eps_in_root, eps_outside, min_divisor, gain, gain_slope,
+        through_mean, through_divisor);
+  });
+  library.impl("squashed", [](const Tensor& x, const Optional& weight, const Optional& bias, const Tensor& alpha,
+                              const Optional& shift, bool erf) { return Squashed::apply(x, weight, bias, alpha, shift, erf); });
+}
 
 TORCH_LIBRARY_IMPL(pn_fairseq, CPU, library) {
   library.impl("normalize", &normalize);
