@@ -29,6 +29,8 @@ from pn_fairseq.kernels.ops import (
     running_average_,
     squashed,
     standardized,
+    window_statistics,
+    window_update_,
 )
 from pn_fairseq.kernels.reference import acc_dtype
 from pn_fairseq.kernels.selection import FORCED, VARIABLE, Unavailable, available, describe, using

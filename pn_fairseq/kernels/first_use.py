@@ -70,6 +70,14 @@ def samples(
         for erf, shift in ((True, bias[:1]), (False, None)):
             yield "squash", (x, weight, bias, nu[:1], shift, erf)
             yield "squash_gradient", (dy, x, weight, nu[:1], shift, erf)
+        windows = torch.rand((2, 2, channels), **like).to(device) + 0.5
+        for geometric, filtration, seen in ((True, True, nu), (False, False, None)):
+            state = windows[0], moment, number, count.long() * 200 if filtration else None
+            yield "window_statistics", (*state, batch[0] * 1.5, weight, 2, 1000, 1e-5, geometric, filtration)
+            state = moment, seen, windows[0], windows[1], number, diagnostics
+            marks = torch.tensor([False, channels % 2 == 1], device=device)
+            of_step = seen, windows[1], number, batch[0], batch[1], marks, products, count, count
+            yield "window_update_", (*state, *of_step, 0.9, 0.8, geometric)
         state = moment, mean, number, diagnostics
         yield "running_average_", (*state, *batch, 0.9, True)
         yield "running_average_", (moment, None, number, None, batch[0], None, *batch[2:], 0.9, False)

@@ -16,6 +16,7 @@ others are pure.
 ``power_step_``      the backward of PN: ``gradient`` and ``power_update_``
 ``batch_normalize``  ``moments`` and ``normalize``
 ``batch_step_``      its backward: ``gradient_sums``, ``gradient`` and ``running_average_``
+``window_statistics`` what a forward of UN or MABN normalizes by; ``window_update_`` moves their state
 ``standardize``      y by the statistics of each token; ``standardize_gradient`` is its backward
 ``squash``           y by tanh or erf, channel by channel; ``squash_gradient`` is its backward
 ===================  ==============================================================================================
@@ -70,6 +71,9 @@ power_step_ = _operator(reference.power_step_, "psi2", "running_nu", "num_batche
 batch_normalize = _operator(reference.batch_normalize)
 _RUNNING = ("running_moment", "running_mean", "num_batches", "diagnostics")
 batch_step_ = _operator(reference.batch_step_, *_RUNNING)
+window_statistics = _operator(reference.window_statistics)
+_WINDOW = ("running_psi2", "nu", "psi2_window", "lambda_window", "num_batches", "diagnostics")
+window_update_ = _operator(reference.window_update_, *_WINDOW)
 standardize = _operator(reference.standardize)
 standardize_gradient = _operator(reference.standardize_gradient)
 squash = _operator(reference.squash)

@@ -451,6 +451,107 @@ def batch_step_(
     return dx, parameters if weight is None else parameters.to(weight.dtype)
 
 
+def window_statistics(
+    psi2_window: Tensor,
+    running_psi2: Tensor,
+    num_batches: Tensor,
+    completed: Tensor | None,
+    batch_psi2: Tensor,
+    weight: Tensor | None,
+    warmup: int,
+    ratio_warmup: int,
+    eps: float,
+    geometric: bool,
+    filtration: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a forward of UN (``geometric``) or MABN normalizes by; see their docstrings for the symbols.
+
+    ``psi2_window`` (M, C), ``running_psi2`` (C,) float32 and ``num_batches`` 0-d int64 are the state, which does not
+    change; ``batch_psi2`` (C,) is psi_B^2. ``completed`` 0-d int64: completed optimizer updates; None: the steps are
+    counted. A step is early up to number M, and before update ``warmup``; r is 1 up to update ``ratio_warmup``. With
+    M = 1 every step of UN is skipped; otherwise only with ``filtration``.
+
+    Returns:
+        psi^2 in D; r * weight, r being 1 if the step is skipped; both (C,) in the accumulation dtype; and whether the
+        step is early and whether it is skipped, (2,) bool.
+    """
+    dtype, rows = batch_psi2.dtype, len(psi2_window)
+    updates = (num_batches if completed is None else completed) + 1
+    early = (num_batches + 1 <= rows) | (updates < warmup)
+    window = _with_row(psi2_window, batch_psi2, num_batches)
+    average = window.log().mean(0).exp() if geometric else window.mean(0)
+    skip = torch.zeros_like(early)
+    if geometric and rows == 1:
+        skip = torch.ones_like(early)
+    elif filtration:
+        bound = psi2_window.to(dtype).sqrt().var() * rows
+        skip = (window.mean(0) - average > bound).any() & ~early
+    psi2 = torch.where(early | skip, batch_psi2, average)
+    ratio = ((psi2 + eps) / (running_psi2.to(dtype) + eps)).sqrt().clamp(1 / 5, 5)
+    gain = torch.where(skip | (updates <= ratio_warmup), 1.0, ratio)
+    return psi2, gain if weight is None else gain * weight.to(dtype), torch.stack([early, skip])
+
+
+def _with_row(window: Tensor, row: Tensor, num_batches: Tensor) -> Tensor:
+    """The ring buffer after the next step with the value ``row``, (M, C), in the type of ``row``."""
+    rows = torch.arange(len(window), device=window.device)
+    return torch.where((rows == (num_batches + 1) % len(window))[:, None], row, window.to(row.dtype))
+
+
+def window_update_(
+    running_psi2: Tensor,
+    nu: Tensor | None,
+    psi2_window: Tensor,
+    lambda_window: Tensor,
+    num_batches: Tensor,
+    diagnostics: Tensor | None,
+    seen_nu: Tensor | None,
+    seen_lambda: Tensor,
+    seen_batches: Tensor,
+    psi2: Tensor,
+    batch_psi2: Tensor,
+    marks: Tensor,
+    products: Tensor,
+    count: Tensor,
+    counted_tokens: Tensor,
+    alpha_fwd: float,
+    alpha_bwd: float,
+    has_gradient: bool,
+) -> Tensor:
+    """The state of UN, or of MABN, which has no ``nu``, moves by a step.
+
+    The arguments up to ``diagnostics`` (:func:`running_average_`) are changed; those named ``seen`` are nu, the window
+    of lambda and the number of batches as the forward saw them. ``psi2`` and ``marks`` come from
+    :func:`window_statistics`, ``products`` from :func:`gradient_sums` with its gain. ``counted_tokens``: the number
+    of tokens in psi_B^2 and lambda_B, which is N = ``count`` unless padding counts. Without ``has_gradient`` nu and
+    the window of lambda stay. Nothing moves if N is 0 or a number of the step is not finite.
+
+    Returns:
+        what x_hat is multiplied by in dx, (C,): nu_t, or lambda_B of a skipped step; of MABN lambda.
+    """
+    early, skip = marks.unbind()
+    own = products[0] / counted_tokens.clamp(min=1.0)
+    average = torch.where(early | skip, own, _with_row(seen_lambda, own, seen_batches).mean(0))
+    correction = average
+    if nu is not None:
+        correction = torch.where(skip, own, alpha_bwd * seen_nu.to(own.dtype) + (1.0 - alpha_bwd) * average)
+    counted = (count > 0) & _all_finite(psi2, batch_psi2, products, average)
+    if diagnostics is not None:
+        _note(diagnostics, running_psi2, batch_psi2, count, counted)
+    places = torch.arange(len(psi2_window), device=psi2.device) == (num_batches + 1) % len(psi2_window)
+    moves = (places & counted)[:, None]
+    entering = torch.where(skip, running_psi2.to(own.dtype), batch_psi2)
+    psi2_window.copy_(torch.where(moves, entering.to(psi2_window.dtype), psi2_window))
+    _move(running_psi2, running_psi2 + (1.0 - alpha_fwd) * (psi2 - running_psi2), counted)
+    if has_gradient:
+        entering = own if nu is None else torch.where(skip, nu.to(own.dtype), own)
+        lambda_window.copy_(torch.where(moves, entering.to(lambda_window.dtype), lambda_window))
+        if nu is not None:
+            _move(nu, alpha_bwd * nu + (1.0 - alpha_bwd) * average, counted)
+    num_batches.add_(counted)
+    return correction
+
+
 def standardize(
     x: Tensor,
     weight: Tensor | None,

@@ -898,3 +898,163 @@ def power_update_(
             psi2, nu, num_batches, diagnostics, batch_psi2, used_psi2, products, tokens, share, counted, distance,
             largest, EPS, SHARE_BWD, HAS_GRADIENT, C, BLOCK_S,
         )  # fmt: skip
+
+
+@triton.jit
+def _window_means(window, own, row, channel, inside, M: tl.constexpr, C: tl.constexpr):
+    """Means over the ring buffer ``window`` (M, C) with ``own`` in a row: of the values, and of their logarithms."""
+    plain, logarithms = tl.zeros(own.shape, own.dtype), tl.zeros(own.shape, own.dtype)
+    for number in range(M):
+        value = tl.load(window + number * C + channel, mask=inside, other=1.0).to(own.dtype)
+        value = tl.where(number == row, own, value)
+        plain += value
+        logarithms += tl.log(value)
+    return plain / M, logarithms / M
+
+
+@triton.jit
+def window_statistics(
+    psi2_window,  # (M, C) float32
+    running_psi2,  # (C,) float32
+    num_batches,  # () int64
+    completed,  # () int64, or None
+    batch_psi2,  # (C,) ACC
+    weight,  # (C,), or None
+    psi2,  # (C,) ACC, written
+    gain,  # (C,) ACC, written
+    marks,  # (2,) bool, written
+    WARMUP: tl.constexpr,
+    RATIO_WARMUP: tl.constexpr,
+    EPS: tl.constexpr,
+    GEOMETRIC: tl.constexpr,
+    FILTRATION: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """The operator of this name."""
+    ACC: tl.constexpr = batch_psi2.dtype.element_ty
+    batches = tl.load(num_batches)
+    updates = batches if completed is None else tl.load(completed)
+    row = (batches + 1) % M
+    early = (batches + 1 <= M) | (updates + 1 < WARMUP)
+    skip = early & (early == 0)
+    if GEOMETRIC and M == 1:
+        skip = skip == 0
+    elif FILTRATION:
+        total, squares, excess = tl.zeros([], ACC), tl.zeros([], ACC), tl.zeros([], ACC)
+        for start in range(0, M * C, BLOCK_C):
+            place = start + tl.arange(0, BLOCK_C)
+            total += tl.sum(tl.sqrt(tl.load(psi2_window + place, mask=place < M * C, other=0.0).to(ACC)), 0)
+        for start in range(0, M * C, BLOCK_C):
+            place = start + tl.arange(0, BLOCK_C)
+            root = tl.sqrt(tl.load(psi2_window + place, mask=place < M * C, other=0.0).to(ACC)) - total / (M * C)
+            squares += tl.sum(tl.where(place < M * C, root * root, 0.0), 0)
+        for start in range(0, C, BLOCK_C):
+            channel = start + tl.arange(0, BLOCK_C)
+            inside = channel < C
+            own = tl.load(batch_psi2 + channel, mask=inside, other=1.0)
+            plain, logarithms = _window_means(psi2_window, own, row, channel, inside, M, C)
+            excess = tl.maximum(excess, tl.max(tl.where(inside, plain - tl.exp(logarithms), 0.0), 0))
+        skip = (early == 0) & (excess > squares / (M * C - 1) * M)
+    for start in range(0, C, BLOCK_C):
+        channel = start + tl.arange(0, BLOCK_C)
+        inside = channel < C
+        own = tl.load(batch_psi2 + channel, mask=inside, other=1.0)
+        plain, logarithms = _window_means(psi2_window, own, row, channel, inside, M, C)
+        average = tl.exp(logarithms) if GEOMETRIC else plain
+        used = tl.where(early | skip, own, average)
+        running = tl.load(running_psi2 + channel, mask=inside, other=1.0).to(ACC)
+        ratio = _sqrt(_divide(used + EPS, running + EPS))
+        ratio = tl.where(ratio < 0.2, 0.2, tl.where(ratio > 5.0, 5.0, ratio))  # unlike tl.clamp, this keeps NaN
+        ratio = tl.where(skip | (updates + 1 <= RATIO_WARMUP), 1.0, ratio).to(ACC)
+        tl.store(psi2 + channel, used, mask=inside)
+        tl.store(gain + channel, ratio * _vector(weight, channel, inside, 1.0, ACC), mask=inside)
+    tl.store(marks, early)
+    tl.store(marks + 1, skip)
+
+
+@triton.jit
+def _window_step(
+    products, counted_tokens, seen_lambda, seen_row, alone, channel, inside, M: tl.constexpr, C: tl.constexpr
+):
+    """lambda_B, and the mean of lambda over the window; ``alone``: that of this step."""
+    own = tl.load(products + channel, mask=inside, other=0.0)
+    own = _divide(own, tl.maximum(tl.load(counted_tokens), 1.0).to(own.dtype))
+    average = tl.zeros(own.shape, own.dtype)
+    for number in range(M):
+        value = tl.load(seen_lambda + number * C + channel, mask=inside, other=0.0).to(own.dtype)
+        average += tl.where(number == seen_row, own, value)
+    return own, tl.where(alone, own, average / M)
+
+
+@triton.jit
+def window_update_(
+    running_psi2,  # (C,) float32, changed
+    nu,  # (C,) float32, changed if HAS_GRADIENT; or None
+    psi2_window,  # (M, C) float32, changed
+    lambda_window,  # (M, C) float32, changed if HAS_GRADIENT
+    num_batches,  # () int64, changed
+    diagnostics,  # (4,) float32, changed; or None
+    seen_nu,  # (C,) or None
+    seen_lambda,  # (M, C)
+    seen_batches,  # () int64
+    psi2,  # (C,) ACC
+    batch_psi2,  # (C,) ACC
+    marks,  # (2,) bool
+    products,  # (2, C) ACC
+    count,  # () ACC
+    counted_tokens,  # () ACC
+    correction,  # (C,) ACC, written
+    SHARE_FWD: tl.constexpr,
+    SHARE_BWD: tl.constexpr,
+    HAS_GRADIENT: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """The operator of this name; the shares are 1 - alpha."""
+    batches, tokens = tl.load(num_batches), tl.load(count)
+    early, skip = tl.load(marks) != 0, tl.load(marks + 1) != 0
+    seen_row = (tl.load(seen_batches) + 1) % M
+    counted, distance = tokens > 0, tl.zeros([], tl.float32)
+    for start in range(0, C, BLOCK_C):
+        channel = start + tl.arange(0, BLOCK_C)
+        inside = channel < C
+        own, average = _window_step(
+            products, counted_tokens, seen_lambda, seen_row, early | skip, channel, inside, M, C
+        )
+        step = average
+        if nu is not None:
+            old = tl.load(seen_nu + channel, mask=inside, other=0.0).to(own.dtype)
+            step = tl.where(skip, own, (1.0 - SHARE_BWD) * old + SHARE_BWD * average)
+        tl.store(correction + channel, step, mask=inside)
+        batch = tl.load(batch_psi2 + channel, mask=inside, other=1.0)
+        counted &= _all_finite(batch) & _all_finite(average)
+        counted &= _all_finite(tl.load(psi2 + channel, mask=inside, other=0.0))
+        for row in tl.static_range(2):
+            counted &= _all_finite(tl.load(products + row * C + channel, mask=inside, other=0.0))
+        if diagnostics is not None:
+            distance += _distance(tl.load(running_psi2 + channel, mask=inside, other=1.0), batch, inside)
+    written = (batches + 1) % M * C
+    for start in range(0, C, BLOCK_C):
+        channel = start + tl.arange(0, BLOCK_C)
+        moves = tl.where(counted, channel, C) < C
+        old = tl.load(running_psi2 + channel, mask=moves, other=0.0)
+        entering = tl.where(skip, old, tl.load(batch_psi2 + channel, mask=moves, other=0.0))
+        tl.store(psi2_window + written + channel, entering.to(tl.float32), mask=moves)
+        moved = old + SHARE_FWD * (tl.load(psi2 + channel, mask=moves, other=0.0) - old)
+        tl.store(running_psi2 + channel, moved.to(tl.float32), mask=moves)
+        if HAS_GRADIENT:
+            own, average = _window_step(
+                products, counted_tokens, seen_lambda, seen_row, early | skip, channel, moves, M, C
+            )
+            entering = own
+            if nu is not None:
+                old = tl.load(nu + channel, mask=moves, other=0.0)
+                entering = tl.where(skip, old, own)
+                tl.store(nu + channel, ((1.0 - SHARE_BWD) * old + SHARE_BWD * average).to(tl.float32), mask=moves)
+            tl.store(lambda_window + written + channel, entering.to(tl.float32), mask=moves)
+    if diagnostics is not None:
+        _note(diagnostics, distance, tokens > 0, counted, C)
+    tl.store(num_batches, batches + counted.to(tl.int64))

@@ -460,3 +460,38 @@ def batch_step_(
     state = running_moment, running_mean, num_batches, diagnostics
     _average(*state, moment, mean, products, count, alpha, unbiased)
     return dx, parameters
+
+
+def _of_window(name: str, tensors, flags: dict, window: Tensor) -> None:
+    """Launch a kernel on the state of a norm with ring buffers."""
+    rows, channels = window.shape
+    block, warps = _state_block(channels)
+    constants = {"M": rows, "C": channels, "BLOCK_C": min(block, 1024), "num_warps": min(warps, 4), "num_stages": 1}
+    _launch(name, (1, 1, 1), tensors, (), constants, flags, window.device, rows, channels)
+
+
+@_operator
+def window_statistics(
+    psi2_window, running_psi2, num_batches, completed, batch_psi2, weight, warmup, ratio_warmup, eps, geometric,
+    filtration,
+):  # fmt: skip
+    psi2, gain = torch.empty_like(batch_psi2), torch.empty_like(batch_psi2)
+    marks = torch.empty(2, dtype=torch.bool, device=psi2.device)
+    tensors = psi2_window, running_psi2, num_batches, completed, batch_psi2, weight, psi2, gain, marks
+    flags = {"WARMUP": warmup, "RATIO_WARMUP": ratio_warmup, "EPS": eps}
+    _of_window("window_statistics", tensors, {**flags, "GEOMETRIC": geometric, "FILTRATION": filtration}, psi2_window)
+    return psi2, gain, marks
+
+
+@_operator
+def window_update_(
+    running_psi2, nu, psi2_window, lambda_window, num_batches, diagnostics, seen_nu, seen_lambda, seen_batches, psi2,
+    batch_psi2, marks, products, count, counted_tokens, alpha_fwd, alpha_bwd, has_gradient,
+):  # fmt: skip
+    correction = torch.empty_like(psi2)
+    state = running_psi2, nu, psi2_window, lambda_window, num_batches, diagnostics
+    of_step = psi2, batch_psi2, marks, products, count, counted_tokens
+    flags = {"SHARE_FWD": 1.0 - alpha_fwd, "SHARE_BWD": 1.0 - alpha_bwd, "HAS_GRADIENT": has_gradient}
+    tensors = *state, seen_nu, seen_lambda, seen_batches, *of_step, correction
+    _of_window("window_update_", tensors, flags, psi2_window)
+    return correction

@@ -15,6 +15,7 @@ from pn_fairseq.kernels.first_use import results_of, samples
 from pn_fairseq.norms import MaskedBatchNorm
 from pn_fairseq.testing.helpers import unrounded
 
+from ..norms.oracle_windows import MovingAverageOracle, UnifiedOracle
 from ..pairwise import pairwise
 from .checks import CHANGES, EPS, check_faults, check_samples
 from .conftest import INTERPRETED
@@ -279,6 +280,51 @@ def test_a_loss_scale_changes_no_state_and_scales_every_gradient():
     for plain, scaled in zip(*found, strict=True):
         for place, (one, other) in enumerate(zip(plain, scaled, strict=True)):
             assert torch.equal(one * scale if place < 2 else one, other), place
+
+
+def ratio_from_the_fourth_step(oracle):
+    """r in [1/5, 5]; the oracle has it from step 1,001 on."""
+
+    def ratio(number, root):
+        if number <= 3:
+            return np.ones(oracle.channels)
+        return np.clip(root / np.sqrt(oracle.psi2 + oracle.eps), 1 / 5, 5)
+
+    return ratio
+
+
+@pytest.mark.parametrize("filtration", [None, False, True], ids=["MABN", "UN", "UN with filtration"])
+def test_the_state_of_norms_with_windows(filtration):
+    """Steps of which one is an outlier, against the oracle of the norms."""
+    channels, rows, unified = 4, 2, filtration is not None
+    oracle = UnifiedOracle(channels, window=rows, filtration=filtration) if unified else None
+    oracle = oracle or MovingAverageOracle(channels, alpha=0.9, window=rows)
+    oracle.ratio = ratio_from_the_fourth_step(oracle)
+    running, nu = torch.ones(channels), torch.zeros(channels) if unified else None
+    windows, number, noted = torch.zeros(2, rows, channels), torch.tensor(0), torch.zeros(4)
+    state = running, nu, *windows, number, noted
+    for seed, size in enumerate((1.0, 2.0, 1.0, 1.5, 9.0, 0.3)):
+        x, dy, padding, _ = make((5, channels), "some", torch.float32, seed)
+        x = x * size
+        _, ctx = oracle.forward(x.numpy(), padding.numpy())
+        expected, *_ = oracle.backward(dy.numpy(), ctx)
+        inv_rms, _, batch, count = kernels.moments(x, padding, 0, EPS, False)
+        given = windows[0], running, number, None, batch, None, 0, 3, EPS, unified, bool(filtration)
+        psi2, gain, marks = kernels.window_statistics(*given)
+        weight = None, psi2, None, inv_rms, 0, EPS
+        _, products = kernels.gradient_sums(dy, x, padding, gain, *weight)
+        seen = None if nu is None else nu.clone(), windows[1].clone(), number.clone()
+        of_step = psi2, batch, marks, products, count, count
+        correction = kernels.window_update_(*state, *seen, *of_step, 0.9, 0.9, True)
+        vectors = gain, None, psi2, correction, None, None, None
+        dx, *_ = kernels.gradient(dy, x, padding, *vectors, inv_rms, 0, EPS, False)
+        assert_close(dx, torch.from_numpy(expected), torch.float32, "dx", 4.0)
+    assert number == oracle.count == 6 and noted[0] == 0
+    assert not unified or any(oracle.skipped) == filtration
+    names = {"psi2": running, "psi2_window": windows[0], "lambda_window": windows[1], "nu": nu}
+    for name, value in names.items():
+        if value is not None:
+            assert_close(value, torch.from_numpy(getattr(oracle, name)), torch.float32, name, 4.0)
 
 
 class WithoutFloat64(TorchDispatchMode):

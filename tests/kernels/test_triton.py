@@ -61,7 +61,7 @@ def test_what_does_not_fit_is_computed_by_the_reference(monkeypatch):
 
 #: Operations that start no kernel on a GPU: memory and views of it.
 WITHOUT_LAUNCH = {"empty", "empty_like", "new_empty", "detach", "alias", "view", "_unsafe_view", "t", "unbind", "set_"}
-WITHOUT_LAUNCH |= {"select", "slice"}
+WITHOUT_LAUNCH |= {"select", "slice", "unsqueeze"}
 
 
 class Launches(TorchDispatchMode):

@@ -100,6 +100,15 @@ def train(
         state = vector, vector, count, empty(4)
         given = x, x, padding, weight, vector, vector, loss_scale, inv_rms
         triton_ops.power_step_(*given, *state, batch, tokens, *rest, 0, 0.9, 0.9)
+    elif norm in ("un", "mabn"):
+        unified, windows = norm == "un", empty(8, channels)
+        _, _, batch, tokens = triton_ops.moments(x, padding, *rest, False)
+        given = windows, vector, count, count if masked else None, batch, weight, 0, 1000, 1e-5
+        psi2, gain, marks = triton_ops.window_statistics(*given, unified, unified)
+        nu, products = vector if unified else None, empty(2, channels, dtype=batch.dtype)
+        state = vector, nu, windows, windows, count, empty(4)
+        of_step = psi2, batch, marks, products, tokens, tokens
+        triton_ops.window_update_(*state, nu, windows, count, *of_step, 0.9, 0.9, True)
     elif norm in ("gn", "ada"):
         curve = (2.0, -0.2) if norm == "ada" else (1.0, 0.0)
         _, stats = triton_ops.standardize(x, weight, bias, max(groups, 1), True, 1.0, 1e-5, 0.0, 0.0, *curve)
@@ -154,6 +163,7 @@ LAUNCHES = {
     "pn": ["norm_forward", "finish_moments", "norm_backward", "power_update_"],
     "gn": ["standardize", "standardize_gradient", "finish_gradient_sums"],
     "derf": ["squash", "squash_gradient", "finish_gradient_sums"],
+    "un": ["norm_forward", "finish_moments", "window_statistics", "window_update_"],
 }
 
 
@@ -166,7 +176,7 @@ def test_a_step_compiles_to_wide_accesses_without_spills(norm, capability, dtype
     assert [name for name, *_ in compiled] == LAUNCHES[norm]
     check_resources(compiled)
     for name, _, kernel in compiled:
-        if not name.startswith("finish") and name != "power_update_":  # those read vectors
+        if not name.startswith(("finish", "window")) and name != "power_update_":  # those read vectors
             assert widest(kernel) == {"ld": 16, "st": 16}, name
 
 
@@ -249,7 +259,7 @@ def test_a_second_launch_does_not_ask_triton_for_the_kernel_and_gives_it_the_sam
     assert runs.of(lambda: steps(x, padding)) == first and runs.searched == []
 
 
-NORMS = ("pn", "pn-v", "bn", "gn", "ada", "dyt", "derf")
+NORMS = ("pn", "pn-v", "bn", "un", "mabn", "gn", "ada", "dyt", "derf")
 
 MATRIX = pairwise(
     shape=SHAPES,
