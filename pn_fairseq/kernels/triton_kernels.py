@@ -73,6 +73,13 @@ def _places(row, channel, inner, outer_stride, inner_stride, C: tl.constexpr):
 
 
 @triton.jit
+def _read(tokens, row, channel, exists, inner, outer_stride, inner_stride, C: tl.constexpr, ACC: tl.constexpr):
+    """A tile in the accumulation dtype, 0 where there is nothing."""
+    places = _places(row, channel, inner, outer_stride, inner_stride, C)
+    return tl.load(tokens + places, mask=exists, other=0.0).to(ACC)
+
+
+@triton.jit
 def _starts(row, inner, outer_stride, inner_stride):
     """Offsets of tokens in a tensor (outer, inner, ...) with these strides."""
     outer = row // inner
@@ -188,7 +195,7 @@ def norm_forward(
         row = start + tl.arange(0, BLOCK_N)
         valid = row < rows
         exists = valid[:, None, None] & inside[None, :, :]
-        h = tl.load(x + _places(row, channel, inner, x_outer, x_inner, C), mask=exists, other=0.0).to(ACC)
+        h = _read(x, row, channel, exists, inner, x_outer, x_inner, C, ACC)
         if inv_rms is not None:
             h = h * _inv_rms(h, inv_rms, row, valid, group, GROUPS, GROUP_SIZE, EPS, GIVEN)
         if partials is not None:
@@ -270,8 +277,8 @@ def norm_backward(
         valid = row < rows
         exists = valid[:, None, None] & inside[None, :, :]
         real = _real(padding, row, valid, inner, padding_outer, padding_inner)[:, None, None]
-        dh = tl.load(dy + _places(row, channel, inner, dy_outer, dy_inner, C), mask=exists, other=0.0).to(ACC)
-        h = tl.load(x + _places(row, channel, inner, x_outer, x_inner, C), mask=exists, other=0.0).to(ACC)
+        dh = _read(dy, row, channel, exists, inner, dy_outer, dy_inner, C, ACC)
+        h = _read(x, row, channel, exists, inner, x_outer, x_inner, C, ACC)
         if inv_rms is not None:
             scales = _inv_rms(h, inv_rms, row, valid, group, GROUPS, GROUP_SIZE, EPS, True)
             h = h * scales
@@ -347,7 +354,7 @@ def standardize(
         row = start + tl.arange(0, BLOCK_N)
         valid = row < rows
         exists = valid[:, None, None] & inside[None, :, :]
-        z = tl.load(x + _places(row, channel, inner, x_outer, x_inner, C), mask=exists, other=0.0).to(ACC)
+        z = _read(x, row, channel, exists, inner, x_outer, x_inner, C, ACC)
         mean = tl.zeros([BLOCK_N, BLOCK_G], ACC)
         if CENTERED:
             mean = tl.sum(z, 2) / GROUP_SIZE
@@ -405,8 +412,8 @@ def standardize_gradient(
         valid = row < rows
         exists = valid[:, None, None] & inside[None, :, :]
         group_exists = valid[:, None] & (group < GROUPS)[None, :]
-        grad = tl.load(dy + _places(row, channel, inner, dy_outer, dy_inner, C), mask=exists, other=0.0).to(ACC)
-        h = tl.load(x + _places(row, channel, inner, x_outer, x_inner, C), mask=exists, other=0.0).to(ACC)
+        grad = _read(dy, row, channel, exists, inner, dy_outer, dy_inner, C, ACC)
+        h = _read(x, row, channel, exists, inner, x_outer, x_inner, C, ACC)
         mean = tl.load(_stat(stats, 0, rows, row, group, GROUPS), mask=group_exists, other=0.0)
         inverse = tl.load(_stat(stats, 1, rows, row, group, GROUPS), mask=group_exists, other=0.0)[:, :, None]
         z = tl.where(_unused(grad), 0.0, (h - mean[:, :, None]) * inverse)
@@ -480,7 +487,7 @@ def squash(
     for start in range(tl.program_id(0) * BLOCK_N, rows, tl.num_programs(0) * BLOCK_N):
         row = start + tl.arange(0, BLOCK_N)
         exists = (row < rows)[:, None, None] & inside[None, :, :]
-        h = tl.load(x + _places(row, channel, inner, x_outer, x_inner, C), mask=exists, other=0.0).to(ACC)
+        h = _read(x, row, channel, exists, inner, x_outer, x_inner, C, ACC)
         value, argument = _squashed(h, alpha, shift, ERF)
         if weight is not None:
             value = value * scale[None, :, :]
@@ -522,8 +529,8 @@ def squash_gradient(
     for start in range(tl.program_id(0) * BLOCK_N, rows, tl.num_programs(0) * BLOCK_N):
         row = start + tl.arange(0, BLOCK_N)
         exists = (row < rows)[:, None, None] & inside[None, :, :]
-        dh = tl.load(dy + _places(row, channel, inner, dy_outer, dy_inner, C), mask=exists, other=0.0).to(ACC)
-        h = tl.load(x + _places(row, channel, inner, x_outer, x_inner, C), mask=exists, other=0.0).to(ACC)
+        dh = _read(dy, row, channel, exists, inner, dy_outer, dy_inner, C, ACC)
+        h = _read(x, row, channel, exists, inner, x_outer, x_inner, C, ACC)
         h = tl.where(_unused(dh), 0.0, h)
         value, argument = _squashed(h, alpha, shift, ERF)
         if partials is not None:

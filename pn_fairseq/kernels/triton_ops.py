@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 
 from pn_fairseq.kernels import triton_kernels as kernels
-from pn_fairseq.kernels.ops import OPERATORS
+from pn_fairseq.kernels.ops import CHANGED, OPERATORS
 from pn_fairseq.kernels.reference import acc_dtype
 
 #: Channels that one program can hold, with groups and their number rounded up to powers of two.
@@ -91,9 +91,14 @@ def _warn_without_triton(reason: str) -> None:
 def _operator(function):
     """Call ``function`` on the device of the first argument, x or dy; if it cannot, the reference."""
 
+    changes = CHANGED[function.__name__]
+
     @wraps(function)
     def operator(*args):
         x, readable = args[0], args
+        if changes:
+            state = [args[place] for place in changes if args[place] is not None]
+            torch.autograd.graph.increment_version(state)
         for place, value in enumerate(args):
             if isinstance(value, Tensor) and not value.is_contiguous():
                 readable = (*readable[:place], _readable(value, x), *readable[place + 1 :])

@@ -263,6 +263,15 @@ def test_running_averages(unbiased):
     np.testing.assert_allclose(noted, [5.0, 7.0, distance, 0.0], rtol=5 * 2**-20)
 
 
+def test_autograd_sees_that_state_has_changed():
+    """So that it refuses to differentiate what was computed from the old values."""
+    state = state_of(5)
+    before = [value._version for value in state]
+    products, count = torch.ones(2, 5), torch.tensor(3.0)
+    kernels.power_update_(*state, state[0] + 1, state[0] + 2, products, count, EPS, 0, 0.9, 0.9, True)
+    assert all(value._version > version for value, version in zip(state, before, strict=True))
+
+
 def test_a_loss_scale_changes_no_state_and_scales_every_gradient():
     """By a power of two, which multiplies without rounding."""
     x, dy, padding, (weight, _, used, nu) = make((5, 3, 12), "some", torch.float32)

@@ -42,7 +42,8 @@ def test_dx_and_sums_in_two_passes(monkeypatch):
 
 
 def test_what_does_not_fit_is_computed_by_the_reference(monkeypatch):
-    of_state = {name: getattr(triton_kernels, name) for name in ("running_average_", "power_update_")}
+    names = ("running_average_", "power_update_", "window_statistics", "window_update_")
+    of_state = {name: getattr(triton_kernels, name) for name in names}
     monkeypatch.setattr(triton_ops, "kernels", SimpleNamespace(**of_state))  # these take any number of channels
     triton_ops._tokens_of.cache_clear()
     monkeypatch.setattr(triton_ops, "MAX_CHANNELS", 16)
