@@ -12,17 +12,25 @@ without a fallback. The first use of a GPU compares its results with the referen
 """
 
 from pn_fairseq.kernels.ops import (
+    CHANGED,
     OPERATORS,
+    batch_normalize,
+    batch_step_,
     evaluate,
     gradient,
     gradient_sums,
     moments,
     normalize,
+    power_step_,
     power_update,
+    power_update_,
     refuse_second_derivative,
     running_average,
+    running_average_,
     squashed,
     standardized,
+    window_statistics,
+    window_update_,
 )
 from pn_fairseq.kernels.reference import acc_dtype
 from pn_fairseq.kernels.selection import FORCED, VARIABLE, Unavailable, available, describe, using

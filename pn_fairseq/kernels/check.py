@@ -2,7 +2,7 @@
 
 import torch
 
-from pn_fairseq.kernels.first_use import TOLERANCE, difference, samples
+from pn_fairseq.kernels.first_use import TOLERANCE, difference, results_of, samples
 from pn_fairseq.kernels.ops import OPERATORS
 from pn_fairseq.kernels.selection import IMPLEMENTATIONS, available, using
 
@@ -18,9 +18,9 @@ def check() -> tuple[str, bool]:
             worst: dict[tuple[str, torch.dtype], float] = {}
             for dtype in TOLERANCE:
                 for name, arguments in samples(dtype, torch.device(device)):
-                    expected = OPERATORS[name](*arguments)
+                    expected = results_of(OPERATORS[name], name, arguments)
                     with using(implementation):
-                        result = getattr(torch.ops.pn_fairseq, name)(*arguments)
+                        result = results_of(getattr(torch.ops.pn_fairseq, name), name, arguments)
                     worst[name, dtype] = max(worst.get((name, dtype), 0.0), difference(result, expected))
             for name in OPERATORS:
                 errors = {dtype: worst[name, dtype] for dtype in TOLERANCE if (name, dtype) in worst}

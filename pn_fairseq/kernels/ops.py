@@ -1,22 +1,28 @@
 """The operators ``torch.ops.pn_fairseq.*``, and functions with a gradient made of them.
 
 :mod:`.reference` defines the arguments and the results of each and serves every device; C++ and Triton compute the same
-on CPU and CUDA. All are pure functions of tensors. They trust their arguments: the norms check what users give them,
-once. Tokens may have any strides, and the usual ones, such as those of a transposed batch, are read without a copy.
-Results are contiguous, as the results of torch's LayerNorm.
+on CPU and CUDA. They trust their arguments: the norms check what users give them, once. Tokens and masks may have any
+strides, and the usual ones, such as those of a transposed batch, are read without a copy. Results are contiguous, as
+the results of torch's LayerNorm. An operator whose name ends in ``_`` changes state, which is contiguous, in place; the
+others are pure.
 
 ===================  ==============================================================================================
 ``normalize``        y from given statistics, optionally with the second moment of the batch from the same pass
 ``moments``          statistics of the batch
 ``gradient``         dx from given vectors, optionally with the sums over tokens from the same pass
 ``gradient_sums``    sums over tokens of a backward pass
-``running_average``  the running statistics of a norm that keeps averages
-``power_update``     the state of PN after a batch
+``running_average_`` moves the running statistics of a norm that keeps averages
+``power_update_``    moves the state of PN
+``power_step_``      the backward of PN: ``gradient`` and ``power_update_``
+``batch_normalize``  ``moments`` and ``normalize``
+``batch_step_``      its backward: ``gradient_sums``, ``gradient`` and ``running_average_``
+``window_statistics`` what a forward of UN or MABN normalizes by; ``window_update_`` moves their state
 ``standardize``      y by the statistics of each token; ``standardize_gradient`` is its backward
 ``squash``           y by tanh or erf, channel by channel; ``squash_gradient`` is its backward
 ===================  ==============================================================================================
 """
 
+import inspect
 import re
 from collections.abc import Callable
 
@@ -30,23 +36,28 @@ NAMESPACE = "pn_fairseq"
 #: Operator -> its reference implementation.
 OPERATORS: dict[str, Callable] = {}
 
+#: Operator -> the places of the arguments that it changes.
+CHANGED: dict[str, tuple[int, ...]] = {}
+
 _library = torch.library.Library(NAMESPACE, "DEF")
 
 
-def _operator(function: Callable) -> Callable:
-    """Define ``torch.ops.pn_fairseq.NAME`` with ``function``, a pure function, as its reference implementation.
+def _operator(function: Callable, *state: str) -> Callable:
+    """Define ``torch.ops.pn_fairseq.NAME`` with ``function`` as its reference implementation.
 
     The operator has its name and its arguments, in the types of its annotations, without those that have a default.
+    ``state`` names the arguments that it changes.
     """
     name = function.__name__
-    arguments = torch.library.infer_schema(function, mutates_args=()).replace("SymInt", "int")
+    arguments = torch.library.infer_schema(function, mutates_args=state).replace("SymInt", "int")
     _library.define(name + re.sub(r", \w+ \w+=\w+", "", arguments))
     _library.impl(name, function, "CompositeExplicitAutograd")
     # Every call whose result needs a gradient is inside a torch.autograd.Function, which defines the gradient. A
     # fallthrough skips autograd's dispatch key, whose default (warn in a backward that these operators have no
     # gradient) costs time in every call.
     _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
-    OPERATORS[name] = function
+    names = list(inspect.signature(function).parameters)
+    OPERATORS[name], CHANGED[name] = function, tuple(names.index(argument) for argument in state)
     return getattr(torch.ops.pn_fairseq, name).default
 
 
@@ -54,12 +65,45 @@ normalize = _operator(reference.normalize)
 moments = _operator(reference.moments)
 gradient_sums = _operator(reference.gradient_sums)
 gradient = _operator(reference.gradient)
-running_average = _operator(reference.running_average)
-power_update = _operator(reference.power_update)
+running_average_ = _operator(reference.running_average_, "moment", "mean", "num_batches", "diagnostics")
+power_update_ = _operator(reference.power_update_, "psi2", "nu", "num_batches", "diagnostics")
+power_step_ = _operator(reference.power_step_, "psi2", "running_nu", "num_batches", "diagnostics")
+batch_normalize = _operator(reference.batch_normalize)
+_RUNNING = ("running_moment", "running_mean", "num_batches", "diagnostics")
+batch_step_ = _operator(reference.batch_step_, *_RUNNING)
+window_statistics = _operator(reference.window_statistics)
+_WINDOW = ("running_psi2", "nu", "psi2_window", "lambda_window", "num_batches", "diagnostics")
+window_update_ = _operator(reference.window_update_, *_WINDOW)
 standardize = _operator(reference.standardize)
 standardize_gradient = _operator(reference.standardize_gradient)
 squash = _operator(reference.squash)
 squash_gradient = _operator(reference.squash_gradient)
+
+
+def running_average(moment, mean, num_batches, batch_moment, batch_mean, products, count, alpha):
+    """What :func:`running_average_` would make of the state, as new tensors."""
+    new, of_mean = moment.clone(), None if mean is None else mean.clone()
+    number = num_batches.clone()
+    running_average_(new, of_mean, number, None, batch_moment, batch_mean, products, count, alpha, False)
+    return new, moment.new_empty(0) if mean is None else of_mean, number
+
+
+def power_update(psi2, nu, num_batches, *rest):
+    """What :func:`power_update_` would make of the state, as new tensors."""
+    new = psi2.clone(), nu.clone(), num_batches.clone()
+    power_update_(*new, None, *rest, True)
+    return new
+
+
+#: Functions with a gradient that the C++ kernels bring, on any device, by their names here; empty without them.
+COMPILED: dict[str, Callable] = {}
+
+
+def _with_gradient(name: str, function: type[torch.autograd.Function]) -> Callable:
+    """The autograd function in C++, or in Python, which torch.compile can look into."""
+    if torch.compiler.is_compiling() or name not in COMPILED:
+        return function.apply
+    return COMPILED[name]
 
 
 def by_reference() -> bool:
@@ -74,9 +118,13 @@ def refuse_second_derivative() -> None:
         raise RuntimeError("the norms of pn_fairseq have no second derivative (create_graph=True)")
 
 
-def _parameters(sums: Tensor, needed: tuple[bool, bool], weight: Tensor | None) -> list[Tensor | None]:
-    """The gradients of weight and bias; None for a parameter that needs no gradient."""
-    return [sums[i].to(weight.dtype) if needed[i] else None for i in range(2)]
+def _parameters(sums: Tensor, needed: tuple[bool, ...], like: Tensor | None) -> list[Tensor | None]:
+    """The rows of ``sums`` in the type of ``like``; None for a parameter that needs no gradient."""
+    if not any(needed):
+        return [None, None]
+    if sums.dtype != like.dtype:
+        sums = sums.to(like.dtype)
+    return [row if needs else None for row, needs in zip(sums.unbind(), needed, strict=True)]
 
 
 class _Normalize(torch.autograd.Function):
@@ -85,10 +133,11 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, mean, moment, groups, eps):
         y, inv_rms, _, _ = normalize(x, weight, bias, mean, moment, None, None, groups, eps, False)
-        # The running statistics may change before the backward pass, which needs their values in this forward.
-        mean, moment = (value if value is None else value.clone() for value in (mean, moment))
+        if moment is not None:
+            # The running statistics may change before the backward pass, which needs their values in this forward.
+            mean, moment = (value if value is None else value.clone() for value in (mean, moment))
         ctx.save_for_backward(x, weight, mean, moment, inv_rms)
-        ctx.groups, ctx.eps = groups, eps
+        ctx.rest = groups, eps
         return y
 
     @staticmethod
@@ -96,10 +145,9 @@ class _Normalize(torch.autograd.Function):
         refuse_second_derivative()
         x, weight, mean, moment, inv_rms = ctx.saved_tensors
         needed = ctx.needs_input_grad[1:3]
-        dx, parameters, _ = gradient(
-            dy, x, None, weight, mean, moment, None, None, inv_rms, ctx.groups, ctx.eps, any(needed)
-        )
-        return dx, *_parameters(parameters, needed, weight), None, None, None, None
+        nothing = None, None, None, None
+        dx, sums, _ = gradient(dy, x, None, weight, mean, moment, *nothing, inv_rms, *ctx.rest, any(needed))
+        return dx, *_parameters(sums, needed, weight), *nothing
 
 
 def evaluate(
@@ -116,17 +164,19 @@ def evaluate(
         return reference.normalize(x, weight, bias, mean, moment, None, None, groups, eps, False)[0]
     if not torch.is_grad_enabled():  # the autograd function would cost as much as the operator on a few tokens
         return normalize(x, weight, bias, mean, moment, None, None, groups, eps, False)[0]
-    return _Normalize.apply(x, weight, bias, mean, moment, groups, eps)
+    return _with_gradient("evaluate", _Normalize)(x, weight, bias, mean, moment, groups, eps)
 
 
 class _Standardize(torch.autograd.Function):
-    """``standardize`` with its gradient; ``through``: whether the gradient flows through the mean and the divisor."""
+    """``standardize`` with its gradient."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, groups, divisor, gains, through):
-        y, stats = standardize(x, weight, bias, groups, *divisor, *gains)
+    def forward(ctx, x, weight, bias, groups, *rest):
+        *divisor_and_gains, through_mean, through_divisor = rest
+        y, stats = standardize(x, weight, bias, groups, *divisor_and_gains)
         ctx.save_for_backward(x, weight, stats)
-        ctx.rest = groups, *gains, *through
+        centered, gains = rest[0], rest[5:7]
+        ctx.rest = groups, *gains, centered and through_mean, through_divisor
         return y
 
     @staticmethod
@@ -135,7 +185,7 @@ class _Standardize(torch.autograd.Function):
         x, weight, stats = ctx.saved_tensors
         needed = ctx.needs_input_grad[1:3]
         dx, sums = standardize_gradient(dy, x, weight, stats, *ctx.rest, any(needed))
-        return dx, *_parameters(sums, needed, weight), None, None, None, None
+        return dx, *_parameters(sums, needed, weight), *[None] * 10
 
 
 def standardized(
@@ -154,13 +204,13 @@ def standardized(
     through_divisor: bool = True,
 ) -> Tensor:
     """y of :func:`.reference.standardize`, with its gradient."""
-    divisor = centered, square_factor, eps_in_root, eps_outside, min_divisor
-    gains, through = (gain, gain_slope), (through_mean, through_divisor)
+    divisor_and_gains = centered, square_factor, eps_in_root, eps_outside, min_divisor, gain, gain_slope
+    through = through_mean, through_divisor
     if by_reference():
-        return reference.standardize(x, weight, bias, groups, *divisor, *gains, *through)[0]
+        return reference.standardize(x, weight, bias, groups, *divisor_and_gains, *through)[0]
     if not torch.is_grad_enabled():
-        return standardize(x, weight, bias, groups, *divisor, *gains)[0]
-    return _Standardize.apply(x, weight, bias, groups, divisor, gains, (centered and through_mean, through_divisor))
+        return standardize(x, weight, bias, groups, *divisor_and_gains)[0]
+    return _with_gradient("standardized", _Standardize)(x, weight, bias, groups, *divisor_and_gains, *through)
 
 
 class _Squash(torch.autograd.Function):
@@ -178,7 +228,7 @@ class _Squash(torch.autograd.Function):
         x, weight, alpha, shift = ctx.saved_tensors
         dx, sums, scalars = squash_gradient(dy, x, weight, alpha, shift, ctx.erf)
         needed = ctx.needs_input_grad
-        rest = [scalars[i : i + 1].to(alpha.dtype) if needed[3 + i] else None for i in range(2)]
+        rest = _parameters(scalars.unsqueeze(-1), needed[3:5], alpha)
         return dx, *_parameters(sums, needed[1:3], weight), *rest, None
 
 
@@ -190,4 +240,4 @@ def squashed(
         return reference.squash(x, weight, bias, alpha, shift, erf)
     if not torch.is_grad_enabled():
         return squash(x, weight, bias, alpha, shift, erf)
-    return _Squash.apply(x, weight, bias, alpha, shift, erf)
+    return _with_gradient("squashed", _Squash)(x, weight, bias, alpha, shift, erf)

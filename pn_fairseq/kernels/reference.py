@@ -1,16 +1,19 @@
 """What the operators compute, in plain PyTorch. The C++ and Triton implementations are tested against it.
 
-All functions are pure: they change none of their arguments. Names and shapes, here and in :mod:`.ops`:
+A function whose name ends in ``_`` changes the state that its docstring names, in place, and nothing else; the others
+are pure. Names and shapes, here and in :mod:`.ops`:
 
 ================  ==================================================================================================
 ``x``, ``dy``     (..., C), any strides, one type: float16, bfloat16, float32 or float64. A row is a token.
-``padding``       (...) bool, contiguous, in the order of x; True = padding. None: every token is real.
-                  M denotes the real tokens, N their number.
+``padding``       (...) bool, the tokens of x in the order of x, any strides; True = padding. None: every token is
+                  real. M denotes the real tokens, N their number.
 ``groups``        number of layer-scale groups G; 0: no layer-scale
 ``inv_rms``       (..., G): 1 / sqrt(mean_k(x_k^2) + eps) of each token and group; h = x * inv_rms. G = 0: h = x.
 vectors           (C,), any floating-point type: ``weight``, ``bias``, ``mean``, ``moment`` (the second moment about
                   the mean), ``nu``, ``offset``
 ``eps``           added to every mean square before the root
+``loss_scale``    one element, any floating-point type: what the loss is multiplied by. None: 1
+``count``         0-d, N in the accumulation dtype
 ================  ==================================================================================================
 
 With D = sqrt(moment + eps), x_hat = (h - mean) / D and dx_hat = weight * dy; what is None is left out.
@@ -51,11 +54,19 @@ def _layer_scaled(x: Tensor, inv_rms: Tensor, groups: int) -> Tensor:
     return h if groups == 0 else (_grouped(h, groups) * inv_rms.unsqueeze(-1)).flatten(-2)
 
 
-def _standardized(h: Tensor, mean: Tensor | None, moment: Tensor | None, eps: float) -> Tensor:
-    """x_hat."""
-    if mean is not None:
-        h = h - mean.to(h.dtype)
-    return h if moment is None else h / torch.sqrt(moment.to(h.dtype) + eps)
+def _factors(weight: Tensor | None, moment: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor | None:
+    """weight / D, (C,); None: 1."""
+    if moment is None:
+        return None if weight is None else weight.to(dtype)
+    factors = torch.rsqrt(moment.to(dtype) + eps)
+    return factors if weight is None else factors * weight.to(dtype)
+
+
+def _affine(values: Tensor, factors: Tensor | None, shift: Tensor | None) -> Tensor:
+    """factors * values + shift, in one pass."""
+    if factors is None:
+        return values if shift is None else values + shift.to(values.dtype)
+    return values * factors if shift is None else torch.addcmul(shift.to(values.dtype), values, factors)
 
 
 def _result(values: Tensor, like: Tensor) -> Tensor:
@@ -64,14 +75,30 @@ def _result(values: Tensor, like: Tensor) -> Tensor:
     return result.clone() if result is like else result
 
 
-def _real(values: Tensor, padding: Tensor | None) -> Tensor:
-    """``values`` (..., C) with zeros at padding: a product with 0 would keep NaN and infinity."""
-    return values if padding is None else values.masked_fill(padding.unsqueeze(-1), 0.0)
+#: The whole numbers of as many bits.
+_BITS = {torch.float64: torch.int64, torch.float32: torch.int32}
 
 
-def _unused(dy: Tensor) -> Tensor:
-    """Which tokens the loss does not depend on, (..., 1)."""
-    return (dy == 0).all(-1, keepdim=True)
+def _only(values: Tensor, tokens: Tensor | None, in_place: bool = False) -> Tensor:
+    """``values`` (..., C), with zeros except at ``tokens`` (...); None: at all. In float32 or float64.
+
+    A product with 0 would keep NaN and infinity. Bits are cut out in a third of the time that ``masked_fill`` takes.
+    """
+    if tokens is None:
+        return values
+    bits = values.view(_BITS[values.dtype])
+    ones = tokens.to(bits.dtype).neg_().unsqueeze(-1)
+    return (bits.bitwise_and_(ones) if in_place else bits & ones).view(values.dtype)
+
+
+def _real(padding: Tensor | None) -> Tensor | None:
+    """Which tokens are real; None: all."""
+    return None if padding is None else ~padding
+
+
+def _used(dy: Tensor) -> Tensor:
+    """Which tokens the loss depends on, (...)."""
+    return (dy.amax(-1) != 0) | (dy.amin(-1) != 0)
 
 
 def _sum_over_tokens(values: Tensor) -> Tensor:
@@ -106,15 +133,13 @@ def normalize(
     """
     scales = _inverse_rms(x, groups, eps) if inv_rms is None else inv_rms
     h = _layer_scaled(x, scales, groups)
-    y = _standardized(h, mean, moment, eps)
-    if weight is not None:
-        y = y * weight.to(h.dtype)
-    if bias is not None:
-        y = y + bias.to(h.dtype)
+    centered = h if mean is None else h - mean.to(h.dtype)
+    y = _affine(centered, _factors(weight, moment, eps, h.dtype), bias)
     batch_moment, count = h.new_empty(0), h.new_empty(0)
     if sums:
         count = _count(h, padding)
-        batch_moment = _sum_over_tokens(_real(h, padding).square()) / count.clamp(min=1.0)
+        squares = _only(h.square(), _real(padding), in_place=True)
+        batch_moment = _sum_over_tokens(squares) / count.clamp(min=1.0)
     return _result(y, x), scales if inv_rms is None else h.new_empty(0), batch_moment, count
 
 
@@ -127,14 +152,21 @@ def moments(
         ``inv_rms``; mean_M(h) (C,) if ``centered``, else empty; the second moment mean_M((h - mean)^2) (C,), about 0
         unless ``centered``; N (0-d). Means over no token are 0.
     """
+    inv_rms, mean, _, moment, count = _moments(x, padding, groups, eps, centered)
+    return inv_rms, mean, moment, count
+
+
+def _moments(x, padding, groups, eps, centered) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The results of :func:`moments`, with h - mean in the middle."""
     inv_rms = _inverse_rms(x, groups, eps)
     h = _layer_scaled(x, inv_rms, groups)
     count = _count(h, padding)
     mean = h.new_empty(0)
     if centered:
-        mean = _sum_over_tokens(_real(h, padding)) / count.clamp(min=1.0)
+        mean = _sum_over_tokens(_only(h, _real(padding))) / count.clamp(min=1.0)
         h = h - mean
-    return inv_rms, mean, _sum_over_tokens(_real(h, padding).square()) / count.clamp(min=1.0), count
+    squares = _only(h.square(), _real(padding), in_place=True)
+    return inv_rms, mean, h, _sum_over_tokens(squares) / count.clamp(min=1.0), count
 
 
 def gradient_sums(
@@ -144,6 +176,7 @@ def gradient_sums(
     weight: Tensor | None,
     mean: Tensor | None,
     moment: Tensor | None,
+    loss_scale: Tensor | None,
     inv_rms: Tensor,
     groups: int,
     eps: float,
@@ -152,17 +185,36 @@ def gradient_sums(
 
     Returns:
         ``parameters`` (2, C): the sums of dy * x_hat and of dy over *all* tokens, the gradients of weight and bias;
-        ``products`` (2, C): the sums of dx_hat * x_hat and of dx_hat over the *real* tokens.
+        ``products`` (2, C): the sums of dx_hat * x_hat and of dx_hat over the *real* tokens, over the loss scale.
     """
-    xhat = _standardized(_layer_scaled(x, inv_rms, groups), mean, moment, eps)
-    return _gradient_sums(dy.to(xhat.dtype), xhat, _unused(dy), padding, weight)
+    h = _layer_scaled(x, inv_rms, groups)
+    centered = h if mean is None else h - mean.to(h.dtype)
+    return _gradient_sums(dy.to(h.dtype), centered, _used(dy), padding, weight, moment, loss_scale, eps)
 
 
-def _gradient_sums(dy, xhat, unused, padding, weight) -> tuple[Tensor, Tensor]:
-    parts = ((dy * xhat).masked_fill(unused, 0.0), dy)
-    parameters = torch.stack([_sum_over_tokens(part) for part in parts])
-    products = torch.stack([_sum_over_tokens(_real(part, padding)) for part in parts])
-    return parameters, products if weight is None else products * weight.to(xhat.dtype)
+def _gradient_sums(dy, centered, used, padding, weight, moment, loss_scale, eps) -> tuple[Tensor, Tensor]:
+    """``used``: the tokens that are not left out of all sums; None: all."""
+    real, products = _real(padding), _only(dy * centered, used, in_place=True)
+    parameters = torch.stack([_sum_over_tokens(products), _sum_over_tokens(dy)])
+    of_real = parameters.clone()
+    if padding is not None:
+        products = _only(products, real, in_place=True)
+        of_real = torch.stack([_sum_over_tokens(products), _sum_over_tokens(_only(dy, real))])
+    if moment is not None:
+        factors = _factors(None, moment, eps, dy.dtype)
+        parameters[0] *= factors
+        of_real[0] *= factors
+    if weight is not None:
+        of_real *= weight.to(dy.dtype)
+    return parameters, of_real if loss_scale is None else of_real / loss_scale.to(dy.dtype)
+
+
+def _correction(vector: Tensor, count: Tensor | None, loss_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """``nu`` or ``offset`` of :func:`gradient` as dx_hat is reduced by it."""
+    vector = vector.to(dtype)
+    if count is not None:
+        vector = vector / count.clamp(min=1.0)
+    return vector if loss_scale is None else vector * loss_scale.to(dtype)
 
 
 def gradient(
@@ -174,6 +226,8 @@ def gradient(
     moment: Tensor | None,
     nu: Tensor | None,
     offset: Tensor | None,
+    count: Tensor | None,
+    loss_scale: Tensor | None,
     inv_rms: Tensor,
     groups: int,
     eps: float,
@@ -182,66 +236,104 @@ def gradient(
     """Gradient with respect to x, and :func:`gradient_sums` from the same pass if ``sums`` (else empty).
 
     dh = (dx_hat - 1_M (nu * x_hat + offset)) / D, where 1_M is 1 on real tokens and 0 on padding; ``offset`` goes with
-    ``nu``. Through layer-scale, per token and group, dx = (dh - h mean_k(dh_k h_k)) * inv_rms.
+    ``nu``. Both are first divided by max(``count``, 1), if there is a count, and multiplied by the loss scale. Through
+    layer-scale, per token and group, dx = (dh - h mean_k(dh_k h_k)) * inv_rms.
     """
     h = _layer_scaled(x, inv_rms, groups)
-    xhat, unused = _standardized(h, mean, moment, eps), _unused(dy)
-    dh = dy.to(h.dtype)
-    if weight is not None:
-        dh = dh * weight.to(h.dtype)
+    centered = h if mean is None else h - mean.to(h.dtype)
+    used = _used(dy)
+    corrections = nu, offset, count, loss_scale
+    dx, used = _gradient(dy, h, centered, used, padding, weight, moment, corrections, inv_rms, groups, eps)
+    if not sums:
+        return dx, h.new_empty(0), h.new_empty(0)
+    return dx, *_gradient_sums(dy.to(h.dtype), centered, used, padding, weight, moment, loss_scale, eps)
+
+
+def _gradient(dy, h, centered, used, padding, weight, moment, corrections, inv_rms, groups, eps) -> tuple:
+    """dx, and the tokens that are not left out of all sums; None: all. ``used`` are those whose dy is not 0."""
+    nu, offset, count, loss_scale = corrections
+    factors = _factors(None, moment, eps, h.dtype)
+    dh = _affine(dy.to(h.dtype), _factors(weight, moment, eps, h.dtype), None)
     if nu is not None:
-        unused = unused & padding.unsqueeze(-1) if padding is not None else torch.zeros_like(unused)
-        correction = nu.to(h.dtype) * xhat
-        if offset is not None:
-            correction = correction + offset.to(h.dtype)
-        dh = dh - _real(correction, padding)
-    if moment is not None:
-        dh = dh / torch.sqrt(moment.to(h.dtype) + eps)
+        slope = _correction(nu, count, loss_scale, h.dtype)
+        shift = None if offset is None else _correction(offset, count, loss_scale, h.dtype)
+        if factors is not None:
+            slope, shift = slope * factors.square(), None if shift is None else shift * factors
+        correction = _only(_affine(centered, slope, shift), _real(padding), in_place=True)
+        dh = torch.sub(dh, correction, out=correction)
+        used = None if padding is None else used | ~padding
     if groups:
         projection = _grouped(dh * h, groups).mean(-1, keepdim=True)
         dh = ((_grouped(dh, groups) - _grouped(h, groups) * projection) * inv_rms.unsqueeze(-1)).flatten(-2)
-    dx = _result(dh.masked_fill(unused, 0.0), dy)
-    if not sums:
-        return dx, h.new_empty(0), h.new_empty(0)
-    return dx, *_gradient_sums(dy.to(h.dtype), xhat, unused, padding, weight)
+    return _result(_only(dh, used, in_place=dh is not dy), dy), used
 
 
-def share_of_batch(num_batches: Tensor, warmup: int, alpha: float) -> Tensor:
+def share_of_batch(num_batches: Tensor, warmup: int, alpha: float, dtype: torch.dtype) -> Tensor:
     """Weight w of a batch in a running statistic, s <- s + w (s_B - s); ``num_batches`` are in it already (0-d).
 
     1 / (num_batches + 1) while ``num_batches < warmup``, which gives the mean of the batches; then 1 - alpha, which
     gives an exponential average.
     """
-    return torch.where(num_batches < warmup, 1.0 / (num_batches + 1).double(), 1.0 - alpha)
+    return torch.where(num_batches < warmup, 1.0 / (num_batches + 1).to(dtype), 1.0 - alpha)
 
 
-def running_average(
+def _all_finite(*values: Tensor) -> Tensor:
+    """Whether all numbers are finite in float32, the type of the state; 0-d."""
+    return torch.cat([value.float().flatten() for value in values]).isfinite().all()
+
+
+def _note(diagnostics: Tensor, running: Tensor, batch: Tensor, count: Tensor, counted: Tensor) -> None:
+    """The entries 0 and 2 of ``diagnostics``; see :func:`running_average_`."""
+    tiny = torch.finfo(torch.float32).tiny
+    distance = batch.float().clamp(min=tiny).log() - running.clamp(min=tiny).log()
+    diagnostics[0].add_((count > 0) & ~counted)
+    diagnostics[2].copy_(0.5 * distance.abs().mean())
+
+
+def _move(state: Tensor, after: Tensor, counted: Tensor) -> None:
+    state.copy_(torch.where(counted, after.to(state.dtype), state))
+
+
+def running_average_(
     moment: Tensor,
     mean: Tensor | None,
     num_batches: Tensor,
+    diagnostics: Tensor | None,
     batch_moment: Tensor,
     batch_mean: Tensor | None,
     products: Tensor,
     count: Tensor,
     alpha: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Running statistics after a batch, exponential averages: moment, mean (empty without one) and num_batches.
+    unbiased: bool,
+) -> None:
+    """Running statistics move by a batch, as exponential averages.
 
-    ``moment``, ``mean`` (C,) float32 and ``num_batches`` int64 are the running statistics before the batch; the
-    other arguments belong to the batch. The running statistics stay as they are if N = ``count`` is 0 or a number of
-    the batch is not finite, among them the ``products`` (2, C) of its gradient.
+    ``moment``, ``mean`` (C,) float32, ``num_batches`` 0-d int64 and ``diagnostics`` are changed; the other arguments
+    belong to the batch. ``unbiased``: ``batch_moment`` enters times N / (N - 1). The statistics stay as they are if N
+    is 0 or a number of the batch is not finite, among them the ``products`` (2, C) of its gradient and, where it is
+    unbiased, the moment of one token.
+
+    ``diagnostics`` (4,) float32, or None: [0] grows by 1 if the batch has a real token and does not count; [1] by 1 if
+    max(0, .) acts in :func:`power_update_` and the batch counts; [2] becomes the mean over the channels of
+    0.5 |log(moment of the batch) - log(running moment before it)|, where a moment is float32's smallest normal number
+    at least; [3] becomes the largest Gamma of a channel. [1] and [3] are of :func:`power_update_` alone.
     """
-    pairs = [(moment, batch_moment)] + ([] if mean is None else [(mean, batch_mean)])
-    finite = [value.float().isfinite().all() for value in (products, *(new for _, new in pairs))]
-    counted = (count > 0) & torch.stack(finite).all()
-    after = [torch.where(counted, (old + (1.0 - alpha) * (new - old)).float(), old) for old, new in pairs]
-    return after[0], moment.new_empty(0) if mean is None else after[1], num_batches + counted
+    if unbiased:
+        batch_moment = batch_moment * (count / (count - 1.0))
+    of_batch = (batch_moment,) if mean is None else (batch_moment, batch_mean)
+    counted = (count > 0) & _all_finite(products, *of_batch)
+    if diagnostics is not None:
+        _note(diagnostics, moment, batch_moment, count, counted)
+    for running, batch in zip((moment, mean), of_batch, strict=False):
+        _move(running, running + (1.0 - alpha) * (batch - running), counted)
+    num_batches.add_(counted)
 
 
-def power_update(
+def power_update_(
     psi2: Tensor,
     nu: Tensor,
     num_batches: Tensor,
+    diagnostics: Tensor | None,
     batch_psi2: Tensor,
     used_psi2: Tensor,
     products: Tensor,
@@ -250,20 +342,214 @@ def power_update(
     warmup: int,
     alpha_fwd: float,
     alpha_bwd: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The new psi^2, nu and num_batches of PN (Shen et al. 2020, line 4 of both passes of Algorithm 2).
+    has_gradient: bool,
+) -> None:
+    """psi^2, nu and num_batches of PN move by a batch (Shen et al. 2020, line 4 of both passes of Algorithm 2).
 
-    The state stays as it is if N = ``count`` is 0 or a number of the batch is not finite. ``used_psi2`` is the psi^2 in
-    D, and ``products`` (2, C) are the sums over M of dx_hat * x_hat and of dx_hat.
+    They and ``diagnostics`` (:func:`running_average_`) are changed; without ``has_gradient`` nu stays. The state stays
+    as it is if N is 0 or a number of the batch is not finite. ``used_psi2`` is the psi^2 in D, and ``products`` (2, C)
+    are the sums over M of dx_hat * x_hat and of dx_hat.
     """
     gamma = batch_psi2 / (used_psi2.to(batch_psi2.dtype) + eps)
-    lambda_ = products[0] / count.clamp(min=1.0)
-    finite = batch_psi2.float().isfinite().all() & gamma.isfinite().all() & products.isfinite().all()
-    counted = (count > 0) & finite
-    new_psi2 = psi2 + share_of_batch(num_batches, warmup, alpha_fwd) * (batch_psi2 - psi2)
-    new_nu = nu * (1.0 - (1.0 - alpha_bwd) * gamma).clamp(min=0.0) + (1.0 - alpha_bwd) * lambda_
-    psi2, nu = torch.where(counted, new_psi2.float(), psi2), torch.where(counted, new_nu.float(), nu)
-    return psi2, nu, num_batches + counted
+    counted = (count > 0) & _all_finite(batch_psi2, products, gamma)
+    if diagnostics is not None:
+        _note(diagnostics, psi2, batch_psi2, count, counted)
+        diagnostics[1].add_(((1.0 - alpha_bwd) * gamma > 1.0).any() & counted)
+        diagnostics[3].copy_(gamma.max())
+    share = share_of_batch(num_batches, warmup, alpha_fwd, batch_psi2.dtype)
+    _move(psi2, psi2 + share * (batch_psi2 - psi2), counted)
+    if has_gradient:
+        lambda_ = products[0] / count.clamp(min=1.0)
+        kept = (1.0 - (1.0 - alpha_bwd) * gamma).clamp(min=0.0)
+        _move(nu, nu * kept + (1.0 - alpha_bwd) * lambda_, counted)
+    num_batches.add_(counted)
+
+
+def power_step_(
+    dy: Tensor,
+    x: Tensor,
+    padding: Tensor | None,
+    weight: Tensor | None,
+    used_psi2: Tensor,
+    nu: Tensor,
+    loss_scale: Tensor | None,
+    inv_rms: Tensor,
+    psi2: Tensor,
+    running_nu: Tensor,
+    num_batches: Tensor,
+    diagnostics: Tensor | None,
+    batch_psi2: Tensor,
+    count: Tensor,
+    groups: int,
+    eps: float,
+    warmup: int,
+    alpha_fwd: float,
+    alpha_bwd: float,
+) -> tuple[Tensor, Tensor]:
+    """The backward of PN: :func:`gradient` by ``used_psi2`` and ``nu``, and :func:`power_update_` with its sums.
+
+    Returns:
+        dx; the gradients of weight and bias (2, C), in the type of ``weight``.
+    """
+    given = dy, x, padding, weight, None, used_psi2, nu, None, None, loss_scale, inv_rms
+    dx, parameters, products = gradient(*given, groups, eps, True)
+    state, batch = (psi2, running_nu, num_batches, diagnostics), (batch_psi2, used_psi2, products, count)
+    power_update_(*state, *batch, eps, warmup, alpha_fwd, alpha_bwd, True)
+    return dx, parameters if weight is None else parameters.to(weight.dtype)
+
+
+def batch_normalize(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    padding: Tensor | None,
+    groups: int,
+    eps: float,
+    centered: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """y, normalized by the :func:`moments` of the batch, and these: ``inv_rms``, mean, moment and N."""
+    inv_rms, mean, h, moment, count = _moments(x, padding, groups, eps, centered)
+    y = _affine(h, _factors(weight, moment, eps, h.dtype), bias)
+    return _result(y, x), inv_rms, mean, moment, count
+
+
+def batch_step_(
+    dy: Tensor,
+    x: Tensor,
+    padding: Tensor | None,
+    weight: Tensor | None,
+    mean: Tensor | None,
+    moment: Tensor,
+    count: Tensor,
+    loss_scale: Tensor | None,
+    inv_rms: Tensor,
+    running_moment: Tensor,
+    running_mean: Tensor | None,
+    num_batches: Tensor,
+    diagnostics: Tensor | None,
+    groups: int,
+    eps: float,
+    alpha: float,
+    unbiased: bool,
+) -> tuple[Tensor, Tensor]:
+    """The backward of a norm by the statistics of the batch with its exact gradient, and :func:`running_average_`.
+
+    The :func:`gradient` has the products of :func:`gradient_sums` for ``nu`` and, if there is a ``mean``, ``offset``.
+
+    Returns:
+        dx; the gradients of weight and bias (2, C), in the type of ``weight``.
+    """
+    h = _layer_scaled(x, inv_rms, groups)
+    centered, used = h if mean is None else h - mean.to(h.dtype), _used(dy)
+    wide = dy.to(h.dtype)
+    parameters, products = _gradient_sums(wide, centered, used, padding, weight, moment, loss_scale, eps)
+    nu, offset = products.unbind()
+    corrections = nu, None if mean is None else offset, count, loss_scale
+    dx, _ = _gradient(dy, h, centered, used, padding, weight, moment, corrections, inv_rms, groups, eps)
+    state = running_moment, running_mean, num_batches, diagnostics
+    running_average_(*state, moment, mean, products, count, alpha, unbiased)
+    return dx, parameters if weight is None else parameters.to(weight.dtype)
+
+
+def window_statistics(
+    psi2_window: Tensor,
+    running_psi2: Tensor,
+    num_batches: Tensor,
+    completed: Tensor | None,
+    batch_psi2: Tensor,
+    weight: Tensor | None,
+    warmup: int,
+    ratio_warmup: int,
+    eps: float,
+    geometric: bool,
+    filtration: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a forward of UN (``geometric``) or MABN normalizes by; see their docstrings for the symbols.
+
+    ``psi2_window`` (M, C), ``running_psi2`` (C,) float32 and ``num_batches`` 0-d int64 are the state, which does not
+    change; ``batch_psi2`` (C,) is psi_B^2. ``completed`` 0-d int64: completed optimizer updates; None: the steps are
+    counted. A step is early up to number M, and before update ``warmup``; r is 1 up to update ``ratio_warmup``. With
+    M = 1 every step of UN is skipped; otherwise only with ``filtration``.
+
+    Returns:
+        psi^2 in D; r * weight, r being 1 if the step is skipped; both (C,) in the accumulation dtype; and whether the
+        step is early and whether it is skipped, (2,) bool.
+    """
+    dtype, rows = batch_psi2.dtype, len(psi2_window)
+    updates = (num_batches if completed is None else completed) + 1
+    early = (num_batches + 1 <= rows) | (updates < warmup)
+    window = _with_row(psi2_window, batch_psi2, num_batches)
+    average = window.log().mean(0).exp() if geometric else window.mean(0)
+    skip = torch.zeros_like(early)
+    if geometric and rows == 1:
+        skip = torch.ones_like(early)
+    elif filtration:
+        bound = psi2_window.to(dtype).sqrt().var() * rows
+        skip = (window.mean(0) - average > bound).any() & ~early
+    psi2 = torch.where(early | skip, batch_psi2, average)
+    ratio = ((psi2 + eps) / (running_psi2.to(dtype) + eps)).sqrt().clamp(1 / 5, 5)
+    gain = torch.where(skip | (updates <= ratio_warmup), 1.0, ratio)
+    return psi2, gain if weight is None else gain * weight.to(dtype), torch.stack([early, skip])
+
+
+def _with_row(window: Tensor, row: Tensor, num_batches: Tensor) -> Tensor:
+    """The ring buffer after the next step with the value ``row``, (M, C), in the type of ``row``."""
+    rows = torch.arange(len(window), device=window.device)
+    return torch.where((rows == (num_batches + 1) % len(window))[:, None], row, window.to(row.dtype))
+
+
+def window_update_(
+    running_psi2: Tensor,
+    nu: Tensor | None,
+    psi2_window: Tensor,
+    lambda_window: Tensor,
+    num_batches: Tensor,
+    diagnostics: Tensor | None,
+    seen_nu: Tensor | None,
+    seen_lambda: Tensor,
+    seen_batches: Tensor,
+    psi2: Tensor,
+    batch_psi2: Tensor,
+    marks: Tensor,
+    products: Tensor,
+    count: Tensor,
+    counted_tokens: Tensor,
+    alpha_fwd: float,
+    alpha_bwd: float,
+    has_gradient: bool,
+) -> Tensor:
+    """The state of UN, or of MABN, which has no ``nu``, moves by a step.
+
+    The arguments up to ``diagnostics`` (:func:`running_average_`) are changed; those named ``seen`` are nu, the window
+    of lambda and the number of batches as the forward saw them. ``psi2`` and ``marks`` come from
+    :func:`window_statistics`, ``products`` from :func:`gradient_sums` with its gain. ``counted_tokens``: the number
+    of tokens in psi_B^2 and lambda_B, which is N = ``count`` unless padding counts. Without ``has_gradient`` nu and
+    the window of lambda stay. Nothing moves if N is 0 or a number of the step is not finite.
+
+    Returns:
+        what x_hat is multiplied by in dx, (C,): nu_t, or lambda_B of a skipped step; of MABN lambda.
+    """
+    early, skip = marks.unbind()
+    own = products[0] / counted_tokens.clamp(min=1.0)
+    average = torch.where(early | skip, own, _with_row(seen_lambda, own, seen_batches).mean(0))
+    correction = average
+    if nu is not None:
+        correction = torch.where(skip, own, alpha_bwd * seen_nu.to(own.dtype) + (1.0 - alpha_bwd) * average)
+    counted = (count > 0) & _all_finite(psi2, batch_psi2, products, average)
+    if diagnostics is not None:
+        _note(diagnostics, running_psi2, batch_psi2, count, counted)
+    places = torch.arange(len(psi2_window), device=psi2.device) == (num_batches + 1) % len(psi2_window)
+    moves = (places & counted)[:, None]
+    entering = torch.where(skip, running_psi2.to(own.dtype), batch_psi2)
+    psi2_window.copy_(torch.where(moves, entering.to(psi2_window.dtype), psi2_window))
+    _move(running_psi2, running_psi2 + (1.0 - alpha_fwd) * (psi2 - running_psi2), counted)
+    if has_gradient:
+        entering = own if nu is None else torch.where(skip, nu.to(own.dtype), own)
+        lambda_window.copy_(torch.where(moves, entering.to(lambda_window.dtype), lambda_window))
+        if nu is not None:
+            _move(nu, alpha_bwd * nu + (1.0 - alpha_bwd) * average, counted)
+    num_batches.add_(counted)
+    return correction
 
 
 def standardize(
@@ -338,11 +624,11 @@ def standardize_gradient(
         dx = dx - dz.mean(-1, keepdim=True)
     if through_divisor:
         dx = dx - share * z * (dz * z).mean(-1, keepdim=True)
-    unused = _unused(dy)
-    dx = _result((dx * inverse).flatten(-2).masked_fill(unused, 0.0), x)
+    used = _used(dy)
+    dx = _result(_only((dx * inverse).flatten(-2), used), x)
     if not sums:
         return dx, stats.new_empty(0)
-    products = (wide * (z * curved).flatten(-2)).masked_fill(unused, 0.0)
+    products = _only(wide * (z * curved).flatten(-2), used)
     return dx, torch.stack([_sum_over_tokens(products), _sum_over_tokens(wide)])
 
 
@@ -368,11 +654,11 @@ def squash_gradient(
     dy: Tensor, x: Tensor, weight: Tensor | None, alpha: Tensor, shift: Tensor | None, erf: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of :func:`squash`: dx (..., C); of weight and bias (2, C); of alpha and shift (2,)."""
-    x = x.masked_fill(_unused(dy), 0.0)
+    x = _only(x.to(acc_dtype(x)), _used(dy))
     _, value, argument = _squashed(x, alpha, shift, erf, None, None)
     wide = dy.to(value.dtype)
     slope = 2 / math.sqrt(math.pi) * torch.exp(-argument.square()) if erf else 1 - value.square()
     inner = (wide if weight is None else wide * weight.to(wide.dtype)) * slope
     parameters = torch.stack([_sum_over_tokens(wide * value), _sum_over_tokens(wide)])
     scalars = torch.stack([(inner * x.to(inner.dtype)).sum(), inner.sum()])
-    return _result(inner * alpha.to(inner.dtype), x), parameters, scalars
+    return _result(inner * alpha.to(inner.dtype), dy), parameters, scalars

@@ -13,7 +13,7 @@ import torch
 
 from pn_fairseq.common.errors import Unavailable
 from pn_fairseq.kernels.first_use import first_use
-from pn_fairseq.kernels.ops import NAMESPACE, OPERATORS
+from pn_fairseq.kernels.ops import COMPILED, NAMESPACE, OPERATORS
 
 #: Environment variable that forces an implementation.
 VARIABLE = "PN_FAIRSEQ_KERNELS"
@@ -22,7 +22,7 @@ VARIABLE = "PN_FAIRSEQ_KERNELS"
 IMPLEMENTATIONS = {"reference": None, "triton": "CUDA", "cpp": "CPU"}
 
 #: One more whenever the schema of an operator changes. torch would end the process that loads kernels of other schemas.
-SCHEMAS = 4
+SCHEMAS = 5
 
 #: The compiled kernels, which fit one version of torch and these schemas; setup.py gives them the same name.
 EXTENSION = "pn_fairseq.kernels._cpp_" + re.sub(r"\W", "_", f"{torch.__version__}_{SCHEMAS}")
@@ -41,7 +41,10 @@ def _load_cpp() -> str | None:
         )
     else:
         try:
-            return torch.ops.load_library(spec.origin)
+            torch.ops.load_library(spec.origin)
+            for name in ("evaluate", "standardized", "squashed"):
+                COMPILED[name] = getattr(torch.ops.pn_fairseq, name).default
+            return None
         except (OSError, RuntimeError) as error:
             reason = f"{spec.origin} cannot be loaded ({_first_line(error)})"
             missing = f"{reason}; install pn_fairseq again (pip: --no-build-isolation)"
@@ -50,6 +53,7 @@ def _load_cpp() -> str | None:
     return missing
 
 
+@cache
 def _triton_operators() -> ModuleType:
     """The operators by Triton. Importing triton is slow: this is called only where it is needed."""
     from pn_fairseq.kernels import triton_ops
@@ -112,7 +116,9 @@ def _warn_without_triton(reason: str) -> None:
 
 def _by_triton(name: str) -> Callable:
     def implementation(*args):
-        reason = _no_triton_on(args[0].device) or _wrong_on(args[0])
+        reason = _compared.get(args[0].device)
+        if reason is None:
+            reason = _no_triton_on(args[0].device) or _wrong_on(args[0])
         if not reason:
             return getattr(_triton_operators(), name)(*args)
         if FORCED == "triton":
@@ -176,7 +182,17 @@ def describe() -> dict[str, tuple[str, str]]:
     """Device -> the implementation in use there, and why."""
     why = f"{VARIABLE}={FORCED}" if FORCED else "automatically"
     if FORCED == "reference":
-        return dict.fromkeys(("CPU", "CUDA"), ("reference", why))
+        return dict.fromkeys(("CPU", "CUDA", *_without_kernels()), ("reference", why))
+    return _with_kernels(why) | dict.fromkeys(_without_kernels(), ("reference", "there are no kernels for this device"))
+
+
+def _without_kernels() -> list[str]:
+    """The kinds of device of this machine that only the reference computes on."""
+    kinds = {"MPS": torch.backends.mps, "XPU": torch.xpu}
+    return [name for name, kind in kinds.items() if kind.is_available()]
+
+
+def _with_kernels(why: str) -> dict[str, tuple[str, str]]:
     if FORCED == "triton":
         cpu = ("none", why) if _no_triton_on(torch.device("cpu")) else ("triton", f"{why}, interpreted")
     elif CPP_MISSING:
@@ -193,6 +209,10 @@ def describe() -> dict[str, tuple[str, str]]:
     return {"CPU": cpu, "CUDA": ("none", f"{why}, but {reason}") if FORCED else ("reference", reason)}
 
 
+#: The implementation that :func:`using` has chosen, and its registration.
+_chosen: tuple[str | None, torch.library.Library | None] = None, None
+
+
 @contextmanager
 def using(name: str) -> Iterator[None]:
     """Compute with one implementation inside the ``with`` block, as tests and benchmarks do.
@@ -202,23 +222,34 @@ def using(name: str) -> Iterator[None]:
     """
     if reason := missing(name):
         raise Unavailable(f"kernels {name!r} cannot run here: {reason}")
-    if name == "cpp" or available() == ["reference"]:
+    before = _chosen[0]
+    _choose(name)
+    try:
         yield
-        return
-    functions = OPERATORS
+    finally:
+        _choose(before)
+
+
+def _choose(name: str | None) -> None:
+    """Register the functions of an implementation before all others; None: as the machine selects."""
+    global _chosen
+    if _chosen[1] is not None:
+        _chosen[1]._destroy()
+    _chosen = name, None
     devices = ["CUDA"] if torch.cuda.is_available() else []
+    functions: dict[str, Callable] = OPERATORS
     if name == "triton":
         module = _triton_operators()
         functions = {operator: getattr(module, operator) for operator in OPERATORS}
-    if name == "reference" or module.INTERPRETED:
-        devices.append("CPU")
+        devices += ["CPU"] if module.INTERPRETED else []
+    elif name == "reference":
+        devices += ["CPU"]
+    else:  # torch has the compiled kernels
+        return
     library = torch.library.Library(NAMESPACE, "IMPL")
+    _chosen = name, library
     with warnings.catch_warnings():  # of replacing, which is what is wanted here
         warnings.filterwarnings("ignore", "(?s).*([Oo]verrid|only once for all operators)")
         for operator, function in functions.items():
             for device in devices:
                 library.impl(operator, function, device, allow_override=True)
-    try:
-        yield
-    finally:
-        library._destroy()

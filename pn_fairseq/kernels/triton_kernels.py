@@ -9,7 +9,7 @@ writes them to
     partials: (slots, programs, C), then (programs,) of each sum that is one number, such as that of the real tokens
 
 in the accumulation dtype. :func:`finish_moments` and :func:`finish_gradient_sums` add these up in the order of the
-programs, so that equal inputs give equal bits. :func:`running_average` and :func:`power_update` are one program each.
+programs, so that equal inputs give equal bits. :func:`running_average_` and :func:`power_update_` are one program each.
 
 ``rows`` is the number of tokens, 32 bit; offsets in memory are 64 bit. A kernel is compiled without the arguments that
 are None. What is read need not be contiguous: see :func:`_places`. What is written is.
@@ -65,22 +65,45 @@ def _offsets(row, channel, C: tl.constexpr):
 
 @triton.jit
 def _places(row, channel, inner, outer_stride, inner_stride, C: tl.constexpr):
-    """Offsets of a tile in a tensor (outer, inner, C) with these strides; ``inner`` None: it is contiguous."""
-    if inner is None:
+    """Offsets of a tile in a tensor (outer, inner, C) with these strides; without strides it is contiguous."""
+    if outer_stride is None:
         return _offsets(row, channel, C)
     else:
-        outer = row // inner
-        start = outer.to(tl.int64) * outer_stride + (row - outer * inner).to(tl.int64) * inner_stride
-        return start[:, None, None] + channel[None, :, :]
+        return _starts(row, inner, outer_stride, inner_stride)[:, None, None] + channel[None, :, :]
 
 
 @triton.jit
-def _real(padding, row, valid):
+def _read(tokens, row, channel, exists, inner, outer_stride, inner_stride, C: tl.constexpr, ACC: tl.constexpr):
+    """A tile in the accumulation dtype, 0 where there is nothing."""
+    places = _places(row, channel, inner, outer_stride, inner_stride, C)
+    return tl.load(tokens + places, mask=exists, other=0.0).to(ACC)
+
+
+@triton.jit
+def _starts(row, inner, outer_stride, inner_stride):
+    """Offsets of tokens in a tensor (outer, inner, ...) with these strides."""
+    outer = row // inner
+    return outer.to(tl.int64) * outer_stride + (row - outer * inner).to(tl.int64) * inner_stride
+
+
+@triton.jit
+def _real(padding, row, valid, inner, outer_stride, inner_stride):
     """Which tokens of a tile are real, (BLOCK_N,)."""
     if padding is None:
         return valid
     else:
+        if outer_stride is not None:
+            row = _starts(row, inner, outer_stride, inner_stride)
         return valid & (tl.load(padding + row, mask=valid, other=1) == 0)
+
+
+@triton.jit
+def _loaded(pointer, ACC: tl.constexpr):
+    """A number, or 1 where there is none."""
+    if pointer is None:
+        return tl.full([], 1.0, ACC)
+    else:
+        return tl.load(pointer).to(ACC)
 
 
 @triton.jit
@@ -136,12 +159,14 @@ def norm_forward(
     bias,  # (C,) or None
     mean,  # (C,) or None
     moment,  # (C,) or None
-    padding,  # (rows,) bool, or None: all tokens are real
+    padding,  # (rows) bool, or None: all tokens are real
     partials,  # slots 0: squares, 1: sum (if CENTERED); counts; written. None: only y
     rows,
-    inner,  # rows that an index of the first axis of x has; None: x is contiguous
-    x_outer,  # stride of the first axis of x, in elements
+    inner,  # rows that an index of the first axis of x has; None: what is read is contiguous
+    x_outer,  # stride of the first axis of x, in elements; None: x is contiguous
     x_inner,  # of the second
+    padding_outer,  # as of x
+    padding_inner,
     GROUPS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -170,11 +195,11 @@ def norm_forward(
         row = start + tl.arange(0, BLOCK_N)
         valid = row < rows
         exists = valid[:, None, None] & inside[None, :, :]
-        h = tl.load(x + _places(row, channel, inner, x_outer, x_inner, C), mask=exists, other=0.0).to(ACC)
+        h = _read(x, row, channel, exists, inner, x_outer, x_inner, C, ACC)
         if inv_rms is not None:
             h = h * _inv_rms(h, inv_rms, row, valid, group, GROUPS, GROUP_SIZE, EPS, GIVEN)
         if partials is not None:
-            real = _real(padding, row, valid)
+            real = _real(padding, row, valid, inner, padding_outer, padding_inner)
             if CENTERED:
                 count, batch_mean, squares = _add_tile(h, real, count, batch_mean, squares)
             else:
@@ -207,14 +232,18 @@ def norm_backward(
     moment,  # (C,) or None
     nu,  # (C,) or None
     offset,  # (C,) or None; unused without nu
-    padding,  # (rows,) bool, or None: all tokens are real
-    partials,  # slots 0: dy (h - mean), 1: dy; with padding 2, 3: the same of real tokens; written. None: only dx
+    count,  # () ACC, or None: what nu and offset are divided by
+    loss_scale,  # (1,) or None: what they are multiplied by
+    padding,  # (rows) bool, or None: all tokens are real
+    partials,  # slots 0: dy (h - mean), 1: dy; with padding 2, 3: of real tokens; then a 0; written. None: only dx
     rows,
-    inner,  # rows that an index of the first axis of dy and x has; None: both are contiguous
-    dy_outer,  # strides of their first axes, in elements
-    dy_inner,  # of the second
+    inner,  # as in norm_forward, and so are the strides
+    dy_outer,
+    dy_inner,
     x_outer,
     x_inner,
+    padding_outer,
+    padding_inner,
     GROUPS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -231,6 +260,12 @@ def norm_backward(
         scale = _vector(weight, channel, inside, 1.0, ACC)
         slope = _vector(nu, channel, inside, 0.0, ACC)
         shift = _vector(offset, channel, inside, 0.0, ACC)
+        if count is not None:
+            tokens = tl.maximum(tl.load(count), 1.0)
+            slope, shift = _divide(slope, tokens), _divide(shift, tokens)
+        if loss_scale is not None:
+            loss = _loaded(loss_scale, ACC)
+            slope, shift = slope * loss, shift * loss
         if moment is not None:
             divisor2 = _vector(moment, channel, inside, 1.0, ACC) + EPS
             divisor = _sqrt(divisor2)
@@ -241,9 +276,9 @@ def norm_backward(
         row = start + tl.arange(0, BLOCK_N)
         valid = row < rows
         exists = valid[:, None, None] & inside[None, :, :]
-        real = _real(padding, row, valid)[:, None, None]
-        dh = tl.load(dy + _places(row, channel, inner, dy_outer, dy_inner, C), mask=exists, other=0.0).to(ACC)
-        h = tl.load(x + _places(row, channel, inner, x_outer, x_inner, C), mask=exists, other=0.0).to(ACC)
+        real = _real(padding, row, valid, inner, padding_outer, padding_inner)[:, None, None]
+        dh = _read(dy, row, channel, exists, inner, dy_outer, dy_inner, C, ACC)
+        h = _read(x, row, channel, exists, inner, x_outer, x_inner, C, ACC)
         if inv_rms is not None:
             scales = _inv_rms(h, inv_rms, row, valid, group, GROUPS, GROUP_SIZE, EPS, True)
             h = h * scales
@@ -273,6 +308,9 @@ def norm_backward(
         if padding is not None:
             _write_partial(partials, 2, channel, inside, real_products, C)
             _write_partial(partials, 3, channel, inside, real_plain, C)
+        SLOTS: tl.constexpr = 2 if padding is None else 4
+        arrived = partials + tl.num_programs(0).to(tl.int64) * (SLOTS * C)
+        tl.store(arrived, 0.0, mask=tl.program_id(0) == 0)
 
 
 @triton.jit
@@ -316,7 +354,7 @@ def standardize(
         row = start + tl.arange(0, BLOCK_N)
         valid = row < rows
         exists = valid[:, None, None] & inside[None, :, :]
-        z = tl.load(x + _places(row, channel, inner, x_outer, x_inner, C), mask=exists, other=0.0).to(ACC)
+        z = _read(x, row, channel, exists, inner, x_outer, x_inner, C, ACC)
         mean = tl.zeros([BLOCK_N, BLOCK_G], ACC)
         if CENTERED:
             mean = tl.sum(z, 2) / GROUP_SIZE
@@ -374,8 +412,8 @@ def standardize_gradient(
         valid = row < rows
         exists = valid[:, None, None] & inside[None, :, :]
         group_exists = valid[:, None] & (group < GROUPS)[None, :]
-        grad = tl.load(dy + _places(row, channel, inner, dy_outer, dy_inner, C), mask=exists, other=0.0).to(ACC)
-        h = tl.load(x + _places(row, channel, inner, x_outer, x_inner, C), mask=exists, other=0.0).to(ACC)
+        grad = _read(dy, row, channel, exists, inner, dy_outer, dy_inner, C, ACC)
+        h = _read(x, row, channel, exists, inner, x_outer, x_inner, C, ACC)
         mean = tl.load(_stat(stats, 0, rows, row, group, GROUPS), mask=group_exists, other=0.0)
         inverse = tl.load(_stat(stats, 1, rows, row, group, GROUPS), mask=group_exists, other=0.0)[:, :, None]
         z = tl.where(_unused(grad), 0.0, (h - mean[:, :, None]) * inverse)
@@ -449,7 +487,7 @@ def squash(
     for start in range(tl.program_id(0) * BLOCK_N, rows, tl.num_programs(0) * BLOCK_N):
         row = start + tl.arange(0, BLOCK_N)
         exists = (row < rows)[:, None, None] & inside[None, :, :]
-        h = tl.load(x + _places(row, channel, inner, x_outer, x_inner, C), mask=exists, other=0.0).to(ACC)
+        h = _read(x, row, channel, exists, inner, x_outer, x_inner, C, ACC)
         value, argument = _squashed(h, alpha, shift, ERF)
         if weight is not None:
             value = value * scale[None, :, :]
@@ -491,8 +529,8 @@ def squash_gradient(
     for start in range(tl.program_id(0) * BLOCK_N, rows, tl.num_programs(0) * BLOCK_N):
         row = start + tl.arange(0, BLOCK_N)
         exists = (row < rows)[:, None, None] & inside[None, :, :]
-        dh = tl.load(dy + _places(row, channel, inner, dy_outer, dy_inner, C), mask=exists, other=0.0).to(ACC)
-        h = tl.load(x + _places(row, channel, inner, x_outer, x_inner, C), mask=exists, other=0.0).to(ACC)
+        dh = _read(dy, row, channel, exists, inner, dy_outer, dy_inner, C, ACC)
+        h = _read(x, row, channel, exists, inner, x_outer, x_inner, C, ACC)
         h = tl.where(_unused(dh), 0.0, h)
         value, argument = _squashed(h, alpha, shift, ERF)
         if partials is not None:
@@ -575,18 +613,58 @@ def finish_moments(
     tl.store(count, number, mask=tl.program_id(0) == 0)
 
 
+@triton.jit
+def _divisor(moment, channel, inside, EPS: tl.constexpr, ACC: tl.constexpr):
+    """D, or 1 without a moment."""
+    if moment is None:
+        return tl.full(channel.shape, 1.0, ACC)
+    else:
+        return _sqrt(_vector(moment, channel, inside, 1.0, ACC) + EPS)
+
+
+@triton.jit
+def _finished(
+    partials,
+    slot,
+    weight,
+    divisor,
+    loss_scale,
+    parameters,
+    channel,
+    inside,
+    programs,
+    C: tl.constexpr,
+    MASKED: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Write the sums of a slot over all tokens, ``parameters`` (2, C) of any type; returns ``products``, over the real
+    ones and over the loss scale."""
+    over_all = _total(partials, slot, channel, inside, programs, C, BLOCK_P, BLOCK_C)
+    over_real = over_all
+    if MASKED:
+        over_real = _total(partials, slot + 2, channel, inside, programs, C, BLOCK_P, BLOCK_C)
+    parameter = _divide(over_all, divisor)
+    if parameters.dtype.element_ty.primitive_bitwidth == 16:
+        parameter = parameter.to(tl.float32)  # not every triton rounds float64 to these
+    tl.store(parameters + slot * C + channel, parameter.to(parameters.dtype.element_ty), mask=inside)
+    over_real = _divide(over_real, divisor) * _vector(weight, channel, inside, 1.0, over_real.dtype)
+    return over_real if loss_scale is None else _divide(over_real, tl.load(loss_scale).to(over_real.dtype))
+
+
 @triton.jit(do_not_specialize=["programs"])
 def finish_gradient_sums(
     partials,  # of norm_backward, or of another gradient: without weight and moment
     weight,  # (C,) or None
     moment,  # (C,) or None
-    parameters,  # (2, C) ACC, written: sums of dy x_hat and dy over all tokens
-    products,  # (2, C) ACC, written: sums of dx_hat x_hat and dx_hat over the real tokens; or None
+    loss_scale,  # (1,) or None
+    parameters,  # (2, C), written
+    products,  # (2, C) ACC, written; or None
     scalars,  # (2,) ACC, written: sums of the numbers; or None
     programs,
-    C: tl.constexpr,
     EPS: tl.constexpr,
     MASKED: tl.constexpr,
+    C: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
@@ -595,29 +673,24 @@ def finish_gradient_sums(
     channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = channel < C
     slot = tl.program_id(1)
-    over_all = _total(partials, slot, channel, inside, programs, C, BLOCK_P, BLOCK_C)
-    over_real = over_all
-    if MASKED:
-        over_real = _total(partials, slot + 2, channel, inside, programs, C, BLOCK_P, BLOCK_C)
-    if moment is not None:
-        divisor = _sqrt(_vector(moment, channel, inside, 1.0, ACC) + EPS)
-        divisor = tl.where(slot == 0, divisor, 1.0)
-        over_all, over_real = _divide(over_all, divisor), _divide(over_real, divisor)
-    tl.store(parameters + slot * C + channel, over_all, mask=inside)
+    divisor = tl.where(slot == 0, _divisor(moment, channel, inside, EPS, ACC), 1.0)
+    product = _finished(
+        partials, slot, weight, divisor, loss_scale, parameters, channel, inside, programs, C, MASKED, BLOCK_P, BLOCK_C
+    )
     if products is not None:
-        tl.store(products + slot * C + channel, over_real * _vector(weight, channel, inside, 1.0, ACC), mask=inside)
+        tl.store(products + slot * C + channel, product, mask=inside)
     if scalars is not None:
         numbers = partials + (2 * C + slot) * programs.to(tl.int64)
         tl.store(scalars + slot, _total_number(numbers, programs, BLOCK_P), mask=tl.program_id(0) == 0)
 
 
-# The state after a batch. One program sees all channels, because one number that is not finite keeps the batch out.
+# The state after a batch. One program moves all channels, because one number that is not finite keeps the batch out.
 
 
 @triton.jit
 def _all_finite(values):
-    """Values beyond C have to be finite."""
-    return tl.min((tl.abs(values) < INFINITY).to(tl.int32), 0) == 1
+    """In float32. Values beyond C have to be finite."""
+    return tl.min((tl.abs(values.to(tl.float32)) < INFINITY).to(tl.int32), 0) == 1
 
 
 @triton.jit
@@ -628,77 +701,367 @@ def _share_of_batch(num_batches, warmup, SHARE: tl.constexpr, ACC: tl.constexpr)
 
 
 @triton.jit
-def running_average(
-    moment,  # (C,) float32
-    mean,  # (C,) float32, or None
-    num_batches,  # () int64
-    batch_moment,  # (C,)
+def _log(values):
+    """The logarithm of values of a moment, at least float32's smallest normal number. NaN stays."""
+    values = values.to(tl.float32)
+    return tl.log(tl.where(values < 1.1754943508222875e-38, 1.1754943508222875e-38, values))
+
+
+@triton.jit
+def _distance(running, batch, inside):
+    """The sum of |log(batch) - log(running)|: see the entry 2 of the diagnostics."""
+    return tl.sum(tl.where(inside, tl.abs(_log(batch) - _log(running)), 0.0), 0)
+
+
+@triton.jit
+def _note(diagnostics, distance, real, counted, C: tl.constexpr):
+    """The entries 0 and 2 of the diagnostics: see :func:`.reference.running_average_`."""
+    tl.store(diagnostics, tl.load(diagnostics) + (real & (counted == 0)).to(tl.float32))
+    tl.store(diagnostics + 2, 0.5 * distance / C)
+
+
+@triton.jit
+def _batch_moment(batch_moment, channel, inside, tokens, UNBIASED: tl.constexpr):
+    """The moment of a batch as it enters the running one."""
+    batch = tl.load(batch_moment + channel, mask=inside, other=0.0)
+    if UNBIASED:
+        batch = tl.where(inside, batch * _divide(tokens, tokens - 1.0), 0.0)
+    return batch
+
+
+@triton.jit
+def running_average_(
+    moment,  # (C,) float32, changed
+    mean,  # (C,) float32, changed; or None
+    num_batches,  # () int64, changed
+    diagnostics,  # (4,) float32, changed; or None
+    batch_moment,  # (C,) ACC
     batch_mean,  # (C,), or None
     products,  # (2, C)
     count,  # ()
-    new_moment,  # (C,) float32, written
-    new_mean,  # (C,) float32, written; or None
-    new_num_batches,  # () int64, written
     SHARE: tl.constexpr,
+    UNBIASED: tl.constexpr,
     C: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """:func:`.reference.running_average`; SHARE is 1 - alpha."""
-    channel = tl.arange(0, BLOCK_C)
-    inside = channel < C
-    batches = tl.load(num_batches)
-    counted = tl.load(count) > 0
-    for row in tl.static_range(2):
-        counted &= _all_finite(tl.load(products + row * C + channel, mask=inside, other=0.0))
-    old = tl.load(moment + channel, mask=inside, other=0.0)
-    batch = tl.load(batch_moment + channel, mask=inside, other=0.0).to(tl.float32)
-    counted &= _all_finite(batch)
-    if mean is not None:
-        old_mean = tl.load(mean + channel, mask=inside, other=0.0)
-        mean_of_batch = tl.load(batch_mean + channel, mask=inside, other=0.0).to(tl.float32)
-        counted &= _all_finite(mean_of_batch)
-        new = tl.where(counted, old_mean + SHARE * (mean_of_batch - old_mean), old_mean)
-        tl.store(new_mean + channel, new, mask=inside)
-    tl.store(new_moment + channel, tl.where(counted, old + SHARE * (batch - old), old), mask=inside)
-    tl.store(new_num_batches, batches + counted.to(tl.int64))
+    """The operator of this name; SHARE is 1 - alpha."""
+    batches, tokens = tl.load(num_batches), tl.load(count)
+    counted, distance = tokens > 0, tl.zeros([], tl.float32)
+    for start in range(0, C, BLOCK_C):
+        channel = start + tl.arange(0, BLOCK_C)
+        inside = channel < C
+        for row in tl.static_range(2):
+            counted &= _all_finite(tl.load(products + row * C + channel, mask=inside, other=0.0))
+        batch = _batch_moment(batch_moment, channel, inside, tokens, UNBIASED)
+        counted &= _all_finite(batch)
+        if mean is not None:
+            counted &= _all_finite(tl.load(batch_mean + channel, mask=inside, other=0.0))
+        if diagnostics is not None:
+            distance += _distance(tl.load(moment + channel, mask=inside, other=1.0), batch, inside)
+    for start in range(0, C, BLOCK_C):
+        channel = start + tl.arange(0, BLOCK_C)
+        moves = tl.where(counted, channel, C) < C
+        old = tl.load(moment + channel, mask=moves, other=0.0)
+        batch = _batch_moment(batch_moment, channel, moves, tokens, UNBIASED)
+        tl.store(moment + channel, (old + SHARE * (batch - old)).to(tl.float32), mask=moves)
+        if mean is not None:
+            old = tl.load(mean + channel, mask=moves, other=0.0)
+            center = tl.load(batch_mean + channel, mask=moves, other=0.0)
+            tl.store(mean + channel, (old + SHARE * (center - old)).to(tl.float32), mask=moves)
+    if diagnostics is not None:
+        _note(diagnostics, distance, tokens > 0, counted, C)
+    tl.store(num_batches, batches + counted.to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["warmup"])
-def power_update(
-    psi2,  # (C,) float32
-    nu,  # (C,) float32
-    num_batches,  # () int64
+@triton.jit
+def _gamma(batch_psi2, used_psi2, channel, inside, EPS: tl.constexpr):
+    """psi_B^2 and Gamma."""
+    batch = tl.load(batch_psi2 + channel, mask=inside, other=0.0)
+    return batch, _divide(batch, tl.load(used_psi2 + channel, mask=inside, other=1.0).to(batch.dtype) + EPS)
+
+
+@triton.jit
+def _move_power(
+    psi2,
+    nu,
+    num_batches,
+    diagnostics,
+    batch_psi2,
+    used_psi2,
+    products,
+    tokens,
+    share,
+    counted,
+    distance,
+    largest,
+    EPS: tl.constexpr,
+    SHARE_BWD: tl.constexpr,
+    HAS_GRADIENT: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    for start in range(0, C, BLOCK_C):
+        channel = start + tl.arange(0, BLOCK_C)
+        moves = tl.where(counted, channel, C) < C
+        batch, gamma = _gamma(batch_psi2, used_psi2, channel, moves, EPS)
+        old = tl.load(psi2 + channel, mask=moves, other=0.0)
+        tl.store(psi2 + channel, (old + share * (batch - old)).to(tl.float32), mask=moves)
+        if HAS_GRADIENT:
+            old = tl.load(nu + channel, mask=moves, other=0.0)
+            product = tl.load(products + channel, mask=moves, other=0.0, cache_modifier=".cg").to(batch.dtype)
+            lambda_ = _divide(product, tl.maximum(tokens, 1.0).to(batch.dtype))
+            moved = old * tl.maximum(1.0 - SHARE_BWD * gamma, 0.0) + SHARE_BWD * lambda_
+            tl.store(nu + channel, moved.to(tl.float32), mask=moves)
+    if diagnostics is not None:
+        _note(diagnostics, distance, tokens > 0, counted, C)
+        guarded = counted & (SHARE_BWD * largest > 1.0)
+        tl.store(diagnostics + 1, tl.load(diagnostics + 1) + guarded.to(tl.float32))
+        tl.store(diagnostics + 3, largest.to(tl.float32))
+    tl.store(num_batches, tl.load(num_batches) + counted.to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["programs", "warmup"])
+def power_update_(
+    psi2,  # (C,) float32, changed
+    nu,  # (C,) float32, changed if HAS_GRADIENT
+    num_batches,  # () int64, changed
+    diagnostics,  # (4,) float32, changed; or None
     batch_psi2,  # (C,) ACC
     used_psi2,  # (C,), psi^2 under D
-    products,  # (2, C)
+    products,  # (2, C); None with partials
     count,  # ()
-    new_psi2,  # (C,) float32, written
-    new_nu,  # (C,) float32, written
-    new_num_batches,  # () int64, written
+    partials,  # of norm_backward, and room for 3 numbers of each program of this kernel and one a channel; or None
+    weight,  # (C,), or None
+    loss_scale,  # (1,), or None
+    parameters,  # (2, C), written with partials
+    programs,  # of norm_backward
     warmup,
     EPS: tl.constexpr,
     SHARE_FWD: tl.constexpr,
     SHARE_BWD: tl.constexpr,
+    HAS_GRADIENT: tl.constexpr,
+    MASKED: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_Q: tl.constexpr,  # programs of this kernel at least
+    BLOCK_S: tl.constexpr,  # channels of the state that are moved at a time
+):
+    """The operator of this name; the shares are 1 - alpha.
+
+    With ``partials`` each program adds up the sums of BLOCK_C channels, as finish_gradient_sums; the one that comes
+    last moves the state. Without there is one program.
+    """
+    ACC: tl.constexpr = batch_psi2.dtype.element_ty
+    tokens = tl.load(count)
+    share = _share_of_batch(tl.load(num_batches), warmup, SHARE_FWD, ACC)
+    counted, distance, largest = tokens > 0, tl.zeros([], tl.float32), tl.zeros([], ACC)
+    if partials is not None:
+        arrived = partials + programs.to(tl.int64) * ((4 if MASKED else 2) * C)
+        notes = arrived + 1
+        products = notes + 3 * tl.num_programs(0)
+    for start in range(tl.program_id(0) * BLOCK_C, C, tl.num_programs(0) * BLOCK_C):
+        channel = start + tl.arange(0, BLOCK_C)
+        inside = channel < C
+        batch, gamma = _gamma(batch_psi2, used_psi2, channel, inside, EPS)
+        counted &= _all_finite(batch) & _all_finite(gamma)
+        for row in tl.static_range(2):
+            if partials is None:
+                product = tl.load(products + row * C + channel, mask=inside, other=0.0)
+            else:
+                divisor = _divisor(used_psi2 if row == 0 else None, channel, inside, EPS, ACC)
+                product = _finished(
+                    partials, row, weight, divisor, loss_scale, parameters, channel, inside, programs,
+                    C, MASKED, BLOCK_P, BLOCK_C,
+                )  # fmt: skip
+                if row == 0:
+                    tl.store(products + channel, product, mask=inside)
+            counted &= _all_finite(product)
+        if diagnostics is not None:
+            distance += _distance(tl.load(psi2 + channel, mask=inside, other=1.0), batch, inside)
+            not_numbers = tl.sum(tl.where(gamma == gamma, 0.0, gamma), 0)  # which the maximum leaves out
+            largest = tl.maximum(largest, tl.max(gamma, 0)) + not_numbers
+    last = tl.num_programs(0) == 1
+    if partials is not None:
+        place = tl.program_id(0)
+        tl.store(notes + place, counted.to(ACC))
+        tl.store(notes + tl.num_programs(0) + place, distance.to(ACC))
+        tl.store(notes + 2 * tl.num_programs(0) + place, largest)
+        tl.debug_barrier()
+        number = tl.atomic_add(arrived.to(tl.pointer_type(tl.int32), bitcast=True), 1, sem="acq_rel")
+        last = number == tl.num_programs(0) - 1
+    if last:
+        if partials is not None:
+            program = tl.arange(0, BLOCK_Q)
+            valid = program < tl.num_programs(0)
+            of_all = notes + program
+            counted = tl.min(tl.load(of_all, mask=valid, other=1.0, cache_modifier=".cg"), 0) > 0
+            of_all += tl.num_programs(0)
+            distance = tl.sum(tl.load(of_all, mask=valid, other=0.0, cache_modifier=".cg"), 0).to(tl.float32)
+            of_all += tl.num_programs(0)
+            gammas = tl.load(of_all, mask=valid, other=0.0, cache_modifier=".cg")
+            largest = tl.max(gammas, 0) + tl.sum(tl.where(gammas == gammas, 0.0, gammas), 0)
+        _move_power(
+            psi2, nu, num_batches, diagnostics, batch_psi2, used_psi2, products, tokens, share, counted, distance,
+            largest, EPS, SHARE_BWD, HAS_GRADIENT, C, BLOCK_S,
+        )  # fmt: skip
+
+
+@triton.jit
+def _window_means(window, own, row, channel, inside, M: tl.constexpr, C: tl.constexpr):
+    """Means over the ring buffer ``window`` (M, C) with ``own`` in a row: of the values, and of their logarithms."""
+    plain, logarithms = tl.zeros(own.shape, own.dtype), tl.zeros(own.shape, own.dtype)
+    for number in range(M):
+        value = tl.load(window + number * C + channel, mask=inside, other=1.0).to(own.dtype)
+        value = tl.where(number == row, own, value)
+        plain += value
+        logarithms += tl.log(value)
+    return plain / M, logarithms / M
+
+
+@triton.jit
+def window_statistics(
+    psi2_window,  # (M, C) float32
+    running_psi2,  # (C,) float32
+    num_batches,  # () int64
+    completed,  # () int64, or None
+    batch_psi2,  # (C,) ACC
+    weight,  # (C,), or None
+    psi2,  # (C,) ACC, written
+    gain,  # (C,) ACC, written
+    marks,  # (2,) bool, written
+    WARMUP: tl.constexpr,
+    RATIO_WARMUP: tl.constexpr,
+    EPS: tl.constexpr,
+    GEOMETRIC: tl.constexpr,
+    FILTRATION: tl.constexpr,
+    M: tl.constexpr,
     C: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """The operator ``power_update`` of the norm PN; the shares are 1 - alpha."""
+    """The operator of this name."""
     ACC: tl.constexpr = batch_psi2.dtype.element_ty
-    channel = tl.arange(0, BLOCK_C)
-    inside = channel < C
+    batches = tl.load(num_batches)
+    updates = batches if completed is None else tl.load(completed)
+    row = (batches + 1) % M
+    early = (batches + 1 <= M) | (updates + 1 < WARMUP)
+    skip = early & (early == 0)
+    if GEOMETRIC and M == 1:
+        skip = skip == 0
+    elif FILTRATION:
+        total, squares, excess = tl.zeros([], ACC), tl.zeros([], ACC), tl.zeros([], ACC)
+        for start in range(0, M * C, BLOCK_C):
+            place = start + tl.arange(0, BLOCK_C)
+            total += tl.sum(tl.sqrt(tl.load(psi2_window + place, mask=place < M * C, other=0.0).to(ACC)), 0)
+        for start in range(0, M * C, BLOCK_C):
+            place = start + tl.arange(0, BLOCK_C)
+            root = tl.sqrt(tl.load(psi2_window + place, mask=place < M * C, other=0.0).to(ACC)) - total / (M * C)
+            squares += tl.sum(tl.where(place < M * C, root * root, 0.0), 0)
+        for start in range(0, C, BLOCK_C):
+            channel = start + tl.arange(0, BLOCK_C)
+            inside = channel < C
+            own = tl.load(batch_psi2 + channel, mask=inside, other=1.0)
+            plain, logarithms = _window_means(psi2_window, own, row, channel, inside, M, C)
+            excess = tl.maximum(excess, tl.max(tl.where(inside, plain - tl.exp(logarithms), 0.0), 0))
+        skip = (early == 0) & (excess > squares / (M * C - 1) * M)
+    for start in range(0, C, BLOCK_C):
+        channel = start + tl.arange(0, BLOCK_C)
+        inside = channel < C
+        own = tl.load(batch_psi2 + channel, mask=inside, other=1.0)
+        plain, logarithms = _window_means(psi2_window, own, row, channel, inside, M, C)
+        average = tl.exp(logarithms) if GEOMETRIC else plain
+        used = tl.where(early | skip, own, average)
+        running = tl.load(running_psi2 + channel, mask=inside, other=1.0).to(ACC)
+        ratio = _sqrt(_divide(used + EPS, running + EPS))
+        ratio = tl.where(ratio < 0.2, 0.2, tl.where(ratio > 5.0, 5.0, ratio))  # unlike tl.clamp, this keeps NaN
+        ratio = tl.where(skip | (updates + 1 <= RATIO_WARMUP), 1.0, ratio).to(ACC)
+        tl.store(psi2 + channel, used, mask=inside)
+        tl.store(gain + channel, ratio * _vector(weight, channel, inside, 1.0, ACC), mask=inside)
+    tl.store(marks, early)
+    tl.store(marks + 1, skip)
+
+
+@triton.jit
+def _window_step(
+    products, counted_tokens, seen_lambda, seen_row, alone, channel, inside, M: tl.constexpr, C: tl.constexpr
+):
+    """lambda_B, and the mean of lambda over the window; ``alone``: that of this step."""
+    own = tl.load(products + channel, mask=inside, other=0.0)
+    own = _divide(own, tl.maximum(tl.load(counted_tokens), 1.0).to(own.dtype))
+    average = tl.zeros(own.shape, own.dtype)
+    for number in range(M):
+        value = tl.load(seen_lambda + number * C + channel, mask=inside, other=0.0).to(own.dtype)
+        average += tl.where(number == seen_row, own, value)
+    return own, tl.where(alone, own, average / M)
+
+
+@triton.jit
+def window_update_(
+    running_psi2,  # (C,) float32, changed
+    nu,  # (C,) float32, changed if HAS_GRADIENT; or None
+    psi2_window,  # (M, C) float32, changed
+    lambda_window,  # (M, C) float32, changed if HAS_GRADIENT
+    num_batches,  # () int64, changed
+    diagnostics,  # (4,) float32, changed; or None
+    seen_nu,  # (C,) or None
+    seen_lambda,  # (M, C)
+    seen_batches,  # () int64
+    psi2,  # (C,) ACC
+    batch_psi2,  # (C,) ACC
+    marks,  # (2,) bool
+    products,  # (2, C) ACC
+    count,  # () ACC
+    counted_tokens,  # () ACC
+    correction,  # (C,) ACC, written
+    SHARE_FWD: tl.constexpr,
+    SHARE_BWD: tl.constexpr,
+    HAS_GRADIENT: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """The operator of this name; the shares are 1 - alpha."""
     batches, tokens = tl.load(num_batches), tl.load(count)
-    share = _share_of_batch(batches, warmup, SHARE_FWD, ACC)
-    batch = tl.load(batch_psi2 + channel, mask=inside, other=0.0)
-    gamma = _divide(batch, tl.load(used_psi2 + channel, mask=inside, other=1.0).to(ACC) + EPS)
-    product = tl.load(products + channel, mask=inside, other=0.0).to(ACC)
-    plain = tl.load(products + C + channel, mask=inside, other=0.0)
-    counted = (tokens > 0) & _all_finite(batch.to(tl.float32)) & _all_finite(gamma)
-    counted &= _all_finite(product) & _all_finite(plain)
-    old_psi2 = tl.load(psi2 + channel, mask=inside, other=0.0)
-    old_nu = tl.load(nu + channel, mask=inside, other=0.0)
-    moved_psi2 = old_psi2 + share * (batch - old_psi2)
-    lambda_ = _divide(product, tl.maximum(tokens, 1.0).to(ACC))
-    moved_nu = old_nu * tl.maximum(1.0 - SHARE_BWD * gamma, 0.0) + SHARE_BWD * lambda_
-    tl.store(new_psi2 + channel, tl.where(counted, moved_psi2.to(tl.float32), old_psi2), mask=inside)
-    tl.store(new_nu + channel, tl.where(counted, moved_nu.to(tl.float32), old_nu), mask=inside)
-    tl.store(new_num_batches, batches + counted.to(tl.int64))
+    early, skip = tl.load(marks) != 0, tl.load(marks + 1) != 0
+    seen_row = (tl.load(seen_batches) + 1) % M
+    counted, distance = tokens > 0, tl.zeros([], tl.float32)
+    for start in range(0, C, BLOCK_C):
+        channel = start + tl.arange(0, BLOCK_C)
+        inside = channel < C
+        own, average = _window_step(
+            products, counted_tokens, seen_lambda, seen_row, early | skip, channel, inside, M, C
+        )
+        step = average
+        if nu is not None:
+            old = tl.load(seen_nu + channel, mask=inside, other=0.0).to(own.dtype)
+            step = tl.where(skip, own, (1.0 - SHARE_BWD) * old + SHARE_BWD * average)
+        tl.store(correction + channel, step, mask=inside)
+        batch = tl.load(batch_psi2 + channel, mask=inside, other=1.0)
+        counted &= _all_finite(batch) & _all_finite(average)
+        counted &= _all_finite(tl.load(psi2 + channel, mask=inside, other=0.0))
+        for row in tl.static_range(2):
+            counted &= _all_finite(tl.load(products + row * C + channel, mask=inside, other=0.0))
+        if diagnostics is not None:
+            distance += _distance(tl.load(running_psi2 + channel, mask=inside, other=1.0), batch, inside)
+    written = (batches + 1) % M * C
+    for start in range(0, C, BLOCK_C):
+        channel = start + tl.arange(0, BLOCK_C)
+        moves = tl.where(counted, channel, C) < C
+        old = tl.load(running_psi2 + channel, mask=moves, other=0.0)
+        entering = tl.where(skip, old, tl.load(batch_psi2 + channel, mask=moves, other=0.0))
+        tl.store(psi2_window + written + channel, entering.to(tl.float32), mask=moves)
+        moved = old + SHARE_FWD * (tl.load(psi2 + channel, mask=moves, other=0.0) - old)
+        tl.store(running_psi2 + channel, moved.to(tl.float32), mask=moves)
+        if HAS_GRADIENT:
+            own, average = _window_step(
+                products, counted_tokens, seen_lambda, seen_row, early | skip, channel, moves, M, C
+            )
+            entering = own
+            if nu is not None:
+                old = tl.load(nu + channel, mask=moves, other=0.0)
+                entering = tl.where(skip, old, own)
+                tl.store(nu + channel, ((1.0 - SHARE_BWD) * old + SHARE_BWD * average).to(tl.float32), mask=moves)
+            tl.store(lambda_window + written + channel, entering.to(tl.float32), mask=moves)
+    if diagnostics is not None:
+        _note(diagnostics, distance, tokens > 0, counted, C)
+    tl.store(num_batches, batches + counted.to(tl.int64))

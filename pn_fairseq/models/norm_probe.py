@@ -297,7 +297,7 @@ def _at_gradient(forward: _Forward, name: str, norm: ChannelNorm, x: Tensor, mas
     scale = forward.scale
     if forward.recorded:
         dy = _channels_last(norm, dy.detach().to(x.dtype))
-        _, products = kernels.gradient_sums(dy, x, mask, None, mean, variance, inv_rms, groups, eps)
+        _, products = kernels.gradient_sums(dy, x, mask, None, mean, variance, None, inv_rms, groups, eps)
         dy_xhat, sum_dy = products.double() / torch.where(scale == 0, 1.0, scale)
         sums += [sum_dy, dy_xhat * (variance.double() + eps).sqrt() + wide_mean * sum_dy]
     else:

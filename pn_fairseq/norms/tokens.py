@@ -181,7 +181,7 @@ class Tokens:
         """
         weight = self.weight if weight is None else weight
         parameters, products = kernels.gradient_sums(
-            self._dy, self._x, self.padding, weight, mean, moment, self.inv_rms, self._groups, self._eps
+            self._dy, self._x, self.padding, weight, mean, moment, None, self.inv_rms, self._groups, self._eps
         )
         products = self._over_loss_scale(products)
         if self._norm.synchronises():
@@ -214,6 +214,8 @@ class Tokens:
             moment,
             self._times_loss_scale(nu),
             self._times_loss_scale(offset),
+            None,
+            None,
             self.inv_rms,
             self._groups,
             self._eps,

@@ -26,8 +26,12 @@ def _several_programs(monkeypatch):
     """Small tiles on two multiprocessors, so that small inputs make several programs, with several tiles each."""
     from pn_fairseq.kernels import triton_ops
 
-    for name, value in (("ELEMENTS", 2), ("MIN_TILES", 2), ("BLOCK_P", 2), ("_multiprocessors", lambda device: 2)):
-        monkeypatch.setattr(triton_ops, name, value)
+    for name in ("ELEMENTS", "MIN_TILES", "BLOCK_P"):
+        monkeypatch.setattr(triton_ops, name, 2)
+    monkeypatch.setattr(triton_ops, "STATE_CHANNELS", 8)
+    monkeypatch.setattr(triton_ops, "BLOCK_C", 4)
+    monkeypatch.setattr(triton_ops, "_multiprocessors", lambda device: 2)
+    triton_ops._tokens_of.cache_clear()
 
 
 class Gpu:
@@ -47,6 +51,9 @@ class Gpu:
                 results = kernels.OPERATORS[operator](*arguments)
                 if wrong != operator:
                     return results
+                if results is None:
+                    arguments[0].mul_(1.01)
+                    return None
                 return tuple(one * 1.01 if one.is_floating_point() else one for one in results)
 
             return compute

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from pn_fairseq import kernels
 from pn_fairseq.kernels import reference, triton_ops
-from pn_fairseq.kernels.first_use import samples
+from pn_fairseq.kernels.first_use import results_of, samples
 from pn_fairseq.norms import LayerScale, MaskedBatchNorm, PowerNorm, PowerNormV, build_norm
 
 from ..pairwise import in_pairs
@@ -57,8 +57,8 @@ def test_a_fault_leaves_the_state(channels):
 
 def results(calls: list[tuple[str, tuple]]) -> list[torch.Tensor]:
     """Everything that the operators give."""
-    found = [getattr(torch.ops.pn_fairseq, name)(*arguments) for name, arguments in calls]
-    return [tensor for result in found for tensor in ([result] if isinstance(result, torch.Tensor) else result)]
+    found = [results_of(getattr(torch.ops.pn_fairseq, name), name, arguments) for name, arguments in calls]
+    return [tensor for result in found for tensor in result]
 
 
 def calls_of(*shape: int, dtype=torch.float32) -> tuple[list[tuple[str, tuple]], list[torch.Tensor]]:
@@ -107,7 +107,7 @@ def test_more_elements_than_32_bits_count(masked):
     torch.testing.assert_close(y[-1000:], last, rtol=2**-7, atol=1e-6)
     squares = sum(reference.moments(part, None, 4, EPS, False)[2].double() * len(part) for part in x.split(2**16))
     torch.testing.assert_close(moment.double(), squares / tokens, rtol=3e-6, atol=0)
-    arguments = weight, None, zero + 1, None, None
+    arguments = weight, None, zero + 1, *[None] * 4
     dx, *_ = triton_ops.gradient(y, x, padding, *arguments, inv_rms, 4, EPS, True)
     expected, *_ = reference.gradient(y[-1000:], x[-1000:], None, *arguments, inv_rms[-1000:], 4, EPS, False)
     torch.testing.assert_close(dx[-1000:], expected, rtol=2**-7, atol=1e-5)
@@ -182,7 +182,7 @@ def test_launches_of_pn():
         torch.cuda.synchronize()
     names = [event.name for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     names = [name for name in names if "elementwise" not in name]
-    assert sorted(names) == ["finish_gradient_sums", "finish_moments", "norm_backward", "norm_forward", "power_update"]
+    assert sorted(names) == ["finish_gradient_sums", "finish_moments", "norm_backward", "norm_forward", "power_update_"]
 
 
 def test_evaluation_in_a_graph():

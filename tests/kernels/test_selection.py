@@ -57,6 +57,12 @@ def test_using_the_reference_is_for_the_block_alone(monkeypatch):
     assert "aten::sum" not in computes() and "pn_fairseq::moments" in computes()
     with kernels.using("reference"):
         assert "aten::sum" in computes()
+        with kernels.using("cpp"):
+            assert "aten::sum" not in computes()
+            with kernels.using("reference"):
+                assert "aten::sum" in computes()
+            assert "aten::sum" not in computes()
+        assert "aten::sum" in computes()
     assert "aten::sum" not in computes()
 
 
@@ -89,6 +95,18 @@ def test_triton_that_is_not_installed_cannot_be_forced(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(kernels.Unavailable, match="^PN_FAIRSEQ_KERNELS=triton: triton is not installed$"):
         selection._select()
+
+
+@pytest.mark.parametrize("forced", [None, "reference"])
+def test_info_names_devices_that_have_no_kernels(monkeypatch, forced):
+    monkeypatch.setattr(selection, "FORCED", forced)
+    for kind in (torch.backends.mps, torch.xpu):
+        monkeypatch.setattr(kind, "is_available", lambda: False)
+    assert set(kernels.describe()) == {"CPU", "CUDA"}
+    for kind in (torch.backends.mps, torch.xpu):
+        monkeypatch.setattr(kind, "is_available", lambda: True)
+    devices = kernels.describe()
+    assert devices["MPS"] == devices["XPU"] and devices["MPS"][0] == "reference" and {"CPU", "CUDA"} < set(devices)
 
 
 @pytest.mark.parametrize("forced", [None, "triton"])

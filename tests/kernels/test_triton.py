@@ -42,11 +42,19 @@ def test_dx_and_sums_in_two_passes(monkeypatch):
 
 
 def test_what_does_not_fit_is_computed_by_the_reference(monkeypatch):
-    monkeypatch.setattr(triton_ops, "kernels", None)
-    triton_ops._tile.cache_clear()
+    names = ("running_average_", "power_update_", "window_statistics", "window_update_")
+    of_state = {name: getattr(triton_kernels, name) for name in names}
+    monkeypatch.setattr(triton_ops, "kernels", SimpleNamespace(**of_state))  # these take any number of channels
+    triton_ops._tokens_of.cache_clear()
     monkeypatch.setattr(triton_ops, "MAX_CHANNELS", 16)
-    check_samples(5, 18, 3, torch.float32)
+    triton_ops._warn_without_triton.cache_clear()
+    with pytest.warns(UserWarning, match="plain PyTorch") as record:
+        check_samples(5, 18, 3, torch.float32)
+    reasons = [str(warning.message) for warning in record]
+    assert sum("18 channels in 3 group(s) make a row of 32 numbers" in reason for reason in reasons) == 1
+    assert len(set(reasons)) == len(reasons)
     monkeypatch.setattr(triton_ops, "MAX_TOKENS", 4)
+    triton_ops._tokens_of.cache_clear()
     for name, arguments in samples(torch.float32, torch.device("cpu"), [(5, 12, 1)]):
         if arguments[0].dim() > 1:  # the state has no tokens
             check(name, *arguments)
@@ -54,7 +62,7 @@ def test_what_does_not_fit_is_computed_by_the_reference(monkeypatch):
 
 #: Operations that start no kernel on a GPU: memory and views of it.
 WITHOUT_LAUNCH = {"empty", "empty_like", "new_empty", "detach", "alias", "view", "_unsafe_view", "t", "unbind", "set_"}
-WITHOUT_LAUNCH |= {"select", "slice"}
+WITHOUT_LAUNCH |= {"select", "slice", "unsqueeze"}
 
 
 class Launches(TorchDispatchMode):
@@ -95,9 +103,9 @@ TWICE = [*FORWARD, "norm_forward"], [*BACKWARD, "clamp", "div", "norm_backward"]
 @pytest.mark.parametrize(
     ("name", "forward", "backward", "update"),
     [
-        ("power", FORWARD, BACKWARD, ["power_update"]),
-        ("power-v", *TWICE, ["running_average"]),
-        ("batch", *TWICE, ["sub", "div", "mul", "running_average"]),  # for the unbiased variance
+        ("power", FORWARD, BACKWARD, [*["clone"] * 3, "power_update_"]),
+        ("power-v", *TWICE, [*["clone"] * 2, "running_average_"]),
+        ("batch", *TWICE, ["sub", "div", "mul", *["clone"] * 3, "running_average_"]),  # for the unbiased variance
         *(
             (name, ["norm_forward", kernel], [f"{kernel}_gradient", "finish_gradient_sums", "norm_backward"], [])
             for name, kernel in (("group", "standardize"), ("derf", "squash"))

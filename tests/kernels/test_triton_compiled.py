@@ -16,6 +16,7 @@ triton = pytest.importorskip("triton")
 nvidia = pytest.importorskip("triton.backends.nvidia")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import CompiledKernel  # noqa: E402
 from triton.runtime import JITFunction, driver  # noqa: E402
 
 import pn_fairseq.norms  # noqa: E402, F401 (defines operators)
@@ -72,6 +73,7 @@ def compiling(capability: int) -> Iterator[list]:
         mock.patch.object(driver, "_active", _NoGpu(capability)),
         mock.patch.multiple(triton_ops, kernels=kernels, _multiprocessors=lambda device: 132),
     ):
+        triton_ops._tokens_of.cache_clear()
         yield compiled
 
 
@@ -92,13 +94,21 @@ def train(
         x = empty(8, rows // 8, channels, dtype=dtype).transpose(0, 1)
     padding = empty(*x.shape[:-1], dtype=torch.bool) if masked else None
     weight = bias = None if parameters is None else empty(channels, dtype=parameters)
-    rest = groups, 1e-5
+    rest, loss_scale = (groups, 1e-5), empty(1) if masked else None
     if norm == "pn":
         _, inv_rms, batch, tokens = triton_ops.normalize(x, weight, bias, None, vector, padding, None, *rest, True)
-        arguments = x, x, padding, weight, None, vector, vector, None, inv_rms, *rest, True
-        _, _, products = triton_ops.gradient(*arguments)
-        arguments = vector, vector, count, batch, vector, products, tokens, 1e-5, 0, 0.9, 0.9
-        triton_ops.power_update(*arguments)
+        state = vector, vector, count, empty(4)
+        given = x, x, padding, weight, vector, vector, loss_scale, inv_rms
+        triton_ops.power_step_(*given, *state, batch, tokens, *rest, 0, 0.9, 0.9)
+    elif norm in ("un", "mabn"):
+        unified, windows = norm == "un", empty(8, channels)
+        _, _, batch, tokens = triton_ops.moments(x, padding, *rest, False)
+        given = windows, vector, count, count if masked else None, batch, weight, 0, 1000, 1e-5
+        psi2, gain, marks = triton_ops.window_statistics(*given, unified, unified)
+        nu, products = vector if unified else None, empty(2, channels, dtype=batch.dtype)
+        state = vector, nu, windows, windows, count, empty(4)
+        of_step = psi2, batch, marks, products, tokens, tokens
+        triton_ops.window_update_(*state, nu, windows, count, *of_step, 0.9, 0.9, True)
     elif norm in ("gn", "ada"):
         curve = (2.0, -0.2) if norm == "ada" else (1.0, 0.0)
         _, stats = triton_ops.standardize(x, weight, bias, max(groups, 1), True, 1.0, 1e-5, 0.0, 0.0, *curve)
@@ -109,12 +119,12 @@ def train(
         triton_ops.squash(x, weight, bias, *arguments)
         triton_ops.squash_gradient(x, x, weight, *arguments)
     else:
-        inv_rms, mean, moment, tokens = triton_ops.moments(x, padding, *rest, norm == "bn")
-        running_mean, mean, offset = (vector, mean, moment) if norm == "bn" else (None, None, None)
-        triton_ops.normalize(x, weight, bias, mean, moment, padding, inv_rms, *rest, False)
-        _, products = triton_ops.gradient_sums(x, x, padding, weight, mean, moment, inv_rms, *rest)
-        triton_ops.gradient(x, x, padding, weight, mean, moment, moment, offset, inv_rms, *rest, False)
-        triton_ops.running_average(vector, running_mean, count, moment, mean, products, tokens, 0.9)
+        centered = norm == "bn"
+        _, inv_rms, mean, moment, tokens = triton_ops.batch_normalize(x, weight, bias, padding, *rest, centered)
+        running_mean, mean = (vector, mean) if centered else (None, None)
+        state = vector, running_mean, count, empty(4)
+        given = x, x, padding, weight, mean, moment, tokens, loss_scale, inv_rms
+        triton_ops.batch_step_(*given, *state, *rest, 0.9, centered)
 
 
 def resources(kernel) -> dict[str, int]:
@@ -150,9 +160,10 @@ def test_every_operator_has_its_kernels():
 
 #: What a training step launches.
 LAUNCHES = {
-    "pn": ["norm_forward", "finish_moments", "norm_backward", "finish_gradient_sums", "power_update"],
+    "pn": ["norm_forward", "finish_moments", "norm_backward", "power_update_"],
     "gn": ["standardize", "standardize_gradient", "finish_gradient_sums"],
     "derf": ["squash", "squash_gradient", "finish_gradient_sums"],
+    "un": ["norm_forward", "finish_moments", "window_statistics", "window_update_"],
 }
 
 
@@ -165,11 +176,90 @@ def test_a_step_compiles_to_wide_accesses_without_spills(norm, capability, dtype
     assert [name for name, *_ in compiled] == LAUNCHES[norm]
     check_resources(compiled)
     for name, _, kernel in compiled:
-        if not name.startswith("finish") and name != "power_update":  # those read vectors
+        if not name.startswith(("finish", "window")) and name != "power_update_":  # those read vectors
             assert widest(kernel) == {"ld": 16, "st": 16}, name
 
 
-NORMS = ("pn", "pn-v", "bn", "gn", "ada", "dyt", "derf")
+class _Runs:
+    """Stands for the launches of compiled kernels on a GPU that is not there: notes them."""
+
+    def __init__(self, monkeypatch):
+        self.seen, self.searched = [], []
+        monkeypatch.setattr(driver, "_active", _NoGpu(90))
+        monkeypatch.setattr(triton_ops, "_multiprocessors", lambda device: 132)
+        monkeypatch.setattr(triton_ops, "_compiled", {})
+        monkeypatch.setattr(triton_ops, "kernels", SimpleNamespace(**{name: self.noting(name) for name in KERNELS}))
+        runs = self
+
+        def load(kernel):
+            def run(*arguments):
+                runs.seen.append((kernel.name, arguments[:3], arguments[9:]))
+
+            kernel._run, kernel.module, kernel.function = run, 1, 0
+
+        monkeypatch.setattr(CompiledKernel, "_init_handles", load)
+        triton_ops._tokens_of.cache_clear()
+
+    def noting(self, name):
+        def find(grid):
+            self.searched.append(name)
+            return KERNELS[name][grid]
+
+        return type("", (), {"__getitem__": lambda _, grid: find(grid), "arg_names": KERNELS[name].arg_names})()
+
+    def of(self, call) -> list[tuple]:
+        """Kernel, grid and arguments of each launch of ``call``; tensors by shape and type."""
+        self.seen.clear()
+        call()
+        return [
+            (name, grid, [(value.shape, value.dtype) if isinstance(value, torch.Tensor) else value for value in values])
+            for name, grid, values in self.seen
+        ]
+
+
+def steps(x, padding) -> None:
+    """A training step of PN, one of BN, and one of GN."""
+    weight, bias, vector = torch.ones(3, x.size(-1))
+    state = vector, vector.clone(), torch.tensor(3), torch.zeros(4)
+    y, inv_rms, moment, count = triton_ops.normalize(x, weight, bias, None, vector, padding, None, 2, 1e-5, True)
+    given = y, x, padding, weight, vector, vector, None, inv_rms
+    triton_ops.power_step_(*given, *state, moment, count, 2, 1e-5, 2**62, 0.9, 0.9)
+    y, inv_rms, mean, moment, count = triton_ops.batch_normalize(x, weight, bias, padding, 2, 1e-5, True)
+    given = y, x, padding, weight, mean, moment, count, None, inv_rms
+    triton_ops.batch_step_(*given, *state, 2, 1e-5, 0.9, True)
+    stats = triton_ops.standardize(x, weight, bias, 2, True, 1.0, 1e-5, 0.0, 0.0, 1.0, 0.0)[1]
+    triton_ops.standardize_gradient(y, x, weight, stats, 2, 1.0, 0.0, True, True, True)
+
+
+OF_STEPS = [
+    *("norm_forward", "finish_moments", "norm_backward", "power_update_"),
+    *("norm_forward", "finish_moments", "norm_forward"),
+    *("norm_backward", "finish_gradient_sums", "norm_backward", "running_average_"),
+    *("standardize", "standardize_gradient", "finish_gradient_sums"),
+]
+
+
+@pytest.mark.skipif(not triton_ops.LAUNCHES_COMPILED, reason="this triton launches kernels by itself")
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_second_launch_does_not_ask_triton_for_the_kernel_and_gives_it_the_same_arguments(monkeypatch, masked):
+    runs = _Runs(monkeypatch)
+    x = torch.zeros(6, 4, 8)
+    padding = torch.zeros(4, 6, dtype=torch.bool).t() if masked else None
+    first = runs.of(lambda: steps(x, padding))
+    assert [name for name, *_ in first] == OF_STEPS
+    runs.searched.clear()
+    assert runs.of(lambda: steps(x.clone(), padding)) == first and runs.searched == []
+    runs.of(lambda: steps(torch.zeros(5, 4, 8), None if padding is None else padding[:5]))
+    assert runs.searched == []  # another number of tokens
+    apart = torch.zeros(1 + x.numel())[1:].view_as(x)  # memory that is not aligned
+    assert apart.data_ptr() % 16 == 4
+    runs.of(lambda: steps(apart, padding))
+    assert "norm_forward" in runs.searched
+    runs.searched.clear()
+    assert runs.of(lambda: steps(x, padding)) == first and runs.searched == []
+
+
+NORMS = ("pn", "pn-v", "bn", "un", "mabn", "gn", "ada", "dyt", "derf")
 
 MATRIX = pairwise(
     shape=SHAPES,

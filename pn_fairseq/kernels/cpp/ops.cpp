@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include <cmath>
@@ -114,7 +115,7 @@ void check_sizes(
     std::initializer_list<const Optional*> vectors) {
   bool fits = x.dim() > 0 && groups >= 0 && (groups == 0 || x.size(-1) % groups == 0);
   if (like_x) fits = fits && like_x->sizes() == x.sizes() && like_x->dtype() == x.dtype();
-  if (padding) fits = fits && padding->numel() == rows_of(x) && padding->is_contiguous() && padding->dtype() == at::kBool;
+  if (padding) fits = fits && padding->numel() == rows_of(x) && padding->dtype() == at::kBool;
   if (inv_rms) {
     fits = fits && inv_rms->numel() == rows_of(x) * groups && inv_rms->is_contiguous() &&
         inv_rms->scalar_type() == acc_dtype(x);
@@ -123,7 +124,22 @@ void check_sizes(
   TORCH_CHECK_VALUE(fits, "arguments of an operator of pn_fairseq do not fit x of shape ", x.sizes());
 }
 
-const bool* data_of(const Optional& padding) { return padding ? padding->const_data_ptr<bool>() : nullptr; }
+// A mask where it lies, as rows of one channel.
+Rows<bool> mask_in(const Optional& padding, Tensor& held) {
+  if (!padding) return {nullptr, 0, 0, 1};
+  const bool fits = (padding->dim() == 1 || padding->dim() == 2) && padding->numel() <= std::numeric_limits<uint32_t>::max();
+  held = fits ? *padding : padding->contiguous();
+  const bool* data = held.const_data_ptr<bool>();
+  if (!fits) return {data, 0, 0, 1};
+  if (held.dim() == 1) return {data, 0, 0, held.stride(0)};
+  return {data, static_cast<uint32_t>(held.size(1)), held.stride(0), held.stride(1)};
+}
+
+// The loss scale, or 1.
+double value_of(const Optional& loss_scale) { return loss_scale ? loss_scale->item().toDouble() : 1.0; }
+
+// A result in the type of `weight`.
+Tensor in_type_of(const Optional& weight, const Tensor& values) { return weight ? values.to(weight->scalar_type()) : values; }
 
 // A vector over channels in the accumulation dtype; null where it is not given.
 template <class A>
@@ -214,15 +230,20 @@ bool exceeds_cache(const Tensor& x, int64_t tensors) {
   return tensors * x.numel() * static_cast<int64_t>(x.element_size()) >= kCacheBytes;
 }
 
+// What is read where it lies, or of contiguous copies.
+struct Held {
+  Tensor x, dy, padding;
+};
+
 template <class S, class A>
 Forward<S, A> forward_of(
-    const Tensor& x, Tensor& held, const Optional& padding, const Tensor& inv_rms, bool given, int64_t groups, double eps) {
+    const Tensor& x, Held& held, const Optional& padding, const Tensor& inv_rms, bool given, int64_t groups, double eps) {
   Forward<S, A> f{};
   f.channels = x.size(-1);
   f.groups = groups;
   f.eps = static_cast<A>(eps);
-  f.x = rows_in<S>(x, held);
-  f.padding = data_of(padding);
+  f.x = rows_in<S>(x, held.x);
+  f.padding = mask_in(padding, held.padding);
   f.inv_rms = static_cast<A*>(inv_rms.data_ptr());
   f.given = given;
   f.stream = exceeds_cache(x, 2);
@@ -266,7 +287,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> normalize(
     const Values<A> offset = filled<A>(bias, x, A(0));
     Values<A> scale = inverse_root(second, eps, channels);
     if (gain.data) multiply(scale.data(), gain.data, channels);
-    Tensor held;
+    Held held;
     Forward<S, A> f = forward_of<S, A>(x, held, padding, scales, inv_rms.has_value(), groups, eps);
     f.y = static_cast<S*>(y.data_ptr());
     f.scale = scale.data();
@@ -289,7 +310,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> moments(
   for_type_of(x, [&](auto* storage, auto accumulator, const auto& passes) {
     using S = std::remove_pointer_t<decltype(storage)>;
     using A = decltype(accumulator);
-    Tensor held;
+    Held held;
     Forward<S, A> f = forward_of<S, A>(x, held, padding, inv_rms, false, groups, eps);
     if (centered) {
       mean = mean_of<A>(x, run(x, passes, f, Kind::values));
@@ -306,10 +327,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> moments(
 // dx if `dx` has memory, and the sums if `parameters` and `products` have.
 void backward(
     const Tensor& dy, const Tensor& x, const Optional& padding, const Optional& weight, const Optional& mean,
-    const Optional& moment, const Optional& nu, const Optional& offset, const Tensor& inv_rms, int64_t groups, double eps,
-    const Tensor& dx, const Tensor& parameters, const Tensor& products) {
+    const Optional& moment, const Optional& nu, const Optional& offset, const Optional& count, const Optional& loss_scale,
+    const Tensor& inv_rms, int64_t groups, double eps, const Tensor& dx, const Tensor& parameters, const Tensor& products) {
   check_sizes(x, groups, dy, padding, inv_rms, {&weight, &mean, &moment, &nu, &offset});
   const int64_t channels = x.size(-1);
+  const double unscaled = value_of(loss_scale);
   for_type_of(x, [&](auto* storage, auto accumulator, const auto& passes) {
     using S = std::remove_pointer_t<decltype(storage)>;
     using A = decltype(accumulator);
@@ -318,19 +340,20 @@ void backward(
     const Values<A> factor = inverse_root(second, eps, channels);
     Values<A> scale(factor), slope(channels), shift(channels), zeros;
     if (gain.data) multiply(scale.data(), gain.data, channels);
+    const A loss = static_cast<A>(unscaled), tokens = count ? std::max(A(1), *count->const_data_ptr<A>()) : A(1);
     if (along.data) {
-      for (int64_t c = 0; c < channels; ++c) slope[c] = along.data[c] * factor[c] * factor[c];
+      for (int64_t c = 0; c < channels; ++c) slope[c] = along.data[c] / tokens * loss * factor[c] * factor[c];
     }
     if (across.data) {
-      for (int64_t c = 0; c < channels; ++c) shift[c] = across.data[c] * factor[c];
+      for (int64_t c = 0; c < channels; ++c) shift[c] = across.data[c] / tokens * loss * factor[c];
     }
-    Tensor held_dy, held_x;
+    Held held;
     Backward<S, A> b{};
     b.channels = channels;
     b.groups = groups;
-    b.dy = rows_in<S>(dy, held_dy);
-    b.x = rows_in<S>(x, held_x);
-    b.padding = data_of(padding);
+    b.dy = rows_in<S>(dy, held.dy);
+    b.x = rows_in<S>(x, held.x);
+    b.padding = mask_in(padding, held.padding);
     b.inv_rms = inv_rms.const_data_ptr<A>();
     b.dx = dx.defined() ? static_cast<S*>(dx.data_ptr()) : nullptr;
     b.scale = scale.data();
@@ -359,25 +382,28 @@ void backward(
       multiply(real, gain.data, channels);
       multiply(real + channels, gain.data, channels);
     }
+    for (int64_t c = 0; loss_scale && c < 2 * channels; ++c) real[c] /= loss;
   });
 }
 
 std::tuple<Tensor, Tensor> gradient_sums(
     const Tensor& dy, const Tensor& x, const Optional& padding, const Optional& weight, const Optional& mean,
-    const Optional& moment, const Tensor& inv_rms, int64_t groups, double eps) {
+    const Optional& moment, const Optional& loss_scale, const Tensor& inv_rms, int64_t groups, double eps) {
+  const Optional none;
   const Tensor parameters = new_acc(x, {2, x.size(-1)}), products = new_acc(x, {2, x.size(-1)});
   backward(
-      dy, x, padding, weight, mean, moment, std::nullopt, std::nullopt, inv_rms, groups, eps, Tensor(), parameters, products);
+      dy, x, padding, weight, mean, moment, none, none, none, loss_scale, inv_rms, groups, eps, Tensor(), parameters, products);
   return {parameters, products};
 }
 
 std::tuple<Tensor, Tensor, Tensor> gradient(
     const Tensor& dy, const Tensor& x, const Optional& padding, const Optional& weight, const Optional& mean,
-    const Optional& moment, const Optional& nu, const Optional& offset, const Tensor& inv_rms, int64_t groups, double eps,
-    bool sums) {
+    const Optional& moment, const Optional& nu, const Optional& offset, const Optional& count, const Optional& loss_scale,
+    const Tensor& inv_rms, int64_t groups, double eps, bool sums) {
   const Tensor dx = new_like(x);
   const Tensor parameters = sums ? new_acc(x, {2, x.size(-1)}) : Tensor(), products = sums ? at::empty_like(parameters) : Tensor();
-  backward(dy, x, padding, weight, mean, moment, nu, offset, inv_rms, groups, eps, dx, parameters, products);
+  backward(
+      dy, x, padding, weight, mean, moment, nu, offset, count, loss_scale, inv_rms, groups, eps, dx, parameters, products);
   if (sums) return {dx, parameters, products};
   return {dx, new_acc(x, {0}), new_acc(x, {0})};
 }
@@ -515,7 +541,7 @@ std::tuple<Tensor, Tensor, Tensor> squash_gradient(
   return {dx, parameters, scalars};
 }
 
-// Operators on the state, float32; the batch is in its accumulation dtype.
+// Operators on the state, which is float32; the batch is in its accumulation dtype.
 
 template <class A>
 bool all_finite(const A* values, int64_t size) {
@@ -529,50 +555,73 @@ bool all_finite(const Tensor& values) {
   return all_finite(values.const_data_ptr<A>(), values.numel());
 }
 
-// Weight of a batch in a running statistic.
-double share_of_batch(int64_t num_batches, int64_t warmup, double alpha) {
-  return num_batches < warmup ? 1.0 / static_cast<double>(num_batches + 1) : 1.0 - alpha;
+// The memory of state, which autograd is told will be changed.
+template <class T>
+T* changed(const Tensor& state) {
+  TORCH_CHECK_VALUE(state.is_contiguous(), "the state of an operator of pn_fairseq has to be contiguous");
+  state.unsafeGetTensorImpl()->bump_version();
+  return state.data_ptr<T>();
 }
 
 template <class A>
-Tensor averaged(const Tensor& running, const Tensor& batch, double weight) {
-  const A share = static_cast<A>(weight);
-  const Tensor after = at::empty_like(running);
-  const float* old = running.const_data_ptr<float>();
-  const A* values = batch.const_data_ptr<A>();
-  float* data = after.data_ptr<float>();
-  for (int64_t k = 0; k < after.numel(); ++k) data[k] = static_cast<float>(old[k] + share * (values[k] - old[k]));
-  return after;
+void move(float* running, const A* batch, A share, int64_t channels) {
+  for (int64_t c = 0; c < channels; ++c) running[c] = static_cast<float>(running[c] + share * (batch[c] - running[c]));
 }
 
-Tensor counted_on(const Tensor& num_batches, bool counted) {
-  const Tensor after = at::empty_like(num_batches);
-  *after.data_ptr<int64_t>() = *num_batches.const_data_ptr<int64_t>() + counted;
-  return after;
+// The entries 0 and 2 of the diagnostics. The sum of |log(b / r)| is the logarithm of a product, which is taken before
+// the product overflows: a factor is at most 2^255.
+template <class A>
+void note(float* diagnostics, const float* running, const A* batch, int64_t channels, bool real, bool counted) {
+  if (real && !counted) diagnostics[0] += 1.0f;
+  const float tiny = std::numeric_limits<float>::min();
+  double sum = 0.0, product = 1.0;
+  for (int64_t c = 0; c < channels; ++c) {
+    const float of_batch = static_cast<float>(batch[c]);
+    const double numerator = of_batch < tiny ? tiny : of_batch, denominator = running[c] < tiny ? tiny : running[c];
+    product *= numerator < denominator ? denominator / numerator : numerator / denominator;
+    if (product > 0x1p512) {
+      sum += std::log(product);
+      product = 1.0;
+    }
+  }
+  diagnostics[2] = static_cast<float>(0.5 * (sum + std::log(product)) / static_cast<double>(channels));
 }
 
-std::tuple<Tensor, Tensor, Tensor> running_average(
-    const Tensor& moment, const Optional& mean, const Tensor& num_batches, const Tensor& batch_moment,
-    const Optional& batch_mean, const Tensor& products, const Tensor& count, double alpha) {
-  const Tensor batch = batch_moment.contiguous(), sums = products.contiguous();
-  const Tensor center = mean ? batch_mean->contiguous() : at::empty({0}, moment.options());
-  return for_type_of(batch, [&](auto*, auto accumulator, const auto&) -> std::tuple<Tensor, Tensor, Tensor> {
+void running_average_(
+    const Tensor& moment, const Optional& mean, const Tensor& num_batches, const Optional& diagnostics,
+    const Tensor& batch_moment, const Optional& batch_mean, const Tensor& products, const Tensor& count, double alpha,
+    bool unbiased) {
+  const int64_t channels = moment.numel();
+  for_type_of(batch_moment, [&](auto*, auto accumulator, const auto&) {
     using A = decltype(accumulator);
-    const bool counted = *count.const_data_ptr<A>() > A(0) && all_finite<A>(batch) && all_finite<A>(sums) &&
-        (!mean || all_finite<A>(center));
-    const Tensor after = counted ? averaged<A>(moment, batch, 1.0 - alpha) : moment.clone();
-    const Tensor mean_after = !mean ? center : counted ? averaged<A>(*mean, center, 1.0 - alpha) : mean->clone();
-    return {after, mean_after, counted_on(num_batches, counted)};
+    const A tokens = *count.const_data_ptr<A>(), share = static_cast<A>(1.0 - alpha);
+    const Tensor squares = batch_moment.contiguous(), sums = products.contiguous();
+    const Vector<A> center(mean ? batch_mean : std::nullopt, squares);
+    Values<A> entering(squares.const_data_ptr<A>(), squares.const_data_ptr<A>() + channels);
+    const A bias = tokens / (tokens - A(1));  // infinite for one token
+    for (int64_t c = 0; unbiased && c < channels; ++c) entering[c] *= bias;
+    const bool counted = tokens > A(0) && all_finite(entering.data(), channels) && all_finite<A>(sums) &&
+        (!mean || all_finite(center.data, channels));
+    if (diagnostics) {
+      const float* running = moment.const_data_ptr<float>();
+      note(changed<float>(*diagnostics), running, entering.data(), channels, tokens > A(0), counted);
+    }
+    float *of_moment = changed<float>(moment), *of_mean = mean ? changed<float>(*mean) : nullptr;
+    *changed<int64_t>(num_batches) += counted;
+    if (!counted) return;
+    move(of_moment, entering.data(), share, channels);
+    if (mean) move(of_mean, center.data, share, channels);
   });
 }
 
-std::tuple<Tensor, Tensor, Tensor> power_update(
-    const Tensor& psi2, const Tensor& nu, const Tensor& num_batches, const Tensor& batch_psi2, const Tensor& used_psi2,
-    const Tensor& products, const Tensor& count, double eps, int64_t warmup, double alpha_fwd, double alpha_bwd) {
-  const Tensor batch = batch_psi2.contiguous(), sums = products.contiguous();
-  return for_type_of(batch, [&](auto*, auto accumulator, const auto&) -> std::tuple<Tensor, Tensor, Tensor> {
+void power_update_(
+    const Tensor& psi2, const Tensor& nu, const Tensor& num_batches, const Optional& diagnostics, const Tensor& batch_psi2,
+    const Tensor& used_psi2, const Tensor& products, const Tensor& count, double eps, int64_t warmup, double alpha_fwd,
+    double alpha_bwd, bool has_gradient) {
+  const int64_t channels = psi2.numel();
+  for_type_of(batch_psi2, [&](auto*, auto accumulator, const auto&) {
     using A = decltype(accumulator);
-    const int64_t channels = psi2.numel();
+    const Tensor batch = batch_psi2.contiguous(), sums = products.contiguous();
     const Vector<A> used(used_psi2, batch);
     const A tokens = *count.const_data_ptr<A>(), rate = static_cast<A>(1.0 - alpha_bwd);
     const A *squares = batch.const_data_ptr<A>(), *lambda = sums.const_data_ptr<A>();
@@ -580,22 +629,219 @@ std::tuple<Tensor, Tensor, Tensor> power_update(
     for (int64_t c = 0; c < channels; ++c) gamma[c] = squares[c] / (used.data[c] + static_cast<A>(eps));
     const bool counted =
         tokens > A(0) && all_finite<A>(batch) && all_finite<A>(sums) && all_finite(gamma.data(), channels);
-    if (!counted) return {psi2.clone(), nu.clone(), num_batches.clone()};
-    const double share = share_of_batch(*num_batches.const_data_ptr<int64_t>(), warmup, alpha_fwd);
-    const Tensor nu_after = at::empty_like(nu);
-    const float* old = nu.const_data_ptr<float>();
-    float* data = nu_after.data_ptr<float>();
-    for (int64_t c = 0; c < channels; ++c) {
-      const A kept = static_cast<A>(old[c]) * std::max(A(0), A(1) - rate * gamma[c]);
-      data[c] = static_cast<float>(kept + rate * (lambda[c] / tokens));
+    if (diagnostics) {
+      float* entries = changed<float>(*diagnostics);
+      note(entries, psi2.const_data_ptr<float>(), squares, channels, tokens > A(0), counted);
+      A largest = channels ? gamma[0] : A(0);
+      for (const A value : gamma) largest = value > largest || value != value ? value : largest;
+      if (counted && rate * largest > A(1)) entries[1] += 1.0f;
+      entries[3] = static_cast<float>(largest);
     }
-    return {averaged<A>(psi2, batch, share), nu_after, counted_on(num_batches, true)};
+    float *of_psi2 = changed<float>(psi2), *of_nu = changed<float>(nu);
+    int64_t& batches = *changed<int64_t>(num_batches);
+    if (!counted) return;
+    move(of_psi2, squares, batches < warmup ? A(1) / static_cast<A>(batches + 1) : static_cast<A>(1.0 - alpha_fwd), channels);
+    for (int64_t c = 0; has_gradient && c < channels; ++c) {
+      const A kept = static_cast<A>(of_nu[c]) * std::max(A(0), A(1) - rate * gamma[c]);
+      of_nu[c] = static_cast<float>(kept + rate * (lambda[c] / tokens));
+    }
+    ++batches;
   });
 }
 
+// Several of the operators above in one call.
+
+std::tuple<Tensor, Tensor> power_step_(
+    const Tensor& dy, const Tensor& x, const Optional& padding, const Optional& weight, const Tensor& used_psi2,
+    const Tensor& nu, const Optional& loss_scale, const Tensor& inv_rms, const Tensor& psi2, const Tensor& running_nu,
+    const Tensor& num_batches, const Optional& diagnostics, const Tensor& batch_psi2, const Tensor& count, int64_t groups,
+    double eps, int64_t warmup, double alpha_fwd, double alpha_bwd) {
+  const Optional none;
+  const auto [dx, parameters, products] =
+      gradient(dy, x, padding, weight, none, used_psi2, nu, none, none, loss_scale, inv_rms, groups, eps, true);
+  power_update_(
+      psi2, running_nu, num_batches, diagnostics, batch_psi2, used_psi2, products, count, eps, warmup, alpha_fwd, alpha_bwd,
+      true);
+  return {dx, in_type_of(weight, parameters)};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> batch_normalize(
+    const Tensor& x, const Optional& weight, const Optional& bias, const Optional& padding, int64_t groups, double eps,
+    bool centered) {
+  const auto [inv_rms, mean, moment, count] = moments(x, padding, groups, eps, centered);
+  const Optional none, center = centered ? Optional(mean) : none;
+  const Tensor y = std::get<0>(normalize(x, weight, bias, center, moment, none, inv_rms, groups, eps, false));
+  return {y, inv_rms, mean, moment, count};
+}
+
+std::tuple<Tensor, Tensor> batch_step_(
+    const Tensor& dy, const Tensor& x, const Optional& padding, const Optional& weight, const Optional& mean,
+    const Tensor& moment, const Tensor& count, const Optional& loss_scale, const Tensor& inv_rms,
+    const Tensor& running_moment, const Optional& running_mean, const Tensor& num_batches, const Optional& diagnostics,
+    int64_t groups, double eps, double alpha, bool unbiased) {
+  const auto [parameters, products] = gradient_sums(dy, x, padding, weight, mean, moment, loss_scale, inv_rms, groups, eps);
+  const Optional offset = mean ? Optional(products.select(0, 1)) : Optional();
+  const Tensor dx = std::get<0>(gradient(
+      dy, x, padding, weight, mean, moment, products.select(0, 0), offset, count, loss_scale, inv_rms, groups, eps, false));
+  running_average_(
+      running_moment, running_mean, num_batches, diagnostics, moment, mean, products, count, alpha, unbiased);
+  return {dx, in_type_of(weight, parameters)};
+}
+
+// Functions with a gradient made of the operators, which compute on any device: the autograd functions of ops.py, with a
+// third of their overhead on a few tokens.
+
+template <class Function>
+c10::TypedOperatorHandle<Function> operator_of(const char* name, Function&) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Function>();
+}
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// Which inputs need a gradient; `given` tells which inputs there are.
+std::vector<bool> needed(const AutogradContext* context, std::initializer_list<bool> given) {
+  std::vector<bool> result;
+  size_t number = 0;
+  for (const bool exists : given) result.push_back(exists && context->needs_input_grad(number++));
+  return result;
+}
+
+void refuse_second_derivative() {
+  TORCH_CHECK(!c10::GradMode::is_enabled(), "the norms of pn_fairseq have no second derivative (create_graph=True)");
+}
+
+Tensor row_of(const Tensor& sums, int64_t row, bool needed, const Tensor& like) {
+  return needed ? sums.select(0, row).to(like.scalar_type()) : Tensor();
+}
+
+Tensor or_nothing(const Optional& tensor) { return tensor.value_or(Tensor()); }
+Optional if_defined(const Tensor& tensor) { return tensor.defined() ? Optional(tensor) : Optional(); }
+
+struct Evaluate : torch::autograd::Function<Evaluate> {
+  static Tensor forward(
+      AutogradContext* context, const Tensor& x, const Optional& weight, const Optional& bias, const Optional& mean,
+      const Optional& moment, int64_t groups, double eps) {
+    static const auto operation = operator_of("pn_fairseq::normalize", normalize);
+    const Optional none;
+    const auto [y, inv_rms, _, __] = operation.call(x, weight, bias, mean, moment, none, none, groups, eps, false);
+    // The running statistics may change before the backward pass, which needs their values in this forward.
+    const Tensor kept_mean = mean ? mean->clone() : Tensor(), kept = moment ? moment->clone() : Tensor();
+    context->save_for_backward({x, or_nothing(weight), kept_mean, kept, inv_rms});
+    context->saved_data["groups"] = groups;
+    context->saved_data["eps"] = eps;
+    context->saved_data["bias"] = bias.has_value();
+    return y;
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    static const auto operation = operator_of("pn_fairseq::gradient", gradient);
+    refuse_second_derivative();
+    const variable_list saved = context->get_saved_variables();
+    const Tensor &x = saved[0], &weight = saved[1], &inv_rms = saved[4];
+    const int64_t groups = context->saved_data["groups"].toInt();
+    const double eps = context->saved_data["eps"].toDouble();
+    const auto needs = needed(context, {true, weight.defined(), context->saved_data["bias"].toBool()});
+    const Optional none, mean = if_defined(saved[2]), moment = if_defined(saved[3]);
+    const auto [dx, sums, _] = operation.call(
+        gradients[0], x, none, if_defined(weight), mean, moment, none, none, none, none, inv_rms, groups, eps,
+        needs[1] || needs[2]);
+    return {dx, row_of(sums, 0, needs[1], weight), row_of(sums, 1, needs[2], weight), Tensor(), Tensor(), Tensor(), Tensor()};
+  }
+};
+
+struct Standardized : torch::autograd::Function<Standardized> {
+  static Tensor forward(
+      AutogradContext* context, const Tensor& x, const Optional& weight, const Optional& bias, int64_t groups, bool centered,
+      double square_factor, double eps_in_root, double eps_outside, double min_divisor, double gain, double gain_slope,
+      bool through_mean, bool through_divisor) {
+    static const auto operation = operator_of("pn_fairseq::standardize", standardize);
+    const auto [y, stats] = operation.call(
+        x, weight, bias, groups, centered, square_factor, eps_in_root, eps_outside, min_divisor, gain, gain_slope);
+    context->save_for_backward({x, or_nothing(weight), stats});
+    context->saved_data["groups"] = groups;
+    context->saved_data["gain"] = gain;
+    context->saved_data["gain_slope"] = gain_slope;
+    context->saved_data["through_mean"] = centered && through_mean;
+    context->saved_data["through_divisor"] = through_divisor;
+    context->saved_data["bias"] = bias.has_value();
+    return y;
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    static const auto operation = operator_of("pn_fairseq::standardize_gradient", standardize_gradient);
+    refuse_second_derivative();
+    const variable_list saved = context->get_saved_variables();
+    const Tensor &x = saved[0], &weight = saved[1], &stats = saved[2];
+    auto& rest = context->saved_data;
+    const auto needs = needed(context, {true, weight.defined(), rest["bias"].toBool()});
+    const auto [dx, sums] = operation.call(
+        gradients[0], x, if_defined(weight), stats, rest["groups"].toInt(), rest["gain"].toDouble(),
+        rest["gain_slope"].toDouble(), rest["through_mean"].toBool(), rest["through_divisor"].toBool(), needs[1] || needs[2]);
+    variable_list result(13);
+    result[0] = dx;
+    for (int64_t row = 0; row < 2; ++row) result[1 + row] = row_of(sums, row, needs[1 + row], weight);
+    return result;
+  }
+};
+
+struct Squashed : torch::autograd::Function<Squashed> {
+  static Tensor forward(
+      AutogradContext* context, const Tensor& x, const Optional& weight, const Optional& bias, const Tensor& alpha,
+      const Optional& shift, bool erf) {
+    static const auto operation = operator_of("pn_fairseq::squash", squash);
+    context->save_for_backward({x, or_nothing(weight), alpha, or_nothing(shift)});
+    context->saved_data["erf"] = erf;
+    context->saved_data["bias"] = bias.has_value();
+    return operation.call(x, weight, bias, alpha, shift, erf);
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    static const auto operation = operator_of("pn_fairseq::squash_gradient", squash_gradient);
+    refuse_second_derivative();
+    const variable_list saved = context->get_saved_variables();
+    const Tensor &x = saved[0], &weight = saved[1], &alpha = saved[2], &shift = saved[3];
+    auto& rest = context->saved_data;
+    const auto needs = needed(context, {true, weight.defined(), rest["bias"].toBool(), true, shift.defined()});
+    const auto [dx, sums, scalars] =
+        operation.call(gradients[0], x, if_defined(weight), alpha, if_defined(shift), rest["erf"].toBool());
+    variable_list result = {dx};
+    for (int64_t row = 0; row < 2; ++row) result.push_back(row_of(sums, row, needs[1 + row], weight));
+    for (int64_t row = 0; row < 2; ++row) result.push_back(row_of(scalars.unsqueeze(1), row, needs[3 + row], alpha));
+    result.push_back(Tensor());
+    return result;
+  }
+};
+
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(pn_fairseq, library) { library.def("cpu_capability() -> str", &cpu_capability); }
+TORCH_LIBRARY_FRAGMENT(pn_fairseq, library) {
+  library.def("cpu_capability() -> str", &cpu_capability);
+  library.def(
+      "evaluate(Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor? moment, int groups, float eps) -> Tensor");
+  library.def(
+      "standardized(Tensor x, Tensor? weight, Tensor? bias, int groups, bool centered, float square_factor, "
+      "float eps_in_root, float eps_outside, float min_divisor, float gain, float gain_slope, bool through_mean, "
+      "bool through_divisor) -> Tensor");
+  library.def(
+      "squashed(Tensor x, Tensor? weight, Tensor? bias, Tensor alpha, Tensor? shift, bool erf) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(pn_fairseq, Autograd, library) {
+  library.impl("evaluate", [](const Tensor& x, const Optional& weight, const Optional& bias, const Optional& mean,
+                              const Optional& moment, int64_t groups, double eps) {
+    return Evaluate::apply(x, weight, bias, mean, moment, groups, eps);
+  });
+  library.impl("standardized", [](const Tensor& x, const Optional& weight, const Optional& bias, int64_t groups, bool centered,
+                                  double square_factor, double eps_in_root, double eps_outside, double min_divisor,
+                                  double gain, double gain_slope, bool through_mean, bool through_divisor) {
+    return Standardized::apply(
+        x, weight, bias, groups, centered, square_factor, eps_in_root, eps_outside, min_divisor, gain, gain_slope,
+        through_mean, through_divisor);
+  });
+  library.impl("squashed", [](const Tensor& x, const Optional& weight, const Optional& bias, const Tensor& alpha,
+                              const Optional& shift, bool erf) { return Squashed::apply(x, weight, bias, alpha, shift, erf); });
+}
 
 TORCH_LIBRARY_IMPL(pn_fairseq, CPU, library) {
   library.impl("normalize", &normalize);
@@ -606,8 +852,11 @@ TORCH_LIBRARY_IMPL(pn_fairseq, CPU, library) {
   library.impl("standardize_gradient", &standardize_gradient);
   library.impl("squash", &squash);
   library.impl("squash_gradient", &squash_gradient);
-  library.impl("running_average", &running_average);
-  library.impl("power_update", &power_update);
+  library.impl("running_average_", &running_average_);
+  library.impl("power_update_", &power_update_);
+  library.impl("power_step_", &power_step_);
+  library.impl("batch_normalize", &batch_normalize);
+  library.impl("batch_step_", &batch_step_);
 }
 
 }  // namespace pn

@@ -43,7 +43,7 @@ struct Forward {
   int64_t channels, groups;
   A eps;
   Rows<S> x;            // (rows, channels)
-  const bool* padding;  // (rows), or null
+  Rows<bool> padding;   // (rows, 1); null without padding
   A* inv_rms;           // (rows, groups): written, or read if `given`
   bool given;
   S* y;                 // (rows, channels): scale * (h - center) + bias; null where only sums are wanted
@@ -55,7 +55,7 @@ template <class S, class A>
 struct Backward {
   int64_t channels, groups;
   Rows<S> dy, x;
-  const bool* padding;
+  Rows<bool> padding;
   const A* inv_rms;
   S* dx;  // through layer-scale: scale * dy - 1_real * (slope * (h - center) + offset); null where only sums are wanted
   const A *scale, *slope, *offset, *center;  // (channels); all but scale may be null; offset goes with slope and center

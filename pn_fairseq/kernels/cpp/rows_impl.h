@@ -350,7 +350,7 @@ void forward_rows(const Forward<S, A>& f, int64_t begin, int64_t end, Sums<A>& s
   const int64_t ahead = rows_ahead<S>(f.channels);
   const bool streams = writes && f.stream && are_aligned<A>(f.y, f.channels / (scaled ? f.groups : 1));
   rows_with_sums(begin, end, kind == Kind::none ? 0 : 2 * f.channels, sums, [&](int64_t row) {
-    const bool padding = f.padding && f.padding[row];
+    const bool padding = f.padding.data && *f.padding[row];
     A* sum = sums.narrow + (padding ? f.channels : 0);
     forward_row<S, A, scaled, writes, centered, kind>(f, row, std::min(row + ahead, end - 1), sum, streams);
     sums.real += !padding;
@@ -464,7 +464,7 @@ void backward_rows(const Backward<S, A>& b, int64_t begin, int64_t end, Sums<A>&
   const bool streams = writes && b.stream && are_aligned<A>(b.dx, b.channels / (scaled ? b.groups : 1));
   rows_with_sums(begin, end, sums_up ? 4 * b.channels : 0, sums, [&](int64_t row) {
     const int64_t next = std::min(row + ahead, end - 1);
-    const bool padding = b.padding && b.padding[row];
+    const bool padding = b.padding.data && *b.padding[row];
     A* sum = sums.narrow + (padding ? 2 * b.channels : 0);
     if ((padding || !sloped) && is_unused(b.dy[row], b.channels)) {
       if (writes) std::fill_n(b.dx + row * b.channels, b.channels, S{});
