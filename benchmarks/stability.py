@@ -25,7 +25,6 @@ class Stress:
             normalized = (x.detach() / (self.norm.running_psi2 + 1e-5).sqrt()).double()
             y = self.norm(x)
             y.backward(dy)
-            self.norm.flush()
             gamma_moment, lambda_moment = normalized.square().mean(0), (dy.double() * normalized).mean(0)
             unguarded = unguarded * (1 - (1 - ALPHA) * gamma_moment) + (1 - ALPHA) * lambda_moment
             self.psi2.append(self.norm.running_psi2.clone())

@@ -30,24 +30,49 @@ from torch import nn
 from pn_fairseq.common.errors import NotFiniteError, Unavailable, one_line_errors
 from pn_fairseq.fairseq_patches import patch
 from pn_fairseq.fairseq_patches.checkpoints import write_files
-from pn_fairseq.norms import average_running_stats, running_norms, set_loss_scale
+from pn_fairseq.norms import average_running_stats, ignoring, set_loss_scale
 from pn_fairseq.norms.fold import tensors_of
 
 
 @patch(Trainer, "train_step", "self samples raise_oom")
 def update(original, trainer, *args, **kwargs):
     """An update of the weights, with all of its batches."""
+    compile_layers = getattr(trainer.get_model(), "compile_layers", None)
+    if compile_layers is not None:
+        compile_layers()
     stay = mock.patch.object(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor)
     with nullcontext() if trainer.cuda else stay, explained(trainer), probed(trainer):
         return original(trainer, *args, **kwargs)
 
 
+@patch(Trainer, "_prepare_sample", "self sample is_dummy")
+def prepare_sample(original, trainer, sample, *args, **kwargs):
+    """A batch on its way to the GPU, where looking for padding would make the program wait."""
+    known = has_padding(trainer.task, sample) if trainer.cuda else {}
+    prepared, is_dummy = original(trainer, sample, *args, **kwargs)
+    for name, there_is in known.items():
+        prepared["net_input"][name].has_padding = there_is
+    return prepared, is_dummy
+
+
+def has_padding(task: FairseqTask, sample) -> dict[str, bool]:
+    """Name of an input of the model -> whether its tokens hold padding."""
+    inputs = sample.get("net_input") if isinstance(sample, dict) else None
+    known = {}
+    for name, side in (("src_tokens", "source_dictionary"), ("prev_output_tokens", "target_dictionary")):
+        tokens, dictionary = (inputs or {}).get(name), getattr(task, side, None)
+        if tokens is not None and dictionary is not None:
+            known[name] = bool(tokens.eq(dictionary.pad()).any())
+    return known
+
+
 @patch(FairseqTask, "train_step", "self sample model criterion optimizer update_num ignore_grad")
 def batch(original, task, sample, model, criterion, optimizer, update_num, ignore_grad=False, **kwargs):
     """The forward and backward pass of one batch of an update."""
-    set_loss_scale(model, getattr(optimizer, "scaler", None))
+    scaler = getattr(optimizer, "scaler", None)
+    set_loss_scale(model, getattr(scaler, "loss_scale", scaler))  # fairseq's own scaler keeps a number
     # The first use of the kernels on a device can show that they cannot run there.
-    with one_line_errors(Unavailable), ignoring_batches(model, ignore_grad):
+    with one_line_errors(Unavailable), ignoring(model, ignore_grad):
         return original(task, sample, model, criterion, optimizer, update_num, ignore_grad, **kwargs)
 
 
@@ -82,19 +107,6 @@ def probed(trainer: Trainer) -> Iterator[None]:
     yield
     with one_line_errors(OSError):
         probe.end(trainer.get_num_updates())
-
-
-@contextmanager
-def ignoring_batches(model: nn.Module, ignore: bool = True) -> Iterator[None]:
-    """Keep what ``model`` sees out of the statistics of its norms."""
-    norms = running_norms(model) if ignore else []
-    for norm in norms:
-        norm.ignoring = True
-    try:
-        yield
-    finally:
-        for norm in norms:
-            norm.ignoring = False
 
 
 #: What fairseq says when a number is not finite. With several ranks it lists the norms of their gradients.

@@ -80,21 +80,6 @@ squash = _operator(reference.squash)
 squash_gradient = _operator(reference.squash_gradient)
 
 
-def running_average(moment, mean, num_batches, batch_moment, batch_mean, products, count, alpha):
-    """What :func:`running_average_` would make of the state, as new tensors."""
-    new, of_mean = moment.clone(), None if mean is None else mean.clone()
-    number = num_batches.clone()
-    running_average_(new, of_mean, number, None, batch_moment, batch_mean, products, count, alpha, False)
-    return new, moment.new_empty(0) if mean is None else of_mean, number
-
-
-def power_update(psi2, nu, num_batches, *rest):
-    """What :func:`power_update_` would make of the state, as new tensors."""
-    new = psi2.clone(), nu.clone(), num_batches.clone()
-    power_update_(*new, None, *rest, True)
-    return new
-
-
 #: Functions with a gradient that the C++ kernels bring, on any device, by their names here; empty without them.
 COMPILED: dict[str, Callable] = {}
 

@@ -21,13 +21,20 @@ def wrap_layer(layer: nn.Module, cfg) -> nn.Module:
     return fsdp_wrap(layer, min_num_params=0 if cfg.checkpoint_activations else cfg.min_params_to_wrap)
 
 
-def mask_of(padding: Tensor) -> Tensor | None:
+def mask_of(tokens: Tensor, padding_idx: int) -> Tensor | None:
     """The padding mask (B, T), True = padding, for the layers: None if there is no padding, which is faster.
 
     A graph that is compiled, traced or exported always takes the mask, because the same graph also serves batches with
-    padding.
+    padding. Otherwise ``tokens.has_padding``, which :mod:`pn_fairseq.fairseq_patches.training` notes before a batch is
+    copied to a GPU, saves looking at its values there.
     """
-    return padding if torch.compiler.is_compiling() or torch.jit.is_tracing() or padding.any() else None
+    padding = tokens.eq(padding_idx)
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return padding
+    has_padding = getattr(tokens, "has_padding", None)
+    if has_padding is None:
+        has_padding = bool(padding.any())
+    return padding if has_padding else None
 
 
 def placement_of(cfg, side: str, number: int = 1, cross_attention: bool = True) -> Pre:

@@ -119,6 +119,12 @@ class NormOptions:
         "of the encoder, or all in a model without one)",
         {"metavar": "NAME[,NAME]"},
     )
+    compile_layers: bool = flag(
+        "train with the layers of encoder and decoder compiled by torch.compile, one graph for all lengths; "
+        "checkpoints and decoding stay as they are",
+        {"action": "store_true"},
+        False,
+    )
     norms_folded: bool = False
 
     @staticmethod

@@ -29,6 +29,7 @@ class NormedModel:
             self.norm_probe = NormProbe(self, norms.norm_probe, norms.norm_probe_interval, norms.norm_probe_layers)
         #: Whether the norms are folded into the projections that follow them; such a model can only decode.
         self.folded = norms.norms_folded
+        self._compiles_layers = norms.compile_layers
         self._has_told_of_leak = False
         if self.folded:
             self.register_buffer(FOLDED_MARK, torch.ones((), dtype=torch.int64))
@@ -50,6 +51,18 @@ class NormedModel:
                 f"{leak(names, norms[names[0]])} --decoder-norm layer, for example, never mixes tokens; docs/norms.md "
                 "(Properties) says which norms do."
             )
+
+    def compile_layers(self) -> None:
+        """Compile each layer in place, once, if ``--compile-layers`` asks for it.
+
+        Training calls this; a model that only decodes is not compiled.
+        """
+        if not self._compiles_layers:
+            return
+        self._compiles_layers = False
+        for part in (getattr(self, "encoder", None), getattr(self, "decoder", None)):
+            for layer in () if part is None else part.layers:
+                layer.compile(dynamic=True)
 
     def load_state_dict(self, state_dict, strict=True, model_cfg=None, args=None):
         if FOLDED_MARK in state_dict and not self.folded:

@@ -141,7 +141,7 @@ class TensorizedDecoder(FairseqDecoder):
         time = prev_output_tokens.size(1)
         if time > self.length:
             raise ValueError(f"a block of {time} tokens is longer than the model's --tokens-per-sample {self.length}")
-        mask = mask_of(prev_output_tokens.eq(self.padding_idx))
+        mask = mask_of(prev_output_tokens, self.padding_idx)
         x = self.dropout(self.embed_scale * self.embed_tokens(prev_output_tokens)).transpose(0, 1)
         positions = self.dropout(self.positions[:time].to(x))
         for layer in self.layers:

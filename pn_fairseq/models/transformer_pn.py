@@ -74,7 +74,7 @@ class TransformerPNEncoder(TransformerEncoderBase):
         Overridden as a whole because fairseq's calls the norm after the last layer without a mask.
         """
         padding = src_tokens.eq(self.padding_idx)
-        mask = mask_of(padding)
+        mask = mask_of(src_tokens, self.padding_idx)
         x, embedding = self.forward_embedding(src_tokens, token_embeddings)
         if mask is not None and not self.keeps_padding_embeddings:
             x = x.masked_fill(mask.unsqueeze(-1), 0.0)
@@ -167,7 +167,7 @@ class TransformerPNDecoder(TransformerDecoderBase):
             x = self.layernorm_embedding(x)
         x = self.dropout_module(x).transpose(0, 1)
 
-        mask = mask_of(prev_output_tokens.eq(self.padding_idx))
+        mask = mask_of(prev_output_tokens, self.padding_idx)
         if self.input_norm is not None:
             x = self.input_norm(x, mask)
         x = self.placement.enter(x)

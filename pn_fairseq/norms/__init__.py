@@ -4,7 +4,7 @@ To add a norm, subclass :class:`ChannelNorm` (no state) or :class:`RunningNorm` 
 with :func:`register_norm`; see docs/adding_a_norm.md.
 """
 
-from pn_fairseq.norms.base import ChannelNorm, RunningNorm, running_norms, set_loss_scale
+from pn_fairseq.norms.base import ChannelNorm, RunningNorm, ignoring, running_norms, set_loss_scale
 from pn_fairseq.norms.batch import MaskedBatchNorm, MaskedBatchNormRelease
 from pn_fairseq.norms.batch_reg import RegularizedBatchNorm, RegularizedBatchNormRelease
 from pn_fairseq.norms.batch_renorm import BatchRenorm
@@ -24,7 +24,7 @@ from pn_fairseq.norms.recalibrate import average_running_stats, recalibrating
 from pn_fairseq.norms.registry import NORMS, VARIANTS, build_norm, load_norms, register_norm
 from pn_fairseq.norms.rms import RMSNorm, RMSNormRelease, ScaleNorm
 from pn_fairseq.norms.simple import AdaNorm, AdaNormRelease, DetachNorm, LayerNormSimple, NoNorm
-from pn_fairseq.norms.tokens import Contribution, Moments, Tokens
+from pn_fairseq.norms.step import Moments, Step
 from pn_fairseq.norms.unified import UnifiedNorm, UnifiedNormRelease
 
 __all__ = [
@@ -56,14 +56,14 @@ __all__ = [
     "RegularizedBatchNormRelease",
     "RunningNorm",
     "ScaleNorm",
-    "Contribution",
-    "Tokens",
+    "Step",
     "UnifiedNorm",
     "UnifiedNormRelease",
     "average_running_stats",
     "build_norm",
     "convert_norms",
     "fold_norms",
+    "ignoring",
     "load_norms",
     "norm_parameter_names",
     "norm_report",

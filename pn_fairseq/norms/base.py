@@ -1,6 +1,9 @@
 """Norms with running statistics: float32 state that training steps change and evaluation uses."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -8,12 +11,16 @@ from torch import Tensor, nn
 from pn_fairseq import kernels
 from pn_fairseq.norms.channel import ChannelNorm
 from pn_fairseq.norms.checks import check_alpha, check_input, check_positive, warn_of_empty_sentences
-from pn_fairseq.norms.compiled import compiled_step
-from pn_fairseq.norms.diagnostics import Collected
+from pn_fairseq.norms.compiled import counts_now, scaled
 from pn_fairseq.norms.distributed import refuse_join, world_size
 from pn_fairseq.norms.nested import over_tokens
-from pn_fairseq.norms.state import COUNT, StatefulNorm, is_recomputation
-from pn_fairseq.norms.tokens import Contribution, Moments, Tokens, Training
+from pn_fairseq.norms.passes import inside_backward, is_recomputation, one_at_a_time, unrecorded
+from pn_fairseq.norms.state import COUNT, StatefulNorm
+from pn_fairseq.norms.step import Forward, Moments, Step, Training
+
+#: What the first numbers of a norm's diagnostics are; the operators that move a state write them.
+DIAGNOSTICS = ("nonfinite_steps", "guarded_steps", "psi_distance", "gamma_max")
+NONFINITE, GUARDED, DISTANCE, GAMMA = range(len(DIAGNOSTICS))
 
 
 class RunningNorm(StatefulNorm):
@@ -21,23 +28,22 @@ class RunningNorm(StatefulNorm):
 
     A subclass names its state with :meth:`add_state`, says in :attr:`moment_name` (and :attr:`mean_name`) which part of
     it evaluation normalizes by, and defines :meth:`forward_pass`, :meth:`backward_pass` and, unless it keeps
-    exponential averages, :meth:`update`. Masks, layer-scale, precision, ranks, activation checkpointing, gradient
-    accumulation, inf and NaN, evaluation, recalibration, averaging, saving and diagnostics are handled by this class. A
+    exponential averages, :meth:`update`. This class handles masks, layer-scale, precision, ranks, activation
+    checkpointing, gradient accumulation, inf and NaN, evaluation, recalibration, averaging, saving and diagnostics. A
     norm that also uses the statistics of each token defines :meth:`token_part` and :meth:`effective_affine`.
 
-    **When the state changes.** A forward changes no state. A backward stores a :class:`~.tokens.Contribution`, once per
-    forward. A forward that no backward can reach, because neither the input nor a parameter of the norm requires a
-    gradient, stores it itself, unless gradients are disabled (``torch.no_grad()``); a checkpointed forward counts once.
-    Such a step changes all state but :attr:`gradient_state`. :meth:`flush` applies the contributions to the state, and
-    discards those without a real token or with a number that is not finite. It runs before the next training forward
-    (not inside a backward pass, where a forward is a recomputation and has to see the same state again), in
-    :meth:`set_num_updates`, on a change between training and evaluation, on saving, loading, copying and conversion,
-    and when a buffer is read: as an attribute, or from ``buffers()`` or ``named_buffers()`` of this module or of a
-    model that holds it. A tensor that was read earlier changes at the next of these occasions, and not during the
-    backward pass itself.
+    **When the state changes.** The backward of a norm moves its state, in place, once for each forward; a
+    synchronized norm does so at the end of the backward pass. So the state is right when ``backward()`` returns. A
+    forward changes no state: it copies what it and its backward read (:meth:`read_state`). A forward that no backward
+    can reach, because neither the input nor a parameter of the norm requires a gradient, moves the state itself, except
+    for :attr:`gradient_state`, and not under ``torch.no_grad()``; a checkpointed forward counts once.
+
+    **A step does not count** if its batch has no real token, if a number is not finite, if :attr:`ignoring` was set in
+    its forward, or if the state was replaced after its forward (by ``load_state_dict``, :meth:`reset_running_stats`,
+    :func:`~pn_fairseq.norms.recalibrating` or :func:`~pn_fairseq.norms.average_running_stats`).
 
     The state stays float32 through ``.half()``, ``.bfloat16()``, ``.to(dtype)`` and loading. The buffer
-    ``num_batches_tracked`` (int64) counts the steps that were applied.
+    ``num_batches_tracked`` (int64) counts the steps that have entered the state.
 
     Args:
         alpha_fwd: decay of the exponential averages, in (0, 1).
@@ -56,8 +62,12 @@ class RunningNorm(StatefulNorm):
     #: Buffers made of gradients. A step without a backward leaves them as they are.
     gradient_state: tuple[str, ...] = ()
 
-    #: Holds what a norm keeps between forward, backward and update.
-    contribution_type = Contribution
+    #: What :meth:`forward_pass` stores in the step for the later passes, besides ``batch``: names of its attributes.
+    #: Tensors, or values that the norm's options determine.
+    keeps: tuple[str, ...] = ()
+
+    #: Whether the second moment enters the running statistics with the factor N / (N - 1).
+    unbiased = False
 
     #: Whether evaluation is one scale and shift per channel of the layer-scaled input, which folds into a linear map. A
     #: class whose :meth:`token_part` adds something in evaluation sets it to False.
@@ -65,6 +75,9 @@ class RunningNorm(StatefulNorm):
 
     #: While set, it takes the place of a training step: :func:`pn_fairseq.norms.recalibrating`.
     recalibrating = False
+
+    #: Names of the diagnostics that :meth:`observe` gives.
+    observed: tuple[str, ...] = ()
 
     #: While set, :meth:`diagnostics` has something to report.
     collecting = False
@@ -75,7 +88,7 @@ class RunningNorm(StatefulNorm):
     #: Whether the norm has looked for sentences without a token, in its first mask only: it waits for the device.
     has_looked_at_mask = False
 
-    #: While True, training batches enter no statistic: this rank repeats a batch because its own data has ended. In a
+    #: While True, the batches of training forwards enter no statistic: :func:`pn_fairseq.norms.ignoring`. In a
     #: synchronized norm this rank adds zeros to the all-reduce.
     ignoring = False
 
@@ -83,21 +96,26 @@ class RunningNorm(StatefulNorm):
         super().__init__(num_features, **common)
         self.alpha_fwd = check_alpha("alpha_fwd", alpha_fwd)
         self.sync, self.process_group = sync, process_group
-        self._collected = Collected()
+        self._scratch["diagnostics"] = torch.full((len(DIAGNOSTICS) + len(self.observed),), -1.0, dtype=torch.float32)
+        self._scratch["diagnostics"][:DISTANCE] = 0
+        #: References to the steps whose all-reduce runs, in the order of their backwards.
+        self._waiting: list[ref[Step]] = []
 
     # What a norm defines.
 
-    def forward_pass(self, tokens: Tokens, contribution: Contribution) -> Tensor:
-        """y, (T, B, C), from :meth:`.Tokens.normalize`.
+    def forward_pass(self, step: Step) -> Tensor:
+        """y, (T, B, C), from :meth:`.Step.normalize`.
 
-        It must set ``contribution.batch``, by :meth:`.Tokens.moments` or ``normalize(moments=True)``. It may keep in
-        ``contribution`` what the other passes need, if :attr:`contribution_type` declares it; state goes through
-        :meth:`frozen_view`.
+        It must set ``step.batch``, by :meth:`.Step.moments` or ``normalize(moments=True)``, and reads the state from
+        ``step.state``. It may store in ``step`` what the other passes need, under the names in :attr:`keeps`.
         """
         raise NotImplementedError
 
-    def backward_pass(self, tokens: Tokens, contribution: Contribution) -> tuple[Tensor, Tensor]:
-        """dx, and the gradients of weight and bias, (2, C), from :meth:`.Tokens.gradient` or ``gradient_sums``."""
+    def backward_pass(self, step: Step) -> tuple[Tensor, Tensor]:
+        """dx, and the gradients of weight and bias, (2, C), from :meth:`.Step.gradient` or ``gradient_sums``.
+
+        It must set ``step.products``, by one of these.
+        """
         raise NotImplementedError
 
     def effective_affine(
@@ -116,68 +134,74 @@ class RunningNorm(StatefulNorm):
         """
         return weight, bias
 
-    def token_part(self, x: Tensor) -> Tensor | None:
+    def token_part(self, x: Tensor, state: dict[str, Tensor]) -> Tensor | None:
         """What is added to y in a norm that mixes the statistics of the batch with the statistics of each token.
 
-        None: nothing. ``x`` is the input of the norm: apply ``self.layer_scale``. The result has the shape and dtype of
-        ``x``, is a function of each token by itself, and gets its gradients from autograd. It is called in training
-        (after :meth:`forward_pass`), in evaluation, and while :attr:`recalibrating`. Where it returns a tensor in
-        evaluation, :attr:`folds` must be False.
+        None: nothing. ``x`` is the input of the norm: apply ``self.layer_scale``. ``state`` is what the forward read.
+        The result has the shape and dtype of ``x``, is a function of each token by itself, and gets its gradients from
+        autograd. It is called in training (after :meth:`forward_pass`), in evaluation, and while :attr:`recalibrating`.
+        Where it returns a tensor in evaluation, :attr:`folds` must be False.
         """
         return None
 
     def further_parameters(self) -> tuple[Tensor, ...]:
-        """The learned parameters besides weight and bias; the passes get them as ``tokens.further``. ``backward_pass``
+        """The learned parameters besides weight and bias; the passes get them as ``step.further``. ``backward_pass``
         returns their gradients last, after dx and the gradients of weight and bias."""
         return ()
 
-    def batch_moments(self, tokens: Tokens) -> Moments:
-        """The statistics of a batch, over all ranks: ``contribution.batch``, and what recalibration averages."""
-        return tokens.moments(centered=self.mean_name is not None)
+    def batch_moments(self, step: Step) -> Moments:
+        """The statistics of a batch, over all ranks: ``step.batch``, and what recalibration averages."""
+        return step.moments(centered=self.mean_name is not None)
 
-    def update(self, contribution: Contribution) -> dict[str, Tensor]:
-        """The state after ``contribution``, ``num_batches_tracked`` included, by buffer name. What is missing stays.
+    def statistics_of(self, batch: Moments) -> tuple[Tensor, Tensor | None]:
+        """The moment and the mean of a batch that enter the running statistics; :attr:`unbiased` comes on top."""
+        return batch.moment, batch.mean
 
-        Nothing changes where a number is not finite or where there is no real token; :meth:`if_counted` does that.
+    def update(self, step: Step, state: dict[str, Tensor]) -> None:
+        """Move the ``state``, tensors by name, in place; ``num_batches_tracked`` counts the step.
+
+        A step with a number that is not finite, or without a real token, must change nothing; :meth:`move` does that.
         Here: exponential averages of :meth:`statistics_of`.
         """
-        batch = self.statistics_of(contribution.batch)
-        mean = None if self.mean_name is None else self._buffers[self.mean_name]
-        moment, mean, count = kernels.running_average(
-            self._buffers[self.moment_name],
+        moment, mean = self.statistics_of(step.batch)
+        kernels.running_average_(
+            state[self.moment_name],
+            None if self.mean_name is None else state[self.mean_name],
+            state[COUNT],
+            self.diagnostics_memory(),
+            moment,
             mean,
-            self.num_batches_tracked,
-            batch[self.moment_name],
-            None if mean is None else batch[self.mean_name],
-            contribution.products,
-            contribution.batch.count,
+            step.products,
+            step.batch.count,
             self.alpha_fwd,
+            self.unbiased,
         )
-        new = {self.moment_name: moment, COUNT: count}
-        return new if self.mean_name is None else {self.mean_name: mean, **new}
 
-    def if_counted(self, contribution: Contribution, new: dict[str, Tensor]) -> dict[str, Tensor]:
-        """``new`` and the counter after it, for :meth:`update`; the old values if the step does not count."""
-        values = torch.cat([value.flatten() for value in (*new.values(), contribution.products)])
-        counted = values.isfinite().all() & (contribution.batch.count > 0)
-        old = {name: self._buffers[name] for name in new}
-        new = {name: torch.where(counted, value.detach().to(old[name].dtype), old[name]) for name, value in new.items()}
-        return {**new, COUNT: self.num_batches_tracked + counted}
+    def move(self, step: Step, state: dict[str, Tensor], new: dict[str, Tensor]) -> None:
+        """For :meth:`update`: give the ``state`` the ``new`` values, by name, and count the step, unless it must change
+        nothing. A step without a gradient leaves :attr:`gradient_state` as it is."""
+        values = torch.cat([value.flatten() for value in (*new.values(), step.products)])
+        some = step.batch.count > 0
+        counted = values.isfinite().all() & some
+        if self.collecting:
+            diagnostics = self._scratch["diagnostics"]
+            diagnostics[NONFINITE] += some & ~counted
+            diagnostics[DISTANCE] = self._distance(step, state)
+        for name, value in new.items():
+            if step.has_gradient or name not in self.gradient_state:
+                state[name].copy_(torch.where(counted, value.to(torch.float32), state[name]))
+        state[COUNT].add_(counted)
 
-    def statistics_of(self, batch: Moments) -> dict[str, Tensor]:
-        """The values of a batch that enter the running statistics for evaluation, by buffer name."""
-        moments = {self.moment_name: batch.moment}
-        return moments if self.mean_name is None else {self.mean_name: batch.mean, **moments}
+    def _distance(self, step: Step, state: dict[str, Tensor]) -> Tensor:
+        """abs(log(psi_B / psi)), mean over the channels, where psi^2 is the second moment."""
+        moment, _ = self.statistics_of(step.batch)
+        tiny = torch.finfo(torch.float32).tiny
+        batch, running = moment.to(torch.float32).clamp(min=tiny), state[self.moment_name].clamp(min=tiny)
+        return 0.5 * (batch.log() - running.log()).abs().mean()
 
-    def observe(self, contribution: Contribution) -> dict[str, Tensor]:
-        """More :meth:`diagnostics` of the last step, by name, each 0-d. It is called when they are read. What is
-        counted over all steps belongs in :meth:`step_flags`."""
-        return {}
-
-    def step_flags(self, contribution: Contribution, counted: Tensor) -> dict[str, Tensor]:
-        """Properties of a step that :meth:`diagnostics` counts, by name, each 0-d bool. ``counted``: whether the step
-        is about to enter the state."""
-        return {"nonfinite_steps": (contribution.batch.count > 0) & ~counted}
+    def observe(self, step: Step) -> Sequence[Tensor]:
+        """More :meth:`diagnostics` of a step, each 0-d, in the order of their names in :attr:`observed`."""
+        return ()
 
     # Training.
 
@@ -189,85 +213,137 @@ class RunningNorm(StatefulNorm):
         if not (x.is_meta or compiling):
             self.check_memory()
         if not self.training:
-            return self._with_token_part(self.normalize_by(x, *self.evaluation_statistics()), x)
-        refuse_transforms()
-        if compiling:
-            y = compiled_step(self, x, padding_mask)
+            y, state = self.normalize_by(x, *self.evaluation_statistics()), self._buffers
         else:
-            if padding_mask is not None and not self.has_looked_at_mask:
-                self.has_looked_at_mask = True
-                warn_of_empty_sentences(padding_mask)
-            further = self.further_parameters()
-            y = self.training_step(Training.apply, x, self.gain, self.bias, padding_mask, further)
-        return self._with_token_part(y, x)
+            y, state = self._training_forward(x, padding_mask, compiling)
+        part = self.token_part(x, state)
+        return y if part is None else y + part
 
     forward.__doc__ = ChannelNorm.forward.__doc__
 
-    def training_step(self, apply, x: Tensor, weight, bias, padding_mask: Tensor | None, further) -> Tensor:
-        """y of a training step without :meth:`token_part`; ``apply`` calls :class:`.Training`."""
-        if x.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "a CUDA graph cannot replay a training step of a norm of pn_fairseq, because the state is updated in "
-                "Python: call eval() before the capture, or leave the norm out of the graph"
-            )
-        self.flush()
+    def _training_forward(self, x: Tensor, padding_mask: Tensor | None, compiling: bool):
+        """y without :meth:`token_part`, and the state that it read."""
+        refuse_transforms()
+        if padding_mask is not None and not (compiling or self.has_looked_at_mask):
+            self.has_looked_at_mask = True
+            warn_of_empty_sentences(padding_mask)
         if self.synchronises():
             refuse_join()
             if self.ignoring:
                 padding_mask = torch.ones(x.shape[-2::-1], dtype=torch.bool, device=x.device)
                 padding_mask = padding_mask.t() if self.batch_first else padding_mask
         if self.recalibrating:
-            return self.recalibrating(x, padding_mask)
-        contribution = self._queue.new_contribution()
-        y = apply(x, weight, bias, padding_mask, self, contribution, *further)
-        if not y.requires_grad and torch.is_grad_enabled() and not is_recomputation():
-            contribution.has_gradient, contribution.products_reduced = False, True
-            contribution.products = contribution.batch.moment.new_zeros(2, self.num_features)
-            self.contribute(contribution)
-        return y
+            return self.recalibrating(x, padding_mask), self._buffers
+        weight, bias, further = self.gain, self.bias, self.further_parameters()
+        state = self.read_state()
+        if not torch.is_grad_enabled():
+            return self.forward_pass(self.new_step(x, padding_mask, weight, bias, further, state)), state
+        if any(tensor is not None and tensor.requires_grad for tensor in (x, weight, bias, *further)):
+            y = Training.apply(x, weight, bias, padding_mask, self, tuple(state), *further, *state.values())
+            return y, state
+        step = self.new_step(x, padding_mask, weight, bias, further, state)
+        y = self.forward_pass(step)
+        self._contribute_without_gradient(step)
+        return y, state
 
-    def _with_token_part(self, y: Tensor, x: Tensor) -> Tensor:
-        part = self.token_part(x)
-        return y if part is None else y + part
+    def new_step(self, x: Tensor, padding_mask: Tensor | None, weight, bias, further, state: dict[str, Tensor]) -> Step:
+        """The step of a forward that begins now."""
+        padding = padding_mask
+        if padding is not None and padding.dim() == 2 and not self.batch_first:
+            padding = padding.t()
+        step = Step(self, x, padding, weight, bias, further, state)
+        if not torch.compiler.is_compiling():
+            counts = not self.ignoring or self.synchronises()
+            step.forward = Forward(counts, self.epoch, dict(self._buffers))
+        return step
+
+    def _contribute_without_gradient(self, step: Step) -> None:
+        """Move the state by a step that no backward can reach, once where its forward is repeated."""
+        if torch.compiler.is_compiling():
+            step.batch = step.batch._replace(count=counts_now(step.batch.count))
+        elif is_recomputation():
+            return
+        step.has_gradient, step.products_reduced = False, True
+        step.products = step.batch.moment.new_zeros(2, self.num_features)
+        self.contribute(step)
 
     def synchronises(self) -> bool:
         """Whether statistics are summed over several ranks."""
         return self.sync and world_size(self.process_group) > 1
 
-    def contribute(self, contribution: Contribution) -> None:
-        """Keep ``contribution`` for :meth:`flush`, unless this rank's batches do not count."""
-        synchronises = self.synchronises()
-        if synchronises:
-            contribution.start_sum(self.process_group)  # every rank starts it, even for a discarded step
-        if not self.ignoring or synchronises:
-            self._queue.put(contribution)
+    def contribute(self, step: Step) -> None:
+        """Move the state by ``step``, whose backward has run; if its sum over the ranks runs, when this backward pass
+        ends."""
+        if self.synchronises():
+            at_once = torch.compiler.is_compiling() or not inside_backward()
+            # Every rank starts it, even for a step that does not count.
+            step.start_sum(self.process_group, wait=at_once)
+            if step.work is not None:
+                self._waiting.append(ref(step))
+                step.event = torch.cuda.current_stream().record_event() if step.x.is_cuda else None
+                torch.autograd.Variable._execution_engine.queue_callback(partial(self._take_in_until, step))
+                return
+        self.take_in(step)
 
-    def state_after(self, contribution: Contribution) -> dict[str, Tensor]:
-        """What ``contribution`` changes, by buffer name."""
-        contribution.finish_sum()
-        new = self.update(contribution)
-        if not contribution.has_gradient:
-            new = {name: value for name, value in new.items() if name not in self.gradient_state}
-        if self.collecting:
-            self._collected.take(self, contribution, new[COUNT] > self.num_batches_tracked)
-        return new
+    def _take_in_until(self, last: Step) -> None:
+        """Take in the steps that wait, in the order of their backwards, up to ``last``.
 
-    def set_num_updates(self, num_updates: int | None) -> None:
-        """Tell the norm that ``num_updates`` optimizer updates are completed; None: it is not known."""
-        self.flush()
-        self._num_updates = num_updates
+        A backward pass within another one ends first: without this order its steps would overtake earlier ones. The
+        engine alone holds the steps: those of a backward pass that failed are gone.
+        """
+        if last.event is not None:
+            torch.cuda.current_stream().wait_event(last.event)
+        while any(waiting() is last for waiting in self._waiting):
+            step = self._waiting.pop(0)()
+            if step is not None:
+                self.take_in(step)
 
-    def completed_updates(self) -> Tensor:
-        """Completed optimizer updates, 0-d int64. Without :meth:`set_num_updates` the applied steps are counted."""
-        if self._num_updates is None:
-            return self.num_batches_tracked
-        return torch.full_like(self.num_batches_tracked, self._num_updates)
+    def take_in(self, step: Step) -> None:
+        """Move the state by ``step``, unless it must not count, or has counted already."""
+        step.finish_sum()
+        with one_at_a_time():
+            state = self.state_to_move(step)
+            if state is None:
+                return
+            if torch.compiler.is_compiling() or not torch._C._len_torch_dispatch_stack():
+                self._move(step, state)
+            else:
+                with unrecorded():
+                    self._move(step, state)
 
-    def current_loss_scale(self) -> float | Tensor | None:
-        """A number or 0-d tensor; None: 1."""
-        if hasattr(self.loss_scale, "scale"):
-            return self.loss_scale.scale(torch.ones((), device=self._buffers[COUNT].device))
-        return self.loss_scale
+    def state_to_move(self, step: Step) -> dict[str, Tensor] | None:
+        """The state that ``step`` moves: that of its forward. None: the step must not count, or has counted already."""
+        forward = step.forward
+        if forward is None:  # compiled
+            return self._buffers if not step.ignored or self.synchronises() else None
+        return forward.buffers if forward.counts and forward.epoch == self.epoch else None
+
+    def _move(self, step: Step, state: dict[str, Tensor]) -> None:
+        self.update(step, state)
+        step.mark_taken_in()
+        if self.collecting and self.observed:
+            values = torch.stack([value.to(torch.float32) for value in self.observe(step)])
+            self._scratch["diagnostics"][len(DIAGNOSTICS) :] = values
+
+    def diagnostics_memory(self) -> Tensor | None:
+        """Where the operators that move the state write :data:`DIAGNOSTICS`."""
+        return self._scratch["diagnostics"] if self.collecting else None
+
+    def number_of(self, scale: float) -> Tensor:
+        """A loss scale on the device of the norm, always in the same memory, as CUDA graphs need it."""
+        number = self._scratch.setdefault("loss_scale", torch.ones((), device=self._buffers[COUNT].device))
+        return number.fill_(scale)
+
+    def current_loss_scale(self) -> Tensor | None:
+        """One number on the device of the norm; None: 1."""
+        scale, number = self.loss_scale, self._buffers[COUNT]
+        if scale is None:
+            return None
+        if isinstance(scale, Tensor):
+            return scale.to(number.device)
+        if torch.compiler.is_compiling():
+            return scaled(self.handle, number)
+        return scale.scale(torch.ones((), device=number.device))
 
     # Evaluation.
 
@@ -297,14 +373,19 @@ class RunningNorm(StatefulNorm):
 
     # Diagnostics.
 
+    #: Which of the diagnostics that the operators write the norm has.
+    reports: tuple[str, ...] = ("nonfinite_steps", "psi_distance")
+
     def diagnostics(self) -> dict[str, Tensor]:
-        """What was seen while :attr:`collecting` was set, by name, each 0-d.
+        """What was seen while :attr:`collecting` was set, by name, each 0-d; empty before the first step.
 
         ``psi_distance``: of the last step, the mean over channels of abs(log(psi_B / psi)), psi^2 being the second
-        moment. ``nonfinite_steps``: number of steps discarded because a statistic or gradient was not finite.
+        moment. ``nonfinite_steps``: number of steps that did not count because a statistic or gradient was not finite.
         """
-        self.flush()
-        return self._collected.report(self)
+        values = dict(zip((*DIAGNOSTICS, *self.observed), self._scratch["diagnostics"].clone(), strict=True))
+        if values["psi_distance"] == -1.0:
+            return {}
+        return {name: values[name] for name in (*self.reports, *self.observed)}
 
 
 def refuse_transforms() -> None:
@@ -338,4 +419,26 @@ def set_loss_scale(model: nn.Module, scale) -> None:
         number = scale.item() if isinstance(scale, Tensor) and scale.dim() == 0 else scale
         scale = None if check_positive("scale", number) == 1.0 else scale
     for norm in running_norms(model):
-        norm.loss_scale = scale
+        norm.loss_scale = norm.number_of(scale) if isinstance(scale, (int, float)) else scale
+
+
+@contextmanager
+def ignoring(model: nn.Module, ignore: bool = True) -> Iterator[None]:
+    """Keep the batches of the training forwards inside the ``with`` block out of the statistics of all norms of
+    ``model``, also where their backward comes later::
+
+        with ignoring(model):
+            y = model(perturbed)  # normalized as in training; the running statistics stay as they are
+
+    In a synchronized norm this rank adds zeros to the sums over all ranks, which still enter the statistics: use the
+    block on every rank, or on a rank that repeats a batch because its own data has ended. ``ignore`` False: do nothing.
+    """
+    norms = running_norms(model) if ignore else []
+    before = [norm.ignoring for norm in norms]
+    for norm in norms:
+        norm.ignoring = True
+    try:
+        yield
+    finally:
+        for norm, value in zip(norms, before, strict=True):
+            norm.ignoring = value

@@ -1,12 +1,12 @@
 """BN: batch normalization over the real tokens of a padded batch."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from pn_fairseq.norms.base import RunningNorm
-from pn_fairseq.norms.tokens import Contribution, Moments, Tokens
+from pn_fairseq import kernels
+from pn_fairseq.norms.base import COUNT, RunningNorm
+from pn_fairseq.norms.passes import one_at_a_time
+from pn_fairseq.norms.step import Moments, Step
 
 
 class BatchStatsNorm(RunningNorm):
@@ -21,29 +21,86 @@ class BatchStatsNorm(RunningNorm):
     and padding dx_hat / D: it is divided by the statistics and takes no part in their gradient.
     """
 
-    def forward_pass(self, tokens: Tokens, contribution: Contribution) -> Tensor:
-        batch = self.batch_moments(tokens)
-        weight, bias = self.effective_affine(tokens.weight, tokens.bias, tokens.further, batch.mean, batch.moment)
-        return tokens.normalize(batch.moment, batch.mean, weight, bias)
+    reads = ()
 
-    def backward_pass(self, tokens: Tokens, contribution: Contribution) -> tuple[Tensor, Tensor]:
-        return self.exact_gradient(tokens, contribution)
+    #: Whether the class computes what one operator each way does: it overrides none of ``_OF_THE_OPERATORS``.
+    _by_one_operator = True
 
-    def exact_gradient(
-        self, tokens: Tokens, contribution: Contribution, weight: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def __init_subclass__(cls, **keywords):
+        super().__init_subclass__(**keywords)
+        cls._by_one_operator = all(getattr(cls, name) is method for name, method in _OF_THE_OPERATORS.items())
+
+    def forward_pass(self, step: Step) -> Tensor:
+        if self._by_one_operator and not self.synchronises():
+            centered = self.mean_name is not None
+            y, step.inv_rms, mean, moment, count = kernels.batch_normalize(
+                step.x, step.weight, step.bias, step.padding, self.layer_scale_groups, self.eps, centered
+            )
+            step.batch = Moments(mean if centered else None, moment, count, reduced=True)
+            return y
+        batch = self.batch_moments(step)
+        weight, bias = self.effective_affine(step.weight, step.bias, step.further, batch.mean, batch.moment)
+        return step.normalize(batch.moment, batch.mean, weight, bias)
+
+    def backward_pass(self, step: Step) -> tuple[Tensor, Tensor]:
+        if not self._by_one_operator or self.synchronises():
+            return self.exact_gradient(step)
+        with one_at_a_time():
+            state = self.state_to_move(step)
+            if state is None:
+                return self.exact_gradient(step)
+            gradients = kernels.batch_step_(
+                step.dy,
+                step.x,
+                step.padding,
+                step.weight,
+                step.batch.mean,
+                step.batch.moment,
+                step.batch.count,
+                step.loss_scale,
+                step.inv_rms,
+                state[self.moment_name],
+                None if self.mean_name is None else state[self.mean_name],
+                state[COUNT],
+                self.diagnostics_memory(),
+                self.layer_scale_groups,
+                self.eps,
+                self.alpha_fwd,
+                self.unbiased,
+            )
+            step.mark_taken_in()
+        return gradients
+
+    def exact_gradient(self, step: Step, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """dx and the sums over tokens of dy x_hat and of dy, (2, C), for y = weight x_hat + bias."""
-        batch = contribution.batch
-        parameters, products = tokens.gradient_sums(batch.moment, batch.mean, weight)
-        nu, offset = self.corrections(contribution, products)
+        batch = step.batch
+        parameters, products = step.gradient_sums(batch.moment, batch.mean, weight)
+        nu, offset = self.corrections(step, products)
         offset = None if batch.mean is None else offset
-        dx, _ = tokens.gradient(batch.moment, batch.mean, nu, offset, weight)
+        dx, _ = step.gradient(batch.moment, batch.mean, nu, offset, weight, batch.count)
         return dx, parameters
 
-    def corrections(self, contribution: Contribution, products: Tensor) -> tuple[Tensor, Tensor]:
-        """What multiplies x_hat and 1 in the gradient through the statistics: the means of ``products`` over M."""
-        nu, offset = (products / contribution.batch.count.clamp(min=1.0)).unbind()
+    def corrections(self, step: Step, products: Tensor) -> tuple[Tensor, Tensor]:
+        """What multiplies x_hat and 1 in the gradient through the statistics, times N: ``products``."""
+        nu, offset = products.unbind()
         return nu, offset
+
+
+#: The methods whose work ``batch_normalize`` and ``batch_step_`` do.
+_OF_THE_OPERATORS = {
+    name: getattr(BatchStatsNorm, name)
+    for name in (
+        "backward_pass",
+        "batch_moments",
+        "corrections",
+        "effective_affine",
+        "exact_gradient",
+        "forward_pass",
+        "observe",
+        "statistics_of",
+        "update",
+    )
+}
 
 
 class MaskedBatchNorm(BatchStatsNorm):
@@ -66,22 +123,12 @@ class MaskedBatchNorm(BatchStatsNorm):
 
     moment_name = "running_var"
     mean_name = "running_mean"
+    unbiased = True  # infinite for one token: such a batch does not count
 
     def __init__(self, num_features: int, **common):
         super().__init__(num_features, **common)
         self.add_state("running_mean", 0.0)
         self.add_state("running_var", 1.0)
-
-    def statistics_of(self, batch: Moments) -> dict[str, Tensor]:
-        unbiased = batch.moment * (batch.count / (batch.count - 1.0))  # infinite for one token: it does not count
-        return {"running_mean": batch.mean, "running_var": unbiased}
-
-
-@dataclass(slots=True)
-class ReleaseContribution(Contribution):
-    """``real``: number of real tokens; that in ``batch`` is of all positions."""
-
-    real: Tensor | None = None
 
 
 class MaskedBatchNormRelease(MaskedBatchNorm):
@@ -98,19 +145,22 @@ class MaskedBatchNormRelease(MaskedBatchNorm):
     Arguments, buffers and errors: see :class:`MaskedBatchNorm`.
     """
 
-    contribution_type = ReleaseContribution
+    #: ``real``: number of real tokens; that in ``batch`` is of all positions.
+    keeps = ("real",)
 
     def __init__(self, num_features: int, alpha_fwd: float = 0.95, **common):
         super().__init__(num_features, alpha_fwd=alpha_fwd, **common)
 
-    def batch_moments(self, tokens: Tokens) -> Moments:
-        positions = tokens.with_padding().moments().count
-        real = tokens.moments(centered=True)
+    def batch_moments(self, step: Step) -> Moments:
+        step.padding_counts = True
+        positions = step.moments().count
+        step.padding_counts = False
+        real = step.moments(centered=True)
         counted = torch.where(real.count > 0, positions, real.count)
-        batch = Moments(real.mean, real.moment * real.count / counted.clamp(min=1.0), counted, reduced=True)
-        tokens.contribution.batch, tokens.contribution.real = batch, real.count
-        return batch
+        step.batch = Moments(real.mean, real.moment * real.count / counted.clamp(min=1.0), counted, reduced=True)
+        step.real = real.count
+        return step.batch
 
-    def corrections(self, contribution: Contribution, products: Tensor) -> tuple[Tensor, Tensor]:
+    def corrections(self, step: Step, products: Tensor) -> tuple[Tensor, Tensor]:
         nu, offset = products.unbind()
-        return nu / contribution.batch.count.clamp(min=1.0), offset / contribution.real.clamp(min=1.0)
+        return nu, offset * step.batch.count / step.real.clamp(min=1.0)

@@ -1,22 +1,12 @@
 """RBN: batch normalization with a penalty on the distance of the batch's statistics from the running ones."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from pn_fairseq.norms.batch import MaskedBatchNorm
 from pn_fairseq.norms.checks import check_real
-from pn_fairseq.norms.tokens import Contribution, Moments, Tokens
-
-
-@dataclass(slots=True)
-class PenaltyContribution(Contribution):
-    """``mean``, ``var``: the running statistics before the step. ``variance``: of the batch, before a clamp."""
-
-    mean: Tensor | None = None
-    var: Tensor | None = None
-    variance: Tensor | None = None
+from pn_fairseq.norms.compiled import after
+from pn_fairseq.norms.step import Moments, Step
 
 
 class RegularizedBatchNorm(MaskedBatchNorm):
@@ -51,7 +41,8 @@ class RegularizedBatchNorm(MaskedBatchNorm):
     Buffers: see :class:`~pn_fairseq.norms.MaskedBatchNorm`.
     """
 
-    contribution_type = PenaltyContribution
+    reads = ("running_mean", "running_var")
+    observed = ("penalty",)
 
     def __init__(
         self, num_features: int, alpha_fwd: float = 0.95, lambda_mean: float = 0.1, lambda_var: float = 0.01, **common
@@ -60,38 +51,39 @@ class RegularizedBatchNorm(MaskedBatchNorm):
         self.lambda_mean = check_real("lambda_mean", lambda_mean, minimum=0)
         self.lambda_var = check_real("lambda_var", lambda_var, minimum=0)
 
-    def forward_pass(self, tokens: Tokens, contribution: Contribution) -> Tensor:
-        contribution.mean, contribution.var = self.frozen_view(self.running_mean), self.frozen_view(self.running_var)
-        return super().forward_pass(tokens, contribution)
+    def batch_moments(self, step: Step) -> Moments:
+        batch = super().batch_moments(step)
+        if torch.compiler.is_compiling() and step.state:  # only the backward reads the state
+            step.batch = batch = batch._replace(mean=after(batch.mean, list(step.state.values())))
+        return batch
 
-    def corrections(self, contribution: Contribution, products: Tensor) -> tuple[Tensor, Tensor]:
-        # dP/dx = (by_mean + by_sigma x_hat) / N on the N real tokens; dx = (... - nu x_hat - offset) / D.
-        if self.ignoring:
-            return super().corrections(contribution, products)
-        by_mean, by_sigma = self.penalty_gradient(contribution)
-        sigma = (contribution.batch.moment + self.eps).sqrt()
-        by_statistics = torch.stack([sigma * by_sigma, sigma * by_mean])
-        nu, offset = ((products - by_statistics) / contribution.batch.count.clamp(min=1.0)).unbind()
+    def corrections(self, step: Step, products: Tensor) -> tuple[Tensor, Tensor]:
+        # dP/dx = (by_mean + by_sigma x_hat) / N on the N real tokens; dx = (... - (nu x_hat + offset) / N) / D.
+        if step.ignored:
+            return super().corrections(step, products)
+        by_mean, by_sigma = self.penalty_gradient(step)
+        sigma = (step.batch.moment + self.eps).sqrt()
+        nu, offset = (products - torch.stack([sigma * by_sigma, sigma * by_mean])).unbind()
         return nu, offset
 
-    def penalty_gradient(self, contribution: Contribution) -> tuple[Tensor, Tensor]:
+    def penalty_gradient(self, step: Step) -> tuple[Tensor, Tensor]:
         r"""The derivatives of P by :math:`\mu_B` and :math:`\sigma_B`, (C,)."""
-        gap_mean, gap_sigma = self._gaps(contribution)
+        gap_mean, gap_sigma = self._gaps(step)
         return 2 * self.lambda_mean * gap_mean, 2 * self.lambda_var * gap_sigma
 
-    def _gaps(self, contribution: Contribution) -> tuple[Tensor, Tensor]:
-        batch = contribution.batch
-        sigma = (contribution.var.to(batch.moment.dtype) + self.eps).sqrt()
-        return batch.mean - contribution.mean, (batch.moment + self.eps).sqrt() - sigma
+    def _gaps(self, step: Step) -> tuple[Tensor, Tensor]:
+        batch = step.batch
+        sigma = (step.state["running_var"].to(batch.moment.dtype) + self.eps).sqrt()
+        return batch.mean - step.state["running_mean"], (batch.moment + self.eps).sqrt() - sigma
 
-    def penalty(self, contribution: Contribution) -> Tensor:
+    def penalty(self, step: Step) -> Tensor:
         """P, 0-d."""
-        gap_mean, gap_sigma = self._gaps(contribution)
+        gap_mean, gap_sigma = self._gaps(step)
         return self.lambda_mean * gap_mean.square().sum() + self.lambda_var * gap_sigma.square().sum()
 
-    def observe(self, contribution: Contribution) -> dict[str, Tensor]:
-        """``penalty``: P of the last contribution."""
-        return {"penalty": self.penalty(contribution)}
+    def observe(self, step: Step) -> tuple[Tensor]:
+        """P."""
+        return (self.penalty(step),)
 
 
 class RegularizedBatchNormRelease(RegularizedBatchNorm):
@@ -109,11 +101,13 @@ class RegularizedBatchNormRelease(RegularizedBatchNorm):
     Arguments, buffers and errors: see :class:`RegularizedBatchNorm`.
     """
 
-    def batch_moments(self, tokens: Tokens) -> Moments:
-        batch = super().batch_moments(tokens)
-        tokens.contribution.variance = batch.moment
-        batch = batch._replace(moment=self._clamped(batch.moment))
-        tokens.contribution.batch = batch
+    keeps = ("variance",)  # of the batch, before a clamp
+    unbiased = False  # (c)
+
+    def batch_moments(self, step: Step) -> Moments:
+        batch = super().batch_moments(step)
+        step.variance = batch.moment
+        step.batch = batch = batch._replace(moment=self._clamped(batch.moment))
         return batch
 
     def _clamped(self, variance: Tensor) -> Tensor:
@@ -123,22 +117,23 @@ class RegularizedBatchNormRelease(RegularizedBatchNorm):
     def evaluation_statistics(self) -> tuple[Tensor, Tensor]:
         return self.running_mean, self._clamped(self.running_var)
 
-    def corrections(self, contribution: Contribution, products: Tensor) -> tuple[Tensor, Tensor]:
-        nu, offset = super().corrections(contribution, products)
-        return torch.where(contribution.variance > self.eps, nu, 0.0), offset  # below, D is a constant
+    def corrections(self, step: Step, products: Tensor) -> tuple[Tensor, Tensor]:
+        nu, offset = super().corrections(step, products)
+        return torch.where(step.variance > self.eps, nu, 0.0), offset  # below, D is a constant
 
-    def _gaps(self, contribution: Contribution) -> tuple[Tensor, Tensor]:
-        gaps = contribution.batch.mean - contribution.mean, contribution.batch.moment + self.eps - contribution.var
-        return self.alpha_fwd * gaps[0], self.alpha_fwd * gaps[1]  # (b)
+    def _gaps(self, step: Step) -> tuple[Tensor, Tensor]:
+        batch, state = step.batch, step.state
+        gap_mean, gap_var = batch.mean - state["running_mean"], batch.moment + self.eps - state["running_var"]
+        return self.alpha_fwd * gap_mean, self.alpha_fwd * gap_var  # (b)
 
-    def penalty_gradient(self, contribution: Contribution) -> tuple[Tensor, Tensor]:
-        gap_mean, gap_var = self._gaps(contribution)
-        sigma = (contribution.batch.moment + self.eps).sqrt()
+    def penalty_gradient(self, step: Step) -> tuple[Tensor, Tensor]:
+        gap_mean, gap_var = self._gaps(step)
+        sigma = (step.batch.moment + self.eps).sqrt()
         return 2 * self.lambda_mean * gap_mean, 2 * self.lambda_var * gap_var.sign() * sigma  # (a)
 
-    def penalty(self, contribution: Contribution) -> Tensor:
-        gap_mean, gap_var = self._gaps(contribution)
+    def penalty(self, step: Step) -> Tensor:
+        gap_mean, gap_var = self._gaps(step)
         return self.lambda_mean * gap_mean.square().sum() + self.lambda_var * gap_var.abs().sum()
 
-    def statistics_of(self, batch: Moments) -> dict[str, Tensor]:
-        return {"running_mean": batch.mean, "running_var": batch.moment + self.eps}  # (c), clamped
+    def statistics_of(self, batch: Moments) -> tuple[Tensor, Tensor]:
+        return batch.moment + self.eps, batch.mean  # clamped

@@ -1,22 +1,12 @@
 """Batch renormalization: batch statistics, corrected towards the running ones."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from pn_fairseq.norms.base import COUNT
 from pn_fairseq.norms.batch import BatchStatsNorm
 from pn_fairseq.norms.checks import check_real, check_whole
-from pn_fairseq.norms.tokens import Contribution, Tokens
-
-
-@dataclass(slots=True)
-class RenormContribution(Contribution):
-    """sigma_B, r and d of the batch."""
-
-    sigma: Tensor | None = None
-    r: Tensor | None = None
-    d: Tensor | None = None
+from pn_fairseq.norms.step import Step
 
 
 class BatchRenorm(BatchStatsNorm):
@@ -52,7 +42,9 @@ class BatchRenorm(BatchStatsNorm):
 
     moment_name = "running_var"
     mean_name = "running_mean"
-    contribution_type = RenormContribution
+    follows_updates = True
+    reads = ("running_mean", "running_var", COUNT)
+    keeps = ("sigma", "r", "d")  # sigma_B, r and d of the batch
     mixes_tokens = "at first"
 
     def __init__(
@@ -71,33 +63,35 @@ class BatchRenorm(BatchStatsNorm):
         self.add_state("running_mean", 0.0)
         self.add_state("running_var", 1.0)
 
-    def limits(self) -> tuple[Tensor, Tensor]:
+    def limits(self, step: Step) -> tuple[Tensor, Tensor]:
         """r_max and d_max, 0-d."""
-        since = self.completed_updates().double() / max(self.renorm_updates, 1) - 1 / 8
+        updates = self.completed_updates(step.state).to(step.batch.moment.dtype)
+        since = updates / max(self.renorm_updates, 1) - 1 / 8
         r_max, d_max = self.renorm_r_max, self.renorm_d_max
         return (since * ((r_max - 1) / (7 / 8)) + 1).clamp(1, r_max), (since * (d_max / (4 / 8))).clamp(0, d_max)
 
-    def forward_pass(self, tokens: Tokens, contribution: Contribution) -> Tensor:
-        batch = tokens.moments(centered=True)
-        r_max, d_max = self.limits()
-        sigma = (self.running_var.to(batch.moment.dtype) + self.eps).sqrt()
-        contribution.sigma = (batch.moment + self.eps).sqrt()
-        contribution.r = (contribution.sigma / sigma).clamp(1 / r_max, r_max)
-        contribution.d = ((batch.mean - self.running_mean) / sigma).clamp(-d_max, d_max)
-        if tokens.weight is None:
-            return tokens.normalize(batch.moment, batch.mean, contribution.r, contribution.d)
-        weight, bias = contribution.r * tokens.weight, torch.addcmul(tokens.bias, contribution.d, tokens.weight)
-        return tokens.normalize(batch.moment, batch.mean, weight, bias)
+    def forward_pass(self, step: Step) -> Tensor:
+        batch = step.moments(centered=True)
+        r_max, d_max = self.limits(step)
+        sigma = (step.state["running_var"].to(batch.moment.dtype) + self.eps).sqrt()
+        step.sigma = (batch.moment + self.eps).sqrt()
+        step.r = (step.sigma / sigma).clamp(1 / r_max, r_max)
+        step.d = ((batch.mean - step.state["running_mean"]) / sigma).clamp(-d_max, d_max)
+        if step.weight is None:
+            return step.normalize(batch.moment, batch.mean, step.r, step.d)
+        weight, bias = step.r * step.weight, torch.addcmul(step.bias, step.d, step.weight)
+        return step.normalize(batch.moment, batch.mean, weight, bias)
 
-    def backward_pass(self, tokens: Tokens, contribution: Contribution) -> tuple[Tensor, Tensor]:
-        weight = contribution.r if tokens.weight is None else contribution.r * tokens.weight
-        dx, (products, sums) = self.exact_gradient(tokens, contribution, weight)
-        return dx, torch.stack([contribution.r * products + contribution.d * sums, sums])
+    def backward_pass(self, step: Step) -> tuple[Tensor, Tensor]:
+        weight = step.r if step.weight is None else step.r * step.weight
+        dx, (products, sums) = self.exact_gradient(step, weight)
+        return dx, torch.stack([step.r * products + step.d * sums, sums])
 
-    def update(self, contribution: Contribution) -> dict[str, Tensor]:
-        share, sigma = 1 - self.alpha_fwd, (self.running_var + self.eps).sqrt()
+    def update(self, step: Step, state: dict[str, Tensor]) -> None:
+        mean, share = state["running_mean"], 1 - self.alpha_fwd
+        sigma = (state["running_var"] + self.eps).sqrt()
         new = {
-            "running_mean": self.running_mean + share * (contribution.batch.mean - self.running_mean),
-            "running_var": (sigma + share * (contribution.sigma - sigma)).square() - self.eps,
+            "running_mean": mean + share * (step.batch.mean - mean),
+            "running_var": (sigma + share * (step.sigma - sigma)).square() - self.eps,
         }
-        return self.if_counted(contribution, new)
+        self.move(step, state, new)

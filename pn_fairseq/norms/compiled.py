@@ -1,25 +1,19 @@
-"""Norms inside ``torch.compile``: an operator for the training step of a norm with state, and one for its gradient.
+"""Norms inside ``torch.compile``: the operators that stand for what the compiler must not look into.
 
-The compiler sees the operators and not what they do. When the compiled graph runs, the forward and backward of
-:class:`.Training` run in them: state and contributions are handled there and nowhere else. An operator finds a module
-by a number in a tensor, so that layers of one class share a compiled graph.
-
-- A forward changes no state, so the compiler may compute it again: activation checkpointing counts a step once.
-- ``step_gradient`` contributes to the state. It has an ordered effect: it is never removed, repeated or reordered.
-- CUDA graphs, which replay no Python, leave both out.
+A training step is traced: its forward, its backward and the update of the state are operators on tensors. The
+operators here do what depends on when the compiled graph runs. One that has to find a module gets a number in a tensor,
+and not in a constant, so that layers of one class share a compiled graph.
 """
 
 import itertools
 import sys
 from collections.abc import Callable
-from functools import partial
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor, nn
-from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+from torch import Tensor
 
-from pn_fairseq.norms.tokens import Training
+from pn_fairseq.norms.passes import inside_backward, is_recomputation, refuse_captured_recomputation
 
 _library = torch.library.Library("pn_fairseq", "FRAGMENT")
 _numbers = itertools.count()
@@ -29,8 +23,9 @@ _objects: WeakValueDictionary[int, object] = WeakValueDictionary()
 open_scopes: list[Tensor] = []
 
 
-#: The operators run Python, which CUDA graphs do not replay, and take any strides. torch 2.8 does not know all tags.
-_TAGS = [getattr(torch.Tag, name) for name in ("cudagraph_unsafe", "flexible_layout") if hasattr(torch.Tag, name)]
+def _tags(*names: str) -> list[torch.Tag]:
+    """The tags of these names that this version of torch knows."""
+    return [getattr(torch.Tag, name) for name in names if hasattr(torch.Tag, name)]
 
 
 class _Memory(bytearray):
@@ -71,12 +66,17 @@ def find(tensor: Tensor):
     return thing.content if isinstance(thing, _Memory) else thing
 
 
-def operator(schema: str, fake: Callable) -> Callable[[Callable], Callable]:
-    """Decorator: make a function of real tensors an operator. ``fake`` gives results for the compiler."""
+def operator(schema: str, fake: Callable, captured: bool = False) -> Callable[[Callable], Callable]:
+    """Decorator: make a function of real tensors, which may have any strides, an operator.
+
+    ``fake`` gives results for the compiler. ``captured``: in a CUDA graph it is enough to replay what the function has
+    launched; otherwise the function has to run.
+    """
+    tags = _tags("flexible_layout") if captured else _tags("flexible_layout", "cudagraph_unsafe")
 
     def define(function: Callable) -> Callable:
         name = schema.partition("(")[0]
-        _library.define(schema, tags=_TAGS)
+        _library.define(schema, tags=tags)
         _library.impl(name, function, "CompositeExplicitAutograd")
         _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
         torch.library.register_fake(f"pn_fairseq::{name}", fake, lib=_library)
@@ -85,85 +85,39 @@ def operator(schema: str, fake: Callable) -> Callable[[Callable], Callable]:
     return define
 
 
-def _like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+def _like(seen: list[Tensor], state: list[Tensor]) -> list[Tensor]:
+    return [torch.empty_like(tensor) for tensor in state]
 
 
-class _Step:
-    """Takes the place of the context of :class:`.Training`. The compiler keeps x and the parameters, or computes them
-    again and overwrites their memory; a step keeps the rest."""
+@operator("look(Tensor[] seen, Tensor[] state) -> Tensor[]", _like, captured=True)
+def look(seen, state):
+    """Copies of what a forward reads of the ``state`` of a norm: what :meth:`.StatefulNorm.read_state` gives.
 
-    kept: tuple[Tensor | None, ...] | None = None
-
-    def save_for_backward(self, x, weight, bias, padding, inv_rms, *further):
-        self.kept = padding, inv_rms
-
-
-@operator(
-    "step(Tensor x, Tensor? weight, Tensor? bias, Tensor? padding_mask, Tensor[] further, Tensor norm, bool counts, "
-    "Tensor unique) -> (Tensor y, Tensor step)",
-    lambda x, *_: (_like(x), ticket()),
-)
-def step(x, weight, bias, padding_mask, further, norm, counts, unique):
-    """``norm.training_step``, and what :func:`step_gradient` needs.
-
-    ``counts``: the step counts without a backward. ``unique``: a tensor from torch.empty, which the compiler never
-    takes for another one, so that it does not take two calls with equal arguments for one.
+    ``seen`` holds what the last forward outside of a backward pass has read. The compiler repeats this operator in a
+    backward graph where it recomputes a forward. One operator copies all that a step reads: the compiler moves a copy
+    that only the backward needs behind the update of the state.
     """
-    norm, context = find(norm), _Step()
-    norm.check_memory()
-    padding_mask = None if padding_mask is None else padding_mask.clone()
-    with torch.set_grad_enabled(counts):
-        y = norm.training_step(partial(Training.forward, context), x, weight, bias, padding_mask, further)
-    return y.contiguous(), ticket_of(context)
+    if inside_backward():
+        refuse_captured_recomputation(seen[0])
+    else:
+        for memory, tensor in zip(seen, state, strict=True):
+            memory.data.copy_(tensor)  # autograd has saved it for graphs that need not read it again
+    return [tensor.clone() for tensor in seen]
 
 
-@operator(
-    "step_gradient(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor[] further, Tensor step) -> Tensor[]",
-    lambda dy, *inputs: [_like(tensor) for tensor in _differentiable(*inputs)],
-)
-def step_gradient(dy, x, weight, bias, further, step):
-    """The gradients of x and of the parameters that are not None; the state gets its contribution."""
-    context = find(step)
-    if context.kept is None:
-        raise RuntimeError("recalibrating() a compiled model has no gradient: run it under torch.no_grad()")
-    context.saved_tensors = x, weight, bias, *context.kept, *further
-    try:
-        gradients = Training.backward(context, dy)
-    finally:
-        del context.saved_tensors
-    return [gradient.contiguous() for gradient in gradients if gradient is not None]
+@operator("counts_now(Tensor count) -> Tensor", torch.empty_like, captured=True)
+def counts_now(count):
+    """``count``, the number of real tokens of a step that no backward reaches; 0 where its forward is repeated."""
+    return torch.zeros_like(count) if is_recomputation() else count.clone()
 
 
-def _differentiable(x, weight, bias, further, _):
-    return [x, *further] if weight is None else [x, weight, bias, *further]
+@operator("scaled(Tensor norm, Tensor number) -> Tensor", lambda _, number: torch.empty((), device=number.device))
+def scaled(norm, number):
+    """1 times the loss scale of a scaler, on the device of ``number``."""
+    return find(norm).loss_scale.scale(torch.ones((), device=number.device)).clone()
 
 
-_register_effectful_op(step_gradient, _EffectType.ORDERED)
-
-
-class _CompiledTraining(torch.autograd.Function):
-    """``step`` with its gradient."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, padding_mask, norm, *further):
-        y, context = step(x, weight, bias, padding_mask, further, norm, False, torch.empty(1, device="cpu"))
-        ctx.save_for_backward(x, weight, bias, context, *further)
-        return y
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, weight, bias, context, *further = ctx.saved_tensors
-        dx, *gradients = step_gradient(dy, x, weight, bias, further, context)
-        dweight, dbias, *gradients = gradients if weight is not None else (None, None, *gradients)
-        return dx, dweight, dbias, None, None, *gradients
-
-
-def compiled_step(norm: nn.Module, x: Tensor, padding_mask: Tensor | None) -> Tensor:
-    """``norm.training_step`` of ``x``, which the compiler does not look into."""
-    weight, bias, further = norm.gain, norm.bias, norm.further_parameters()
-    grad_enabled = torch.is_grad_enabled()
-    if grad_enabled and any(tensor is not None and tensor.requires_grad for tensor in (x, weight, bias, *further)):
-        return _CompiledTraining.apply(x, weight, bias, padding_mask, norm.handle, *further)
-    unique = torch.empty(1, device="cpu")
-    return step(x, weight, bias, padding_mask, further, norm.handle, grad_enabled, unique)[0]
+@operator("after(Tensor value, Tensor[] others) -> Tensor", lambda value, _: torch.empty_like(value), captured=True)
+def after(value, others):
+    """``value``, for the compiler also a function of ``others``: a forward that needs it computes them."""
+    return value.clone()

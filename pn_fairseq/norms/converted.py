@@ -123,8 +123,8 @@ class ConvertedNorm:
         """Recipes that freeze the statistics of torch's BatchNorm set this attribute, which no norm here reads."""
         raise AttributeError(
             f"{self.name}: momentum={value} would change nothing, because {type(self).__name__} averages with "
-            "alpha_fwd = 1 - momentum: set alpha_fwd. Batches enter no statistic while norm.ignoring is True, or after "
-            "norm.eval()"
+            "alpha_fwd = 1 - momentum: set alpha_fwd. Batches enter no statistic inside `with ignoring(model):`, or "
+            "after norm.eval()"
         )
 
     def took_the_place_of(self, classes: tuple[type[nn.Module], ...]) -> bool:

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from pn_fairseq.norms.tokens import Contribution, Tokens
+from pn_fairseq.norms.base import COUNT
+from pn_fairseq.norms.step import Step
 from pn_fairseq.norms.window import WindowNorm, with_row
 
 
@@ -44,28 +45,27 @@ class MovingAverageBatchNorm(WindowNorm):
     def __init__(self, num_features: int, alpha_fwd: float = 0.98, **common):
         super().__init__(num_features, alpha_fwd=alpha_fwd, **common)
 
-    def forward_pass(self, tokens: Tokens, contribution: Contribution) -> Tensor:
-        self.begin(contribution, tokens.moments())
-        average = with_row(self.psi2_window, contribution.own_psi2, contribution.number).mean(0)
-        contribution.psi2 = torch.where(contribution.early, contribution.own_psi2, average)
-        contribution.ratio = self.ratio(contribution)
-        return tokens.normalize(contribution.psi2, weight=self._gain(tokens, contribution))
+    def forward_pass(self, step: Step) -> Tensor:
+        self.begin(step, step.moments())
+        average = with_row(step.state["psi2_window"], step.own_psi2, step.number).mean(0)
+        step.psi2 = torch.where(step.early, step.own_psi2, average)
+        step.ratio = self.ratio(step)
+        return step.normalize(step.psi2, weight=self._gain(step))
 
-    def backward_pass(self, tokens: Tokens, contribution: Contribution) -> tuple[Tensor, Tensor]:
-        gain = self._gain(tokens, contribution)
-        (products, sums), _ = tokens.gradient_sums(contribution.psi2, weight=gain)
-        self.note_lambda(contribution)
-        dx, _ = tokens.gradient(contribution.psi2, nu=contribution.average_lambda, weight=gain)
-        return dx, torch.stack([contribution.ratio * products, sums])
+    def backward_pass(self, step: Step) -> tuple[Tensor, Tensor]:
+        gain = self._gain(step)
+        (products, sums), _ = step.gradient_sums(step.psi2, weight=gain)
+        dx, _ = step.gradient(step.psi2, nu=self.average_lambda(step), weight=gain)
+        return dx, torch.stack([step.ratio * products, sums])
 
-    def _gain(self, tokens: Tokens, contribution: Contribution) -> Tensor:
-        return contribution.ratio if tokens.weight is None else contribution.ratio * tokens.weight
+    def _gain(self, step: Step) -> Tensor:
+        return step.ratio if step.weight is None else step.ratio * step.weight
 
-    def update(self, contribution: Contribution) -> dict[str, Tensor]:
-        number = self.num_batches_tracked + 1
+    def update(self, step: Step, state: dict[str, Tensor]) -> None:
+        number, running = state[COUNT] + 1, state["running_psi2"]
         new = {
-            "running_psi2": self.running_psi2 + (1 - self.alpha_fwd) * (contribution.psi2 - self.running_psi2),
-            "psi2_window": with_row(self.psi2_window, contribution.own_psi2, number),
-            "lambda_window": with_row(self.lambda_window, contribution.own_lambda, number),
+            "running_psi2": running + (1 - self.alpha_fwd) * (step.psi2 - running),
+            "psi2_window": with_row(state["psi2_window"], step.own_psi2, number),
+            "lambda_window": with_row(state["lambda_window"], self.own_lambda(step), number),
         }
-        return self.if_counted(contribution, new)
+        self.move(step, state, new)

@@ -1,26 +1,16 @@
 """PN: power normalization with a running statistic forward and a running correction backward."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from pn_fairseq import kernels
 from pn_fairseq.norms.base import COUNT, RunningNorm
 from pn_fairseq.norms.checks import check_alpha, check_whole
-from pn_fairseq.norms.tokens import Contribution, Tokens
+from pn_fairseq.norms.passes import inside_backward, is_captured, one_at_a_time
+from pn_fairseq.norms.step import Step
 
 #: More batches than any training has: the warm-up is on at every value of the counter.
 ALWAYS = 2**62
-
-
-@dataclass(slots=True)
-class PowerContribution(Contribution):
-    """``psi2``: psi^2 in D. ``nu``: nu before the step. ``warmup``: :meth:`PowerNorm.warmup_batches`."""
-
-    psi2: Tensor | None = None
-    nu: Tensor | None = None
-    warmup: int = 0
 
 
 class PowerNorm(RunningNorm):
@@ -43,8 +33,8 @@ class PowerNorm(RunningNorm):
 
     **psi warm-up.** For the first ``psi_warmup_updates`` optimizer updates D = sqrt(psi_B^2 + eps), and psi^2 is the
     mean of psi_B^2 over the batches since the warm-up began. :meth:`set_num_updates` sets how many updates are
-    completed; 0 begins a new warm-up. Without these calls a module counts its training steps, and a module with a
-    warm-up reads x twice in every step, also after the warm-up.
+    completed; 0 begins a new warm-up. Without these calls a module counts its training steps. A step of the warm-up
+    reads x twice; so does a compiled module that was not told the number of updates, also after the warm-up.
 
     Args:
         alpha_fwd, alpha_bwd: decay of :math:`\psi^2` and of :math:`\nu`, in (0, 1).
@@ -62,8 +52,17 @@ class PowerNorm(RunningNorm):
 
     moment_name = "running_psi2"
     gradient_state = ("nu",)
-    contribution_type = PowerContribution
+    keeps = ("psi2", "warmup")
     mixes_tokens = "at first"
+    reports = ("nonfinite_steps", "psi_distance", "guarded_steps", "gamma_max")
+
+    #: Whether :meth:`set_num_updates` says how many updates are completed, and whether the warm-up is on. These seldom
+    #: change, unlike the number: torch.compile compiles a graph for each of their values.
+    _told = False
+    _warming = False
+
+    #: Without :meth:`set_num_updates`: steps until the module looks whether its own steps have ended the warm-up.
+    _steps_until_look = 1
 
     def __init__(self, num_features: int, alpha_bwd: float = 0.9, psi_warmup_updates: int = 0, **common):
         super().__init__(num_features, **common)
@@ -71,61 +70,115 @@ class PowerNorm(RunningNorm):
         self.psi_warmup_updates = check_whole("psi_warmup_updates", psi_warmup_updates, minimum=0)
         self.add_state("running_psi2", 1.0)
         self.add_state("nu", 0.0)
+        self._begin_warmup()
 
-    def set_num_updates(self, num_updates: int) -> None:
+    @property
+    def reads(self) -> tuple[str, ...]:
+        counts_steps = 0 < self.warmup_batches() < ALWAYS
+        return ("running_psi2", "nu", COUNT) if counts_steps else ("running_psi2", "nu")
+
+    def set_num_updates(self, num_updates: int | None) -> None:
         if num_updates == 0 and self._num_updates != 0:  # the t of the cumulative mean counts from here
             self.num_batches_tracked.zero_()
         super().set_num_updates(num_updates)
+        self._told = num_updates is not None
+        self._warming = (num_updates or 0) < self.psi_warmup_updates
+        self._steps_until_look = 1
+
+    def reset_running_stats(self) -> None:
+        super().reset_running_stats()
+        self._begin_warmup()
+
+    def _begin_warmup(self) -> None:
+        """With no step in the state."""
+        self._warming = (self._num_updates or 0) < self.psi_warmup_updates
+        self._steps_until_look = self.psi_warmup_updates
 
     def warmup_batches(self) -> int:
-        """The psi warm-up is on while ``num_batches_tracked`` is less than this."""
-        if self._num_updates is None:
-            return self.psi_warmup_updates
-        return ALWAYS if self._num_updates < self.psi_warmup_updates else 0
+        """The psi warm-up is on while ``num_batches_tracked`` is less than this. A recomputed forward gets what the
+        last forward outside of a backward pass got."""
+        compiling = torch.compiler.is_compiling()
+        if not compiling and self._seen.read and inside_backward():
+            return self._seen.warmup
+        warmup = ALWAYS if self._told else self.psi_warmup_updates
+        warmup = warmup if self._warming else 0
+        if not compiling:
+            self._seen.warmup = warmup
+        return warmup
 
-    def forward_pass(self, tokens: Tokens, contribution: Contribution) -> Tensor:
-        contribution.warmup = self.warmup_batches()
-        contribution.psi2, contribution.nu = self.frozen_view(self.running_psi2), self.frozen_view(self.nu)
-        if contribution.warmup == 0:
-            return tokens.normalize(contribution.psi2, moments=True)
-        batch = tokens.moments()  # psi_B is needed before the first token is normalized: two passes
-        warming_up = (self.num_batches_tracked < contribution.warmup) & (batch.count > 0)
-        contribution.psi2 = torch.where(warming_up, batch.moment, contribution.psi2.to(batch.moment.dtype))
-        return tokens.normalize(contribution.psi2)
+    def _look_at_own_steps(self, number: Tensor) -> None:
+        """Note when the module's own steps have ended the warm-up. Reading their ``number`` waits for the device, so it
+        is read when so many steps have run that they may have ended it."""
+        if self._told or not self._warming or torch.compiler.is_compiling():
+            return
+        self._steps_until_look -= 1
+        if self._steps_until_look <= 0 and not is_captured(number):
+            self._steps_until_look = self.psi_warmup_updates - int(number)
+            self._warming = self._steps_until_look > 0
 
-    def backward_pass(self, tokens: Tokens, contribution: Contribution) -> tuple[Tensor, Tensor]:
-        return tokens.gradient(contribution.psi2, nu=contribution.nu, sums=True)
+    def forward_pass(self, step: Step) -> Tensor:
+        step.warmup, step.psi2 = self.warmup_batches(), step.state["running_psi2"]
+        if step.warmup == 0:
+            return step.normalize(step.psi2, moments=True)
+        batch = step.moments()  # psi_B is needed before the first token is normalized: two passes
+        warming_up = batch.count > 0
+        if step.warmup != ALWAYS:
+            warming_up = warming_up & (step.state[COUNT] < step.warmup)
+        step.psi2 = torch.where(warming_up, batch.moment, step.psi2.to(batch.moment.dtype))
+        return step.normalize(step.psi2)
 
-    def update(self, contribution: Contribution) -> dict[str, Tensor]:
-        psi2, nu, count = kernels.power_update(
-            self.running_psi2,
-            self.nu,
-            self.num_batches_tracked,
-            contribution.batch.moment,
-            contribution.psi2,
-            contribution.products,
-            contribution.batch.count,
+    def backward_pass(self, step: Step) -> tuple[Tensor, Tensor]:
+        if self.synchronises():
+            return step.gradient(step.psi2, nu=step.state["nu"], sums=True)
+        with one_at_a_time():
+            state = self.state_to_move(step)
+            if state is None:
+                return step.gradient(step.psi2, nu=step.state["nu"], sums=True)
+            gradients = kernels.power_step_(
+                step.dy,
+                step.x,
+                step.padding,
+                step.weight,
+                step.psi2,
+                step.state["nu"],
+                step.loss_scale,
+                step.inv_rms,
+                state["running_psi2"],
+                state["nu"],
+                state[COUNT],
+                self.diagnostics_memory(),
+                step.batch.moment,
+                step.batch.count,
+                self.layer_scale_groups,
+                self.eps,
+                step.warmup,
+                self.alpha_fwd,
+                self.alpha_bwd,
+            )
+            step.mark_taken_in()
+        self._look_at_own_steps(state[COUNT])
+        return gradients
+
+    def update(self, step: Step, state: dict[str, Tensor]) -> None:
+        kernels.power_update_(
+            state["running_psi2"],
+            state["nu"],
+            state[COUNT],
+            self.diagnostics_memory(),
+            step.batch.moment,
+            step.psi2,
+            step.products,
+            step.batch.count,
             self.eps,
-            contribution.warmup,
+            step.warmup,
             self.alpha_fwd,
             self.alpha_bwd,
+            step.has_gradient,
         )
-        return {"running_psi2": psi2, "nu": nu, COUNT: count}
-
-    def gamma(self, contribution: Contribution) -> Tensor:
-        """Gamma, (C,)."""
-        return contribution.batch.moment / (contribution.psi2.to(contribution.batch.moment.dtype) + self.eps)
-
-    def observe(self, contribution: Contribution) -> dict[str, Tensor]:
-        """``gamma_max``: largest Gamma of a channel."""
-        return {"gamma_max": self.gamma(contribution).max()}
-
-    def step_flags(self, contribution: Contribution, counted: Tensor) -> dict[str, Tensor]:
-        """Also ``guarded_steps``: how often ``max(0, .)`` acted."""
-        guarded = ((1.0 - self.alpha_bwd) * self.gamma(contribution) > 1.0).any() & counted
-        return {**super().step_flags(contribution, counted), "guarded_steps": guarded}
+        self._look_at_own_steps(state[COUNT])
 
     def diagnostics(self) -> dict[str, Tensor]:
-        """The diagnostics of :class:`RunningNorm` and :meth:`observe`, and ``nu_rms``, the root mean square of nu."""
+        """The diagnostics of :class:`RunningNorm`; ``gamma_max``: largest Gamma of a channel in the last step;
+        ``guarded_steps``: how often ``max(0, .)`` acted; ``nu_rms``: the root mean square of nu."""
         collected = super().diagnostics()
         return {**collected, "nu_rms": self.nu.square().mean().sqrt()} if collected else collected

@@ -1,22 +1,11 @@
 """PN as the code released with the paper computes it."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from pn_fairseq.norms.base import RunningNorm
-from pn_fairseq.norms.power import PowerContribution, PowerNorm
-from pn_fairseq.norms.tokens import Contribution, Tokens
-
-
-@dataclass(slots=True)
-class ReleaseContribution(PowerContribution):
-    """``moment``, ``positions``: mean of h^2 over all positions, and their number. ``divisor2``: psi^2 in dx."""
-
-    moment: Tensor | None = None
-    positions: Tensor | None = None
-    divisor2: Tensor | None = None
+from pn_fairseq.norms.base import COUNT, RunningNorm
+from pn_fairseq.norms.power import PowerNorm
+from pn_fairseq.norms.step import Step
 
 
 class PowerNormRelease(PowerNorm):
@@ -72,50 +61,56 @@ class PowerNormRelease(PowerNorm):
     ``num_batches_tracked``, int64.
     """
 
-    contribution_type = ReleaseContribution
-
-    def set_num_updates(self, num_updates: int) -> None:
-        RunningNorm.set_num_updates(self, num_updates)  # (e)
+    #: ``moment``, ``positions``: mean of h^2 over all positions, and their number. ``divisor2``: psi^2 in dx.
+    keeps = ("psi2", "moment", "positions", "divisor2")
+    reads = ("running_psi2", "nu", COUNT)
+    reports = RunningNorm.reports
+    observed = ("gamma_max",)
 
     def warmup_batches(self) -> int:
         return self.psi_warmup_updates  # (e)
 
-    def forward_pass(self, tokens: Tokens, contribution: Contribution) -> Tensor:
-        everywhere = tokens.with_padding()
-        over_all = everywhere.moments()
-        contribution.moment, contribution.positions = over_all.moment, over_all.count.clamp(min=1.0)
-        batch = tokens.moments()
-        contribution.nu, psi2 = self.frozen_view(self.nu), self.running_psi2.to(batch.moment.dtype)
-        some = batch.count > 0  # without a real token there is no psi_B
-        contribution.psi2 = torch.where(some & (self.num_batches_tracked < self.warmup_batches()), batch.moment, psi2)
-        contribution.divisor2 = torch.where(some, batch.moment, psi2)
-        return tokens.normalize(contribution.psi2)
+    def set_num_updates(self, num_updates: int | None) -> None:
+        RunningNorm.set_num_updates(self, num_updates)  # (e)
 
-    def backward_pass(self, tokens: Tokens, contribution: Contribution) -> tuple[Tensor, Tensor]:
-        ratio = torch.sqrt((contribution.psi2 + self.eps) / (contribution.divisor2 + self.eps))  # (a)
-        weight = ratio if tokens.weight is None else ratio * tokens.weight
-        everywhere = tokens.with_padding()  # (c)
-        dx, parameters = everywhere.gradient(contribution.psi2, nu=ratio * contribution.nu, weight=weight, sums=True)
-        contribution.products = contribution.products / ratio
+    def forward_pass(self, step: Step) -> Tensor:
+        step.padding_counts = True
+        over_all = step.moments()
+        step.padding_counts = False
+        step.moment, step.positions = over_all.moment, over_all.count.clamp(min=1.0)
+        batch = step.moments()
+        psi2 = step.state["running_psi2"].to(batch.moment.dtype)
+        some = batch.count > 0  # without a real token there is no psi_B
+        warming_up = some & (step.state[COUNT] < self.psi_warmup_updates)
+        step.psi2 = torch.where(warming_up, batch.moment, psi2)
+        step.divisor2 = torch.where(some, batch.moment, psi2)
+        return step.normalize(step.psi2)
+
+    def backward_pass(self, step: Step) -> tuple[Tensor, Tensor]:
+        ratio = torch.sqrt((step.psi2 + self.eps) / (step.divisor2 + self.eps))  # (a)
+        weight = ratio if step.weight is None else ratio * step.weight
+        step.padding_counts = True  # (c)
+        dx, parameters = step.gradient(step.psi2, nu=ratio * step.state["nu"], weight=weight, sums=True)
+        step.products = step.products / ratio
         return dx, parameters
 
-    def gamma(self, contribution: Contribution) -> Tensor:
-        return contribution.moment / (contribution.psi2 + self.eps)
+    def _gamma(self, step: Step) -> Tensor:
+        return step.moment / (step.psi2 + self.eps)
 
-    def update(self, contribution: Contribution) -> dict[str, Tensor]:
-        number = (self.num_batches_tracked + 1).double()
+    def update(self, step: Step, state: dict[str, Tensor]) -> None:
+        number = (state[COUNT] + 1).to(step.batch.moment.dtype)
         # (b): both steps of a batch in one.
         share = torch.where(
-            number < self.warmup_batches(), 1.0 - self.alpha_fwd * (1.0 - 1.0 / number), 1.0 - self.alpha_fwd
+            number < self.psi_warmup_updates, 1.0 - self.alpha_fwd * (1.0 - 1.0 / number), 1.0 - self.alpha_fwd
         )
         rate = 1.0 - self.alpha_bwd
+        psi2, nu = state["running_psi2"], state["nu"]
         new = {
-            "running_psi2": self.running_psi2 + share * (contribution.batch.moment - self.running_psi2),
-            # (d)
-            "nu": self.nu * (1.0 - rate * self.gamma(contribution))
-            + rate * contribution.products[0] / contribution.positions,
+            "running_psi2": psi2 + share * (step.batch.moment - psi2),
+            "nu": nu * (1.0 - rate * self._gamma(step)) + rate * step.products[0] / step.positions,  # (d)
         }
-        return self.if_counted(contribution, new)
+        self.move(step, state, new)
 
-    def step_flags(self, contribution: Contribution, counted: Tensor) -> dict[str, Tensor]:
-        return RunningNorm.step_flags(self, contribution, counted)  # (d)
+    def observe(self, step: Step) -> tuple[Tensor]:
+        """The largest Gamma of a channel."""
+        return (self._gamma(step).max(),)

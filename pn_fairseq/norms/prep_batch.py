@@ -1,23 +1,13 @@
 """PRepBN: layer normalization that fades into a batch normalization which folds into the next linear map."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 
 from pn_fairseq import kernels
+from pn_fairseq.norms.base import COUNT
 from pn_fairseq.norms.batch import MaskedBatchNorm
 from pn_fairseq.norms.checks import check_whole
-from pn_fairseq.norms.compiled import find, operator
-from pn_fairseq.norms.state import COUNT
-from pn_fairseq.norms.tokens import Contribution, Tokens
-
-
-@dataclass(slots=True)
-class FadeContribution(Contribution):
-    """``rest``: 1 - lambda, the share of RepBN."""
-
-    rest: float | Tensor = 0.0
+from pn_fairseq.norms.step import Step
 
 
 class ProgressiveBatchNorm(MaskedBatchNorm):
@@ -45,7 +35,9 @@ class ProgressiveBatchNorm(MaskedBatchNorm):
     see :class:`~pn_fairseq.norms.MaskedBatchNorm`.
     """
 
-    contribution_type = FadeContribution
+    follows_updates = True
+    reads = (COUNT,)
+    keeps = ("rest",)  # 1 - lambda, the share of RepBN
 
     def __init__(self, num_features: int, fade_updates: int = 60_000, **common):
         super().__init__(num_features, **common)
@@ -67,45 +59,40 @@ class ProgressiveBatchNorm(MaskedBatchNorm):
         # An attribute that changes once, unlike the number: torch.compile compiles a graph for each value.
         self.faded = self.fade_updates <= (num_updates or 0)
 
-    def layer_share(self) -> float | Tensor:
-        r""":math:`\lambda`; 0-d where only the device knows it."""
+    def rest(self, state: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+        r""":math:`1 - \lambda`, 0-d."""
         if self.fade_updates == 0:
-            return 0.0
-        if self._num_updates is not None:
-            return max(0.0, 1.0 - self._num_updates / self.fade_updates)
-        # Read without a flush: in a frozen norm, the step that began with this forward may be waiting already. float64:
-        # 1 - lambda, which multiplies RepBN, is small at first.
-        return (1.0 - dict.__getitem__(self._buffers, COUNT).double() / self.fade_updates).clamp(min=0.0)
+            return torch.ones((), dtype=dtype, device=state[COUNT].device)
+        return (self.completed_updates(state).to(dtype) / self.fade_updates).clamp(max=1.0)
 
     def further_parameters(self) -> tuple[Tensor, ...]:
         # LN's gain and bias get their gradients in token_part, and zeros from backward_pass: without any gradient after
         # the fade they would stop DistributedDataParallel.
         return (self.rep_alpha, self.ln_weight, self.ln_bias) if self.affine else ()
 
-    def token_part(self, x: Tensor) -> Tensor | None:
+    def token_part(self, x: Tensor, state: dict[str, Tensor]) -> Tensor | None:
         if not self.training or self.recalibrating or self.faded:
             return None
-        share = layer_share(self.handle) if torch.compiler.is_compiling() else self.layer_share()
         dtype = torch.promote_types(x.dtype, torch.float32)
+        share = 1.0 - self.rest(state, dtype)
         weight = share * (self.ln_weight if self.affine else x.new_ones(self.num_features, dtype=dtype))
         bias = share * self.ln_bias if self.affine else None
         return kernels.standardized(self.layer_scale(x), weight, bias, eps_in_root=self.eps)
 
-    def forward_pass(self, tokens: Tokens, contribution: Contribution) -> Tensor:
-        contribution.rest = 1.0 - self.layer_share()
-        batch = self.batch_moments(tokens)
-        weight, bias = self.effective_affine(tokens.weight, tokens.bias, tokens.further, batch.mean, batch.moment)
-        return tokens.normalize(batch.moment, batch.mean, contribution.rest * weight, contribution.rest * bias)
+    def forward_pass(self, step: Step) -> Tensor:
+        batch = self.batch_moments(step)
+        step.rest = self.rest(step.state, batch.moment.dtype)
+        weight, bias = self.effective_affine(step.weight, step.bias, step.further, batch.mean, batch.moment)
+        return step.normalize(batch.moment, batch.mean, step.rest * weight, step.rest * bias)
 
-    def backward_pass(self, tokens: Tokens, contribution: Contribution) -> tuple[Tensor, ...]:
-        batch, sigma = contribution.batch, (contribution.batch.moment + self.eps).sqrt()
-        gain = contribution.rest * (tokens.weight if self.affine else torch.ones_like(sigma))
-        total, _ = self.effective_affine(tokens.weight, tokens.bias, tokens.further, batch.mean, batch.moment)
-        parameters, products = tokens.gradient_sums(batch.moment, batch.mean, gain)
-        dx, _ = tokens.gradient(
-            batch.moment, batch.mean, *self.corrections(contribution, products), contribution.rest * total
-        )
-        parameters = contribution.rest * parameters
+    def backward_pass(self, step: Step) -> tuple[Tensor, ...]:
+        batch, sigma = step.batch, (step.batch.moment + self.eps).sqrt()
+        gain = step.rest * (step.weight if self.affine else torch.ones_like(sigma))
+        total, _ = self.effective_affine(step.weight, step.bias, step.further, batch.mean, batch.moment)
+        parameters, products = step.gradient_sums(batch.moment, batch.mean, gain)
+        nu, offset = self.corrections(step, products)
+        dx, _ = step.gradient(batch.moment, batch.mean, nu, offset, step.rest * total, batch.count)
+        parameters = step.rest * parameters
         if not self.affine:
             return dx, parameters
         by_alpha = (sigma * parameters[0] + batch.mean * parameters[1]).sum()[None]
@@ -118,9 +105,3 @@ class ProgressiveBatchNorm(MaskedBatchNorm):
             return 1.0 + sigma, mean
         # In evaluation mean is a buffer, which may change before the backward.
         return torch.addcmul(weight, further[0], sigma), torch.addcmul(bias, further[0], mean.clone())
-
-
-@operator("layer_share(Tensor norm) -> Tensor", lambda _: torch.empty((), dtype=torch.float64, device="cpu"))
-def layer_share(norm):
-    """:meth:`ProgressiveBatchNorm.layer_share` of a norm in a compiled graph, which serves all its values."""
-    return torch.as_tensor(find(norm).layer_share(), dtype=torch.float64, device="cpu")

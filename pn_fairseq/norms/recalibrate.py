@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from pn_fairseq.norms.base import COUNT, RunningNorm, running_norms
 from pn_fairseq.norms.distributed import all_reduce_sum, world_size
-from pn_fairseq.norms.tokens import Tokens
 
 
 @contextmanager
@@ -41,7 +40,7 @@ def recalibrating(model: nn.Module) -> Iterator[list[RunningNorm]]:
     """
     norms = running_norms(model)
     modes = [(module, module.training) for module in model.modules()]
-    model.eval()  # takes pending steps into the state before it is read
+    model.eval()
     means: list[dict[str, Tensor]] = [{} for _ in norms]
     try:
         for norm, mean in zip(norms, means, strict=True):
@@ -50,7 +49,7 @@ def recalibrating(model: nn.Module) -> Iterator[list[RunningNorm]]:
         yield norms
         for norm, mean in zip(norms, means, strict=True):
             if mean.pop(COUNT, 0) > 0:
-                norm.discard_pending()
+                norm.epoch += 1
                 for name, value in mean.items():
                     norm.get_buffer(name).copy_(value)
     finally:
@@ -62,9 +61,14 @@ def recalibrating(model: nn.Module) -> Iterator[list[RunningNorm]]:
 
 def _average_in(norm: RunningNorm, mean: dict[str, Tensor], x: Tensor, padding_mask: Tensor | None) -> Tensor:
     """y by the statistics of the batch, which enter their ``mean`` over the batches, by buffer name."""
-    batch = norm.batch_moments(Tokens(norm, norm.contribution_type(), x.detach(), padding_mask, None, None))
+    batch = norm.batch_moments(norm.new_step(x.detach(), padding_mask, None, None, (), {}))
     with torch.no_grad():
-        new = {name: value.to(torch.float32) for name, value in norm.statistics_of(batch).items()}
+        moment, center = norm.statistics_of(batch)
+        if norm.unbiased:
+            moment = moment * (batch.count / (batch.count - 1.0))
+        new = {norm.moment_name: moment.to(torch.float32)}
+        if norm.mean_name is not None:
+            new[norm.mean_name] = center.to(torch.float32)
         finite = torch.stack([value.isfinite().all() for value in new.values()]).all()
         counted = (batch.count > 0) & finite & (not norm.ignoring or norm.synchronises())
         mean[COUNT] = mean.get(COUNT, 0) + counted
@@ -98,7 +102,7 @@ def average_running_stats(model: nn.Module, group=None) -> bool:
         averaged = {name: next(parts).view_as(value) for name, value in state.items()}
         if norm.mean_name is not None:
             averaged[norm.moment_name] = averaged[norm.moment_name] - averaged[norm.mean_name].square()
-        norm.discard_pending()
+        norm.epoch += 1
         for name, buffer in norm.named_buffers(recurse=False):
             buffer.copy_(averaged[name] if buffer.is_floating_point() else averaged[name].round())
     return True

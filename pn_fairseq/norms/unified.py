@@ -1,21 +1,12 @@
 """UN: unified normalization, by moving averages of the statistics of both passes."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from pn_fairseq.norms.base import COUNT
 from pn_fairseq.norms.checks import check_alpha
-from pn_fairseq.norms.tokens import Contribution, Tokens
-from pn_fairseq.norms.window import WindowContribution, WindowNorm, with_row
-
-
-@dataclass(slots=True)
-class UnifiedContribution(WindowContribution):
-    """``skip``: whether the step is skipped, 0-d. ``nu``: nu before the step."""
-
-    skip: Tensor | None = None
-    nu: Tensor | None = None
+from pn_fairseq.norms.step import Step
+from pn_fairseq.norms.window import WindowNorm, with_row
 
 
 class UnifiedNorm(WindowNorm):
@@ -55,7 +46,8 @@ class UnifiedNorm(WindowNorm):
     ``lambda_window`` (window, C), initially 0; ``num_batches_tracked``, int64.
     """
 
-    contribution_type = UnifiedContribution
+    #: ``skip``: whether the step is skipped, 0-d.
+    keeps = (*WindowNorm.keeps, "skip")
 
     def __init__(
         self, num_features: int, alpha_bwd: float = 0.9, window: int = 4, outlier_filtration: bool = False, **common
@@ -65,55 +57,49 @@ class UnifiedNorm(WindowNorm):
         self.outlier_filtration = outlier_filtration
         self.add_state("nu", 0.0)
 
-    def forward_pass(self, tokens: Tokens, contribution: Contribution) -> Tensor:
-        self.begin(contribution, tokens.moments())
-        return self._normalize(tokens, contribution)
+    def forward_pass(self, step: Step) -> Tensor:
+        self.begin(step, step.moments())
+        return self._normalize(step)
 
-    def _normalize(self, tokens: Tokens, contribution: Contribution) -> Tensor:
-        window = with_row(self.psi2_window, contribution.own_psi2, contribution.number)
+    def _normalize(self, step: Step) -> Tensor:
+        window = with_row(step.state["psi2_window"], step.own_psi2, step.number)
         geometric = window.log().mean(0).exp()
-        contribution.skip = self._skip(contribution, window, geometric)
-        contribution.psi2 = torch.where(contribution.early | contribution.skip, contribution.own_psi2, geometric)
-        contribution.ratio = torch.where(contribution.skip, 1.0, self.ratio(contribution))
-        contribution.nu = self.frozen_view(self.nu)
-        return tokens.normalize(contribution.psi2)
+        step.skip = self._skip(step, window, geometric)
+        step.psi2 = torch.where(step.early | step.skip, step.own_psi2, geometric)
+        step.ratio = torch.where(step.skip, 1.0, self.ratio(step))
+        return step.normalize(step.psi2)
 
-    def _skip(self, contribution: Contribution, window: Tensor, geometric: Tensor) -> Tensor:
+    def _skip(self, step: Step, window: Tensor, geometric: Tensor) -> Tensor:
         """Whether the step is skipped, 0-d."""
         if self.window == 1:
-            return torch.ones_like(contribution.early)
+            return torch.ones_like(step.early)
         if not self.outlier_filtration:
-            return torch.zeros_like(contribution.early)
-        bound = self.psi2_window.sqrt().var() * self.window
-        return (window.mean(0) - geometric > bound).any() & ~contribution.early
+            return torch.zeros_like(step.early)
+        bound = step.state["psi2_window"].sqrt().var() * self.window
+        return (window.mean(0) - geometric > bound).any() & ~step.early
 
-    def backward_pass(self, tokens: Tokens, contribution: Contribution) -> tuple[Tensor, Tensor]:
-        gain = contribution.ratio if tokens.weight is None else contribution.ratio * tokens.weight
-        parameters, _ = tokens.gradient_sums(contribution.psi2, weight=gain)
-        self.note_lambda(contribution)
-        average = contribution.average_lambda
-        nu = self.alpha_bwd * contribution.nu.to(average.dtype) + (1 - self.alpha_bwd) * average
-        dx, _ = tokens.gradient(
-            contribution.psi2, nu=torch.where(contribution.skip, contribution.own_lambda, nu), weight=gain
-        )
+    def backward_pass(self, step: Step) -> tuple[Tensor, Tensor]:
+        gain = step.ratio if step.weight is None else step.ratio * step.weight
+        parameters, _ = step.gradient_sums(step.psi2, weight=gain)
+        average = self.average_lambda(step)
+        nu = self.alpha_bwd * step.state["nu"].to(average.dtype) + (1 - self.alpha_bwd) * average
+        dx, _ = step.gradient(step.psi2, nu=torch.where(step.skip, self.own_lambda(step), nu), weight=gain)
         return dx, parameters
 
-    def note_lambda(self, contribution: Contribution) -> None:
-        super().note_lambda(contribution)
-        own, average = contribution.own_lambda, contribution.average_lambda
-        contribution.average_lambda = torch.where(contribution.skip, own, average)
+    def average_lambda(self, step: Step) -> Tensor:
+        return torch.where(step.skip, self.own_lambda(step), super().average_lambda(step))
 
-    def update(self, contribution: Contribution) -> dict[str, Tensor]:
-        number = self.num_batches_tracked + 1
-        psi2 = torch.where(contribution.skip, self.running_psi2, contribution.own_psi2)
-        lambda_ = torch.where(contribution.skip, self.nu, contribution.own_lambda)
+    def update(self, step: Step, state: dict[str, Tensor]) -> None:
+        number, running, nu = state[COUNT] + 1, state["running_psi2"], state["nu"]
+        psi2 = torch.where(step.skip, running, step.own_psi2)
+        lambda_ = torch.where(step.skip, nu, self.own_lambda(step))
         new = {
-            "running_psi2": self.alpha_fwd * self.running_psi2 + (1 - self.alpha_fwd) * contribution.psi2,
-            "nu": self.alpha_bwd * self.nu + (1 - self.alpha_bwd) * contribution.average_lambda,
-            "psi2_window": with_row(self.psi2_window, psi2, number),
-            "lambda_window": with_row(self.lambda_window, lambda_, number),
+            "running_psi2": self.alpha_fwd * running + (1 - self.alpha_fwd) * step.psi2,
+            "nu": self.alpha_bwd * nu + (1 - self.alpha_bwd) * self.average_lambda(step),
+            "psi2_window": with_row(state["psi2_window"], psi2, number),
+            "lambda_window": with_row(state["lambda_window"], lambda_, number),
         }
-        return self.if_counted(contribution, new)
+        self.move(step, state, new)
 
 
 class UnifiedNormRelease(UnifiedNorm):
@@ -127,15 +113,18 @@ class UnifiedNormRelease(UnifiedNorm):
     Arguments, buffers and errors: see :class:`UnifiedNorm`. A batch without a real token changes no state.
     """
 
-    def completed_updates(self) -> Tensor:
-        return self.num_batches_tracked  # (c)
+    def completed_updates(self, state: dict[str, Tensor]) -> Tensor:
+        return state[COUNT]  # (c)
 
-    def forward_pass(self, tokens: Tokens, contribution: Contribution) -> Tensor:
-        everywhere = tokens.with_padding().moments()
-        tokens.moments()  # the number of real tokens decides whether the step is taken in
-        self.begin(contribution, everywhere)  # (a)
-        return self._normalize(tokens, contribution)
+    def forward_pass(self, step: Step) -> Tensor:
+        step.padding_counts = True
+        everywhere = step.moments()
+        step.padding_counts = False
+        step.moments()  # the number of real tokens decides whether the step is taken in
+        self.begin(step, everywhere)  # (a)
+        return self._normalize(step)
 
-    def backward_pass(self, tokens: Tokens, contribution: Contribution) -> tuple[Tensor, Tensor]:
-        dx, (products, sums) = super().backward_pass(tokens.with_padding(), contribution)
-        return dx, torch.stack([contribution.ratio * products, sums])  # (b)
+    def backward_pass(self, step: Step) -> tuple[Tensor, Tensor]:
+        step.padding_counts = True
+        dx, (products, sums) = super().backward_pass(step)
+        return dx, torch.stack([step.ratio * products, sums])  # (b)

@@ -1,37 +1,11 @@
 """What MABN and UN share: statistics over the last batches, which they keep in ring buffers."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from pn_fairseq.norms.base import RunningNorm
+from pn_fairseq.norms.base import COUNT, RunningNorm
 from pn_fairseq.norms.checks import check_whole
-from pn_fairseq.norms.tokens import Contribution, Moments
-
-
-@dataclass(slots=True)
-class WindowContribution(Contribution):
-    """What the passes of a step keep.
-
-    Attributes:
-        number, updates: of this step and of its optimizer update, from 1; ``early``: whether it is early.
-        own_psi2, counted: psi_B^2, and the number of tokens that it is over.
-        psi2, ratio: psi^2 in D, and r.
-        lambda_window: the window before the step.
-        own_lambda, average_lambda: lambda_B and lambda; 0 before the backward.
-    """
-
-    number: Tensor | None = None
-    updates: Tensor | None = None
-    early: Tensor | None = None
-    own_psi2: Tensor | None = None
-    counted: Tensor | None = None
-    psi2: Tensor | None = None
-    ratio: Tensor | None = None
-    lambda_window: Tensor | None = None
-    own_lambda: Tensor | None = None
-    average_lambda: Tensor | None = None
+from pn_fairseq.norms.step import Moments, Step
 
 
 class WindowNorm(RunningNorm):
@@ -55,7 +29,12 @@ class WindowNorm(RunningNorm):
 
     moment_name = "running_psi2"
     gradient_state = ("nu", "lambda_window")
-    contribution_type = WindowContribution
+    follows_updates = True
+
+    #: ``number``, ``updates``: of this step and of its optimizer update, from 1; ``early``: whether it is early.
+    #: ``own_psi2``, ``counted``: psi_B^2, and the number of tokens that it is over. ``psi2``, ``ratio``: psi^2 in D,
+    #: and r.
+    keeps = ("number", "updates", "early", "own_psi2", "counted", "psi2", "ratio")
 
     #: The ratio r is 1 for at least so many updates.
     ratio_warmup = 1000
@@ -68,26 +47,28 @@ class WindowNorm(RunningNorm):
         self.add_state("psi2_window", 0.0, self.window)
         self.add_state("lambda_window", 0.0, self.window)
 
-    def begin(self, contribution: Contribution, batch: Moments) -> None:
-        """Note the statistics ``batch``, the number of the step, whether it is early, and what its backward needs."""
-        contribution.number = self.num_batches_tracked + 1
-        contribution.updates = self.completed_updates() + 1
-        contribution.early = (contribution.number <= self.window) | (contribution.updates < self.psi_warmup_updates)
-        contribution.own_psi2, contribution.counted = batch.moment, batch.count.clamp(min=1.0)
-        contribution.lambda_window = self.frozen_view(self.lambda_window)
-        contribution.own_lambda = contribution.average_lambda = torch.zeros_like(batch.moment)
+    def begin(self, step: Step, batch: Moments) -> None:
+        """Note the statistics ``batch``, the number of the step, and whether it is early."""
+        step.number = step.state[COUNT] + 1
+        step.updates = self.completed_updates(step.state) + 1
+        step.early = (step.number <= self.window) | (step.updates < self.psi_warmup_updates)
+        step.own_psi2, step.counted = batch.moment, batch.count.clamp(min=1.0)
 
-    def ratio(self, contribution: Contribution) -> Tensor:
+    def ratio(self, step: Step) -> Tensor:
         r"""r = sqrt(psi^2 + eps) / sqrt(running psi^2 + eps) in [1/5, 5]; 1 at first."""
-        running = self.running_psi2.to(contribution.psi2.dtype)
-        ratio = ((contribution.psi2 + self.eps) / (running + self.eps)).sqrt().clamp(1 / 5, 5)
-        return torch.where(contribution.updates <= max(self.ratio_warmup, self.psi_warmup_updates), 1.0, ratio)
+        running = step.state["running_psi2"].to(step.psi2.dtype)
+        ratio = ((step.psi2 + self.eps) / (running + self.eps)).sqrt().clamp(1 / 5, 5)
+        return torch.where(step.updates <= max(self.ratio_warmup, self.psi_warmup_updates), 1.0, ratio)
 
-    def note_lambda(self, contribution: Contribution) -> None:
-        """Note lambda_B, and the mean of lambda over the last steps; early: that of this step."""
-        contribution.own_lambda = own = contribution.products[0] / contribution.counted
-        average = with_row(contribution.lambda_window, own, contribution.number).mean(0)
-        contribution.average_lambda = torch.where(contribution.early, own, average)
+    def own_lambda(self, step: Step) -> Tensor:
+        """lambda_B; 0 without a backward."""
+        return step.products[0] / step.counted
+
+    def average_lambda(self, step: Step) -> Tensor:
+        """The mean of lambda over the last steps; early: that of this step."""
+        own = self.own_lambda(step)
+        average = with_row(step.state["lambda_window"], own, step.number).mean(0)
+        return torch.where(step.early, own, average)
 
 
 def with_row(window: Tensor, row: Tensor, number: Tensor) -> Tensor:

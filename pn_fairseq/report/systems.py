@@ -33,7 +33,7 @@ _PLACES = {
 _HOW = re.compile(
     r"distributed_training\.|bmuf\.|common\.(log_interval|log_format|cpu|no_progress_bar|all_gather_list_size)$"
     r"|dataset\.(num_workers|data_buffer_size|max_tokens|batch_size|max_tokens_valid|batch_size_valid)$|optimization\.update_freq$"
-    r"|model\.norm_(stats_interval|probe_(interval|layers))$"
+    r"|model\.(compile_layers|norm_(stats_interval|probe_(interval|layers)))$"
 )
 
 #: Options of norms.

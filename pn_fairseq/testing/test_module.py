@@ -208,7 +208,8 @@ def test_no_value_is_read_in_a_training_step(case, masked, counted):
             # Also a fault: what to do with it is decided where the numbers are.
             inputs = (x * float("inf") if step == 3 else x).detach().requires_grad_()
             norm(inputs, mask if masked else None).backward(dy)
-    assert not reads.operations, (
+    # One that is not told the number of updates may look once whether its own steps have ended a warm-up.
+    assert len(reads.operations) <= (not counted), (
         f"a training step reads values, for which a GPU waits (use torch.where): {reads.operations}"
     )
 

@@ -147,7 +147,7 @@ def test_selective_checkpointing_that_saves_all_operators_changes_no_bit(running
     results = []
     for block, call in ((twin, use), (plain, plain)):
         generator = rng(1)
-        for _ in range(4):  # no state is read in between: the next forward takes the step in
+        for _ in range(4):
             x, mask, dy = tensors(generator)
             call(x.requires_grad_(), mask).backward(dy)
         results.append([x.grad, *(parameter.grad for parameter in block.parameters()), *state_of(block).values()])

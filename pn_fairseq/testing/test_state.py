@@ -1,12 +1,13 @@
-"""When the state changes: at a flush, once for each backward, by what the forward saw."""
+"""When the state changes: in the backward, once for each forward, by what the forward read."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from pn_fairseq.norms import set_loss_scale
+from pn_fairseq.norms import ignoring, set_loss_scale
 from pn_fairseq.testing.helpers import (
     CHANNELS,
     CHECKPOINTING,
@@ -16,6 +17,7 @@ from pn_fairseq.testing.helpers import (
     assert_state_unchanged,
     assert_states_equal,
     checkpointed,
+    long,
     random_batch,
     rng,
     some_steps,
@@ -44,57 +46,149 @@ def test_a_forward_changes_nothing(running):
         assert_state_unchanged(norm.eval(), before)
 
 
-FLUSHES = {
-    "flush": lambda norm: norm.flush(),
-    "next forward": lambda norm: norm(torch.ones(2, 2, CHANNELS)),
-    "set_num_updates": lambda norm: norm.set_num_updates(7),
-    "eval": lambda norm: norm.eval(),
-    "train": lambda norm: norm.train(),
-    "state_dict": lambda norm: norm.state_dict(),
-    "deepcopy": copy.deepcopy,
-    "conversion": lambda norm: norm.float(),
-    "diagnostics": lambda norm: norm.diagnostics(),
-    "within a model": lambda norm: torch.nn.Sequential(norm).state_dict(),
-    "attribute": lambda norm: norm.num_batches_tracked,
-    "named_buffers": lambda norm: list(norm.named_buffers()),
-    "buffers of a model": lambda norm: list(torch.nn.Sequential(norm).buffers()),  # as AveragedModel reads them
-}
-
-
-@pytest.mark.parametrize("when", FLUSHES)
-def test_a_backward_is_taken_in_before_the_state_is_used(running, when):
-    """Once, and not by the backward itself."""
+def test_the_state_is_right_when_the_backward_returns(running):
+    """The backward moves it in place. Nothing that looks at it afterwards changes it."""
     norm = running.trained()
     before, buffers = state_of(norm), dict(norm.named_buffers())
+    memory = {name: buffer.data_ptr() for name, buffer in buffers.items()}
     x, mask, dy = tensors(rng(2))
-    norm(x.requires_grad_(), mask).backward(dy)
-    assert_same(buffers.values(), before.values(), "a backward pass writes no buffer")
-    FLUSHES[when](norm)
+    y = norm(x.requires_grad_(), mask)
+    assert_state_unchanged(norm, before)
+    y.backward(dy)
     assert int(buffers[COUNT]) == int(before[COUNT]) + 1
-    once = state_of(norm)
-    norm.flush()
+    once = {name: buffer.clone() for name, buffer in buffers.items()}
+    copy.deepcopy(norm.eval())
+    norm.train().float().diagnostics()
+    norm.set_num_updates(7)
+    norm(x, mask)
     assert_state_unchanged(norm, once)
+    for name, buffer in norm.named_buffers():
+        assert buffer is buffers[name] and buffer.data_ptr() == memory[name], name
 
 
-def test_flush_waits_inside_a_backward(running):
-    """A module that computes within a backward pass, as a recomputation does, sees the state as it was."""
+@long
+@pytest.mark.parametrize("how", CHECKPOINTING)
+def test_a_recomputed_forward_reads_what_its_forward_read(running, how):
+    """Also after the backward of another batch has moved the state."""
+    plain, twin = running.trained(psi_warmup_updates=1), running.trained(psi_warmup_updates=1)
+    results = []
+    for norm, use in ((plain, plain), (twin, checkpointed(twin, how))):
+        batches = [tensors(rng(seed)) for seed in (3, 4)]
+        leaves = [x.clone().requires_grad_() for x, _, _ in batches]
+        outputs = [use(leaf, mask) for leaf, (_, mask, _) in zip(leaves, batches, strict=True)]
+        for y, (_, _, dy) in zip(outputs, batches, strict=True):
+            y.backward(dy)
+        results.append([*outputs, *(leaf.grad for leaf in leaves), *state_of(norm).values()])
+    assert_same(*results)
+
+
+def test_pipeline_schedules_without_checkpointing(running):
+    """Two batches are on their way (1F1B). Each backward uses what its own forward read."""
+    norm = running.trained(psi_warmup_updates=1)
+    batches = [tensors(rng(seed)) for seed in (3, 4, 5)]
+    leaves = [x.clone().requires_grad_() for x, _, _ in batches]
+    outputs, twins = [], []
+    for action in ("F0", "F1", "B0", "F2", "B1", "B2"):
+        number = int(action[1])
+        _, mask, dy = batches[number]
+        if action[0] == "F":
+            twins.append(copy.deepcopy(norm))
+            outputs.append(norm(leaves[number], mask))
+        else:
+            outputs[number].backward(dy)
+    for leaf, y, twin, (x, mask, dy) in zip(leaves, outputs, twins, batches, strict=True):
+        expected = twin(x.requires_grad_(), mask)
+        expected.backward(dy)
+        assert_same((y, leaf.grad), (expected, x.grad))
+
+
+def test_a_retry_after_an_error_counts_once(running):
+    """A backward pass that fails before it reaches the norm moves nothing; one that fails afterwards has moved it."""
     norm = running.trained()
+    before = int(norm.num_batches_tracked)
+    x, mask, dy = tensors(rng(2))
+    fails = True
+
+    def fail(gradient):
+        if fails:
+            raise RuntimeError("out of memory")
+
+    for place in ("above", "below"):
+        fails, leaf = True, x.clone().requires_grad_()
+        inside = leaf * 1
+        y = norm(inside, mask)
+        (inside if place == "below" else y).register_hook(fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            y.backward(dy, retain_graph=True)
+        assert int(norm.num_batches_tracked) == before + (place == "below")
+        fails = False
+        y.backward(dy)
+        before += 1
+        assert int(norm.num_batches_tracked) == before
+
+
+def test_threads_that_train_one_norm_lose_no_step(running):
+    norm, steps = running.trained(), 50
+    before = int(norm.num_batches_tracked)
+
+    def train(seed):
+        x, mask, dy = tensors(rng(seed))
+        for _ in range(steps):
+            norm(x.clone().requires_grad_(), mask).backward(dy)
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(train, (1, 2)))
+    assert int(norm.num_batches_tracked) == before + 2 * steps
+
+
+@pytest.mark.parametrize("inside", ["forward", "both"])
+def test_a_batch_that_is_ignored_in_its_forward_enters_no_statistic(running, inside):
+    """Its gradient is that of training, also where its backward comes after the block."""
+    norm, plain = running.trained(), running.trained()
     before = state_of(norm)
     x, mask, dy = tensors(rng(2))
-    norm(x.requires_grad_(), mask).backward(dy)
-    seen = []
-
-    def look(gradient):
-        norm.flush()
-        seen.append({name: value.clone() for name, value in norm.named_buffers()})
-
-    y = torch.ones(1, requires_grad=True) * 2
-    y.register_hook(look)
-    y.backward()
-    for name, value in before.items():
-        assert torch.equal(seen[0][name], value), name
-    norm.flush()
+    expected = plain(x.clone().requires_grad_(), mask)
+    leaf = x.clone().requires_grad_()
+    with ignoring(torch.nn.Sequential(norm)):
+        y = norm(leaf, mask)
+        if inside == "both":
+            y.backward(dy)
+    if inside == "forward":
+        y.backward(dy)
+    assert_same([y], [expected])
+    assert leaf.grad.isfinite().all() and leaf.grad.any()
+    assert_state_unchanged(norm, before)
+    norm(leaf, mask).backward(dy)
     assert int(norm.num_batches_tracked) == int(before[COUNT]) + 1
+
+
+@long
+@pytest.mark.parametrize("how", CHECKPOINTING)
+def test_gradients_of_a_frozen_norm_in_a_checkpointed_part(running, how):
+    """The norm moves its state in the forward; what is recomputed later still reads the state before that."""
+    plain, twin = running.trained(psi_warmup_updates=1), running.trained(psi_warmup_updates=1)
+
+    class Scaled(torch.nn.Module):
+        def __init__(self, norm):
+            super().__init__()
+            self.norm = norm.requires_grad_(False)
+            self.factor = torch.nn.Parameter(torch.ones(CHANNELS))
+
+        def forward(self, x, mask, hook):
+            return self.norm(x, mask) * self.factor + 0 * hook
+
+    results = []
+    for block in (Scaled(plain), Scaled(twin)):
+        use = checkpointed(block, how) if block.norm is twin else block
+        values = []
+        for seed in range(2):
+            x, mask, dy = tensors(rng(seed))
+            hook = torch.zeros((), requires_grad=True)  # reentrant checkpointing needs it
+            y = use(x, mask, hook)
+            y.backward(dy)
+            values += [y, block.factor.grad.clone()]
+        results.append([*values, *state_of(block).values()])
+    assert_same(*results)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)], ids=str)
@@ -150,7 +244,7 @@ def test_a_second_backward_of_a_retained_graph_gives_the_same_and_counts_nothing
     (twice,) = torch.autograd.grad(y, x, dy)
     assert torch.equal(once, twice)
     assert_state_unchanged(norm, after)
-    for gradient in (dy, 3 * dy):  # nothing is flushed between the two
+    for gradient in (dy, 3 * dy):  # only the first one counts
         torch.autograd.grad(of_other, x, gradient, retain_graph=True)
     assert_state_unchanged(other, after)
 
@@ -177,7 +271,7 @@ def test_parameters_that_are_loaded_alone_leave_the_state_and_the_number_of_upda
     for module in (norm, twin):
         module.set_num_updates(1)
         x, mask, dy = tensors(rng(3))
-        module(x.requires_grad_(), mask).backward(dy)  # waits for a flush
+        module(x.requires_grad_(), mask).backward(dy)
     norm.load_state_dict(dict(norm.named_parameters()), strict=False)
     assert_same(some_steps(norm), some_steps(twin))
 

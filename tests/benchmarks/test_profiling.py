@@ -68,14 +68,13 @@ def test_counts_of_fused_pn_by_hand(groups, activations):
         forward = COUNT(lambda: norm(x, mask))
         y = norm(x, mask)
         backward = COUNT(lambda: y.backward(dy))
-        state = COUNT(norm.flush)
+    copies = 2 * VECTOR  # of psi^2 and nu
     # x, mask, weight, bias, psi^2; y, 1 / rms, psi_B^2, N
-    assert forward == Counts(1, X + ROWS + 3 * VECTOR, X + scales + VECTOR + 4)
-    # dy, x, mask, weight, psi^2, nu, 1 / rms; the gradients of x, weight and bias, and the two products
-    assert backward == Counts(1, 2 * X + ROWS + 3 * VECTOR + scales, X + 2 * VECTOR + 2 * VECTOR)
-    # psi^2, nu, number of steps, psi_B^2, psi^2 that was used, the products, N; psi^2, nu, number of steps
-    copies = 2 * VECTOR + 8  # the operator moves the state in place, and flush() gives it copies
-    assert state == Counts(1 + 3, 6 * VECTOR + 8 + 4 + copies, 2 * VECTOR + 8 + copies)
+    read, written = X + ROWS + 3 * VECTOR, X + scales + VECTOR + 4
+    assert forward == Counts(2, read + copies, written + copies)
+    # dy, x, mask, weight, psi^2, nu, 1 / rms, the state, psi_B^2, N; the gradients of x, weight and bias, the state
+    state = 2 * VECTOR + 8
+    assert backward == Counts(1, 2 * X + ROWS + 3 * VECTOR + scales + state + VECTOR + 4, X + 2 * VECTOR + state)
 
 
 def test_the_reference_is_counted_by_what_it_is_made_of(activations):

@@ -81,12 +81,12 @@ def planted(name, right, wrong):
 
 #: Name -> what is planted, and how the suite says it.
 BUGS = {
-    "sum": (" / contribution.batch.count.clamp(min=1)", "", "depends on how many tokens a batch has"),
+    "sum": (" / step.batch.count.clamp(min=1)", "", "depends on how many tokens a batch has"),
     "factor": ("psi2, nu=nu", "psi2, nu=1.5 * nu", "dx is wrong: along a direction the derivative is"),
     "mixes": ("    moment_name", '    mixes_tokens = "never"\n    moment_name', "mixes_tokens is 'never', but in"),
     "read": (
         "        parameters, _",
-        "        float(contribution.nu[0])\n        parameters, _",
+        "        float(step.state['nu'][0])\n        parameters, _",
         "a training step reads",
     ),
 }

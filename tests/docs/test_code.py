@@ -178,7 +178,7 @@ def test_the_code_for_hugging_face(tmp_path, monkeypatch, capsys):
         torch.testing.assert_close(names["from_folder"].state_dict()[key], tensor)
     assert all(norm.running_mean.abs().max() > 0 for norm in running_norms(names["pretrained"]))
     names["CountUpdates"]().on_step_begin(None, SimpleNamespace(global_step=5), None, model=model)
-    assert all(norm.completed_updates() == 5 for norm in running_norms(model))
+    assert all(norm._num_updates == 5 for norm in running_norms(model))
     logs: dict = {}
     for _ in range(2):
         names["LogNorms"]().on_log(None, None, None, model=model.train(), logs=logs)

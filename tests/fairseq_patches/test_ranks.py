@@ -4,7 +4,7 @@ import pytest
 import torch
 from fairseq.tasks.fairseq_task import FairseqTask
 
-from pn_fairseq.fairseq_patches.training import ignoring_batches
+from pn_fairseq.norms import ignoring
 from pn_fairseq.testing.ranks import run_ranks
 
 from ..models.helpers import build, padded_batch
@@ -88,7 +88,7 @@ def test_a_batch_that_is_ignored_leaves_no_trace(encoder_norm, checkpointed):
         model.set_num_updates(update)
         model(src, None, prev)[0].square().mean().backward()
         before = {key: value.clone() for key, value in model.state_dict().items()}
-        with ignoring_batches(model):
+        with ignoring(model):
             (model(src, None, prev)[0].square().mean() * 0).backward()
         for key, value in model.state_dict().items():
             assert torch.equal(value, before[key]), key

@@ -3,7 +3,10 @@ import copy
 import pytest
 import torch
 
-from .helpers import assert_same_training, build, loss_of, padded_batch
+from pn_fairseq.fairseq_patches.training import has_padding
+from pn_fairseq.models.layers import mask_of
+
+from .helpers import assert_same_training, build, loss_of, make_task, padded_batch
 
 
 def test_all_hidden_states_are_returned_when_asked_for():
@@ -66,3 +69,44 @@ def test_training_tells_once_that_a_decoder_sees_future_tokens(settings, told, c
     model.train()
     model.train()
     assert told in caplog.text and caplog.text.count("(a leak)") == bool(told)
+
+
+def test_tokens_that_are_known_to_hold_no_padding_are_not_looked_at(monkeypatch):
+    """On a GPU a look at values waits for the device."""
+    task, tokens = make_task(), torch.tensor([[5, 6, 7], [8, 9, 1]])
+    sample = {"net_input": {"src_tokens": tokens, "prev_output_tokens": tokens[:1]}}
+    assert has_padding(task, sample) == {"src_tokens": True, "prev_output_tokens": False}
+    assert has_padding(task, None) == has_padding(task, {}) == {}
+    for known, expected in ((True, tokens.eq(1)), (False, None)):
+        told = tokens.clone()
+        told.has_padding = known
+        with monkeypatch.context() as blind:
+            blind.setattr(torch.Tensor, "any", None)
+            mask = mask_of(told, 1)
+        assert mask is expected or torch.equal(mask, expected)
+    assert mask_of(tokens[:1], 1) is None and torch.equal(mask_of(tokens, 1), tokens.eq(1))
+
+
+def test_compiled_layers_train_as_plain_ones(monkeypatch):
+    """The keys of the state stay, and a copy of the model, as for an average of weights, has layers of its own."""
+    compile_layer = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda layer, **options: compile_layer(layer, backend="aot_eager", **options)
+    )
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    plain, compiled = (build("transformer_pn_tiny", compile_layers=flag, dropout=0.0) for flag in (False, True))
+    compiled.load_state_dict(plain.state_dict())
+    for model in (plain, compiled):
+        model.train().compile_layers()
+        for number in range(4):
+            model.set_num_updates(number + 1)
+            loss_of(model, *padded_batch(number, source=7 + number % 3, target=5 + number % 2)).backward()
+    assert_same_training(compiled, plain, state=(1e-5, 1e-6), rtol=1e-4, atol=1e-5)
+    assert compiled.state_dict().keys() == plain.state_dict().keys()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 2
+    averaged = copy.deepcopy(compiled).eval()
+    with torch.no_grad():
+        for parameter in averaged.parameters():
+            parameter.zero_()
+    assert loss_of(compiled.eval(), *padded_batch()) != loss_of(averaged, *padded_batch())

@@ -45,33 +45,22 @@ def noting(original, events):
     return all_reduce
 
 
-LOOKS = {
-    "next forward": lambda norm, x, mask: norm(x, mask),
-    "evaluation": lambda norm, x, mask: norm.eval()(x, mask),
-    "flush": lambda norm, x, mask: norm.flush(),
-    "reading": lambda norm, x, mask: norm.running_psi2,
-}
-
-
 def all_reduces(rank, world):
-    """The all-reduces at each point of a step of PN: in the forward, the backward and what looks at the state."""
+    """The all-reduces in the forward and in the backward of a step of PN, and psi^2 when the backward has returned."""
     found = {}
     x, dy, mask = shard(rank_batches(world), world, rank)[3]
     events = []
     dist.all_reduce = noting(dist.all_reduce, events)
     for updates in (0, 100):
-        for look, do in LOOKS.items():
-            norm = build_norm("power", x.size(-1), psi_warmup_updates=4, sync=True).double()
-            norm.set_num_updates(updates)
-            psi2 = norm.running_psi2  # what is read later is up to date
-            events.clear()
-            y = norm(x.clone().requires_grad_(), mask)
-            forward, events[:] = events[:], []
-            y.backward(dy)
-            backward, events[:] = events[:], []
-            stale = psi2.clone()
-            do(norm, x, mask)
-            found[updates, look] = forward, backward, events[:], stale, norm.running_psi2.clone()
+        norm = build_norm("power", x.size(-1), psi_warmup_updates=4, sync=True).double()
+        norm.set_num_updates(updates)
+        events.clear()
+        leaf = x.clone().requires_grad_()
+        leaf.register_hook(lambda gradient: events.append("dx"))
+        y = norm(leaf, mask)
+        forward, events[:] = events[:], []
+        y.backward(dy)
+        found[updates] = forward, events[:], norm.running_psi2.clone()
     return found
 
 
@@ -79,31 +68,28 @@ def test_three_ranks_on_shards_give_what_one_gives_on_the_whole_batch(ranks):
     assert_ranks_equal_one(POWER, "with updates", 3, ranks)
 
 
-@pytest.mark.parametrize("look", LOOKS)
-def test_a_step_of_pn_after_the_warmup_has_one_all_reduce_and_waits_for_it_in_flush(ranks, look):
+def test_a_step_of_pn_after_the_warmup_has_one_all_reduce_and_waits_for_it_at_the_end_of_the_backward(ranks):
     for rank in ranks:
-        forward, backward, afterwards, stale, psi2 = rank[100, look]
-        assert (forward, backward, afterwards) == ([], ["started"], ["waited"])
-        assert torch.equal(stale, torch.ones_like(stale)) and not torch.equal(psi2, stale)
+        forward, backward, psi2 = rank[100]
+        assert (forward, backward) == ([], ["started", "dx", "waited"])
+        assert not torch.equal(psi2, torch.ones_like(psi2))
 
 
 def test_a_step_of_pn_in_the_warmup_needs_psi_at_once(ranks):
     for rank in ranks:
-        assert rank[0, "flush"][:3] == (["at once"], ["started"], ["waited"])
+        assert rank[0][:2] == (["at once"], ["started", "dx", "waited"])
 
 
 def backward_twice(rank):
-    """dx of two backwards of a retained graph, between which one rank alone flushes, and the number of steps."""
+    """dx of two backwards of a retained graph, and the number of steps."""
     norm, x = build_norm("power", 8, sync=True), torch.randn(4, 3, 8, requires_grad=True)
     y = norm(x)
     (once,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
-    if rank == 0:
-        norm.flush()
     (twice,) = torch.autograd.grad(y.sum(), x)
     return once, twice, norm.num_batches_tracked
 
 
-def test_a_rank_alone_may_flush_between_two_backwards_of_a_retained_graph(ranks):
+def test_two_backwards_of_a_retained_graph_count_once(ranks):
     for rank in ranks:
         once, twice, steps = rank["twice"]
         assert torch.equal(once, twice) and steps == 1

@@ -119,7 +119,6 @@ def steps_of_pn(alpha: float, x_hat_limit: float):
     generator, channels = rng(11), 6
     norm = build_norm("power", channels, eps=EPS, alpha_bwd=alpha).double()
     for _ in range(round(30 / (1 - alpha))):
-        norm.flush()
         psi, nu = norm.running_psi2.double().sqrt().numpy().copy(), norm.nu.double().numpy().copy()
         x = generator.standard_t(3, size=(20, channels)) * generator.uniform(0.3, 3, channels)
         x_hat = np.clip(x / psi, -x_hat_limit, x_hat_limit)

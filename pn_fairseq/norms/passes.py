@@ -1,0 +1,69 @@
+"""Where a forward runs: inside a backward pass, as a recomputation, or while a checkpoint records operators."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from threading import Lock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+_lock = Lock()
+
+
+def one_at_a_time() -> AbstractContextManager:
+    """For what reads and writes the state of a norm: of two threads that train one norm, one waits."""
+    return nullcontext() if torch.compiler.is_compiling() else _lock
+
+
+def inside_backward() -> bool:
+    """Whether a backward pass is running, where a forward is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Run operators that selective checkpointing must not take for those of the forward that it records."""
+    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    if any(type(mode).__name__ == "_CachingTorchDispatchMode" for mode in modes):
+        with _disable_current_modes():
+            yield
+    else:
+        yield
+
+
+def is_captured(tensor: Tensor) -> bool:
+    """Whether a CUDA graph is being captured, in which ``tensor`` has no value yet."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def refuse_captured_recomputation(tensor: Tensor) -> None:
+    """Called in a recomputation. A replayed CUDA graph could not tell which forward it repeats."""
+    if is_captured(tensor):
+        raise RuntimeError(
+            "a CUDA graph cannot hold the recomputation of a norm of pn_fairseq: leave out activation checkpointing, "
+            "or do without CUDA graphs"
+        )
+
+
+def copies_of(buffers: list[Tensor]) -> list[Tensor]:
+    """New tensors with the values of ``buffers``; vectors are copied by one operator."""
+    if len({buffer.shape for buffer in buffers}) == 1:
+        return list(torch.stack(buffers).unbind())
+    return [buffer.clone() for buffer in buffers]
+
+
+def is_recomputation() -> bool:
+    """Whether this forward is a recomputation by checkpointing without reentry, whose first computation had gradients
+    enabled. With reentry the first computation has them disabled. A compiled backward repeats what its graph
+    checkpoints."""
+    node = torch._C._current_autograd_node()
+    if node is not None and node.name().startswith("CompiledFunction"):
+        return True
+    autograd, hooks = torch._C._autograd, []
+    while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        autograd._pop_saved_tensors_default_hooks()
+    for pair in reversed(hooks):
+        autograd._push_saved_tensors_default_hooks(*pair)
+    return any(getattr(pack, "__qualname__", "").startswith("_recomputation_hook.") for pack, _ in hooks)
