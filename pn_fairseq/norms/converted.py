@@ -261,7 +261,9 @@ class ConvertedNorm:
             )
 
     def _warn_of_missing_mask(self, x: Tensor, found: Found) -> None:
-        if "missing" in self.conversion.warned or x.dim() != 3 or not (self.training and isinstance(self, RunningNorm)):
+        takes_statistics = self.training and isinstance(self, RunningNorm)
+        is_of_sequences = x.dim() == 3 or (x.dim() > 3 and self.zero_padding)
+        if "missing" in self.conversion.warned or not is_of_sequences:
             return
         reason = ""
         if found.line == NONE:
@@ -270,11 +272,18 @@ class ConvertedNorm:
             if self.conversion.none_is_no_padding or is_full:  # Hugging Face's models hand None on in such a batch
                 return
             reason = f" ({found.where})"
+        uses, effects = [], []
+        if takes_statistics:
+            uses.append("takes statistics over the tokens of a batch")
+            effects.append("is counted")
+        if self.zero_padding:
+            uses.append("writes zeros at padding (zero_padding=True)")
+            effects.append("is not set to 0 and enters what follows the norm")
         self.conversion.warn(
             "missing",
-            f"{self.name} takes statistics over the tokens of a batch, and no padding mask has reached it{reason}: "
-            "padding, if there is any, is counted. Run the model in `with padding(...)`, or convert it with "
-            "mask_from=...; `with padding(None)` says that there is no padding.",
+            f"{self.name} {' and '.join(uses)}, and no padding mask has reached it{reason}: padding, if there is any, "
+            f"{' and '.join(effects)}. Run the model in `with padding(...)`, or convert it with mask_from=...; `with "
+            "padding(None)` says that there is no padding.",
         )
 
     def _arranged(self, x: Tensor, tokens: Tensor, padding: Tensor | None) -> Tensor:

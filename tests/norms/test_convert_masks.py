@@ -253,7 +253,7 @@ def test_a_block_whose_tensor_is_refilled_has_another_mask(form):
 
 
 def test_one_warning_for_a_model_without_any_mask():
-    model = convert_norms(FeedForward(), "batch", zero_padding=True)
+    model = convert_norms(FeedForward(), "batch")
     x = torch.randn(B, T, C)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -263,12 +263,37 @@ def test_one_warning_for_a_model_without_any_mask():
             model(x)
         model(x.flatten(0, 1))
         model.eval()(x)
-        convert_norms(FeedForward(), "layer", zero_padding=True)(x)
+        convert_norms(FeedForward(), "layer")(x)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model.train()(x)
         model(x)
     assert len(caught) == 1 and str(caught[0].message).startswith("norm takes statistics over the tokens of a batch")
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("norm", ["batch", "layer", "rms"])
+def test_one_warning_for_a_model_that_cannot_write_zeros(norm, training):
+    """Without a mask the convolution behind the norm reads padding, so the outputs of real tokens are wrong."""
+    model = convert_norms(FeedForward(), norm, zero_padding=True)
+    x = torch.randn(B, T, C)
+    with padding(MASK):
+        model(x).sum().backward()
+    model.train(training)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with padding(None):
+            model(x)
+        model(x.flatten(0, 1))  # packed tokens
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(x)
+        model(x)
+    (warning,) = caught
+    text = str(warning.message)
+    assert "writes zeros at padding (zero_padding=True), and no padding mask has reached it" in text
+    assert "is not set to 0 and enters what follows the norm. Run the model in `with padding(...)`" in text
+    assert ("takes statistics" in text) == ("is counted" in text) == (norm == "batch" and training)
 
 
 class Stack(nn.Module):
