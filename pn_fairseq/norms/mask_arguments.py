@@ -16,10 +16,15 @@ from pn_fairseq.norms.mask_search import ATTENDED_NAMES, TARGET_NAMES, Arguments
 from pn_fairseq.norms.padding import ARGUMENT_FORMS, FORMS, Again, PaddingMask, current_scope
 
 #: Arguments that hold what a module, such as a layer of a decoder, attends to.
-_ATTENDED = (
-    *("memory", "context", "encoder_hidden_states", "key_value_states"),
-    *("encoder_out", "encoder_output", "encoder_outputs", "enc_out", "enc_output", "enc_outputs"),
-)
+_ATTENDED = {"context", "encoder_hidden_states", "key_value_states", "encodings"}
+for _encoded in ("memory", "mem", "encoded", "enc", "encoder"):
+    for _what in ("out", "output", "outputs", "state", "states", "hidden", "feats", "features", "memory", "mem"):
+        _ATTENDED.add(f"{_encoded}_{_what}")
+    if _encoded != "encoder":  # which may be a module
+        _ATTENDED |= {_encoded, f"src_{_encoded}", f"source_{_encoded}", f"{_encoded}_src", f"{_encoded}_source"}
+
+#: What the names of arguments contain that hold tensors (B, T, C), but no other sequence.
+_NO_SEQUENCE = ("mask", "pad", "pos", "bias", "emb", "residual", "rotary", "len")
 
 
 def mask_forms(mask_from: str | Sequence[str] | Mapping[str, str | Callable] | None) -> dict[str, str | Callable]:
@@ -61,6 +66,8 @@ class ArgumentHook:
         self.handle = handle_of(self)
         attended = [parameter for parameter in parameters if parameter.name in _ATTENDED]
         self._attended = [parameter.name for parameter in attended]
+        #: Arguments by which a call shows that a mask of another sequence is among its arguments.
+        self._first, self._seconds = _second_sequences(parameters, forms)
         #: Whether a call may attend to something, and whether every call does.
         self.may_attend = bool(attended)
         self.always_attends = any(parameter.default is parameter.empty for parameter in attended)
@@ -68,7 +75,7 @@ class ArgumentHook:
         self._positions = {
             parameter.name: None if parameter.kind == parameter.KEYWORD_ONLY else index
             for index, parameter in enumerate(parameters)
-            if parameter.name in (*forms, *_ATTENDED)
+            if parameter.name in (*forms, *_ATTENDED, self._first, *self._seconds)
         }
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -76,6 +83,9 @@ class ArgumentHook:
         attends = False
         for name in self._attended:
             attends = attends or _is_sequence(self._value(name, args, kwargs))
+        if self._has_second_sequence(args, kwargs):
+            attends = True
+            values = {name: value for name, value in values.items() if not name.startswith(ATTENDED_NAMES)}
         if not torch.compiler.is_compiling():
             self.scope(values, self.forms, attends).__enter__()
         elif self._is_in_graph(module):
@@ -83,8 +93,8 @@ class ArgumentHook:
 
     def _enter_in_graph(self, values: dict, attends: bool) -> None:
         names, forms, given, tensors = [], [], [], []
-        for name, form in self.forms.items():
-            value = values[name]
+        for name, value in values.items():
+            form = self.forms[name]
             if callable(form):
                 value, form = value if value is None else form(value), "mask"
             if value is None or isinstance(value, Tensor):
@@ -114,6 +124,14 @@ class ArgumentHook:
         value = kwargs.get(argument)
         return args[position] if value is None and position is not None and position < len(args) else value
 
+    def _has_second_sequence(self, args: tuple, kwargs: dict) -> bool:
+        for name in self._seconds:
+            value = self._value(name, args, kwargs)
+            is_sequence = isinstance(value, Tensor) and value.dim() == 3 and value.is_floating_point()
+            if is_sequence and value is not self._value(self._first, args, kwargs):
+                return True
+        return False
+
     def after(self, module: nn.Module, args: tuple, output) -> None:
         if not torch.compiler.is_compiling():
             scope = current_scope()
@@ -142,6 +160,23 @@ class ArgumentHook:
         if form == "valid" and value.dim() > 2 and value.is_floating_point():
             form = "additive"  # what attention_mask has become inside Hugging Face's models
         return PaddingMask(form, value, f"argument {name} of {self.module}")
+
+
+def _second_sequences(parameters: list, forms: dict) -> tuple[str, list[str]]:
+    """The first of ``parameters`` and those that may hold another sequence (B, T, C), to which a mask such as
+    ``src_key_padding_mask`` among ``forms`` would belong. None are returned where the first may have that mask."""
+    first = parameters[0].name if parameters else ""
+    if first.startswith(ATTENDED_NAMES) or not any(name.startswith(ATTENDED_NAMES) for name in forms):
+        return first, []
+    seconds = []
+    for parameter in parameters[1:]:
+        is_positional = parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        is_known = parameter.name in forms or parameter.name in _ATTENDED
+        is_target = parameter.name == "y" or parameter.name.startswith(TARGET_NAMES)  # the first is the source
+        is_no_sequence = is_target or any(part in parameter.name for part in _NO_SEQUENCE)
+        if is_positional and not is_known and not is_no_sequence:
+            seconds.append(parameter.name)
+    return first, seconds
 
 
 def _is_sequence(value) -> bool:

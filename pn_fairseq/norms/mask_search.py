@@ -20,7 +20,7 @@ NOTHING = 12
 TARGET_NAMES = ("tgt", "trg", "target", "decoder", "dec_", "prev_output")
 
 #: How the names of masks begin that are for what a module attends to.
-ATTENDED_NAMES = ("src", "source", "encoder", "enc_", "memory", "context", "key_")
+ATTENDED_NAMES = ("src", "source", "encoder", "enc_", "memory", "mem_", "context", "key_")
 
 
 class Arguments(Scope):

@@ -159,6 +159,9 @@ def test_a_mask_of_the_source_is_none_for_what_attends_to_it(argument, source_le
         lambda self, x, memory: self.norm(x),
         lambda self, x, encoder_outputs: self.norm(x),
         lambda self, x, enc_output: self.norm(x),
+        lambda self, x, mem: self.norm(x),
+        lambda self, x, enc: self.norm(x),
+        lambda self, x, encoder_states: self.norm(x),
     ],
 )
 def test_names_of_what_a_module_attends_to(forward):
@@ -569,6 +572,47 @@ def test_whose_mask_an_argument_is(forward, used):
     model.eval()
     tokens = x[~SOURCE_MASK] if used else x.flatten(0, 1)
     torch.testing.assert_close(model[0].norm.running_mean, 0.1 * tokens.mean(0))
+
+
+@pytest.mark.parametrize("argument", ["src_key_padding_mask", "encoder_padding_mask", "key_padding_mask", "src_lengths"])
+@pytest.mark.parametrize(
+    ("first", "second", "used"),
+    [
+        ("x", "mem", False),
+        ("x", "enc", False),
+        ("tgt", "z", False),
+        ("x", "pos_emb", True),
+        ("x", "speaker", True),
+        ("src", "z", True),
+        ("x", "y", True),
+        ("x", "same", True),
+    ],
+)
+def test_whose_mask_it_is_beside_a_second_sequence(first, second, used, argument):
+    """Source and target have equal lengths: no shape tells their masks apart."""
+    names = {}
+    exec(f"def forward(self, {first}, {second}, {argument}=None):\n    return self.norm({first})", names)
+    layer = type("Layer", (Attending,), {"forward": names["forward"]})()
+    model = convert_norms(nn.Sequential(layer), "batch", layout="BTC")
+    x = torch.randn(B, T, C)
+    other = {"same": x, "speaker": torch.randn(B, C)}.get(second, torch.randn(B, T, C))
+    with nullcontext() if used else pytest.warns(UserWarning, match="0.norm .* no padding mask has reached it"):
+        model[0](x, other, LENGTHS if argument == "src_lengths" else MASK).sum().backward()
+    assert norm_report(model)[0].line == (mask_search.ARGUMENT if used else mask_search.NOTHING)
+    model.eval()
+    tokens = x[~MASK] if used else x.flatten(0, 1)
+    torch.testing.assert_close(model[0].norm.running_mean, 0.1 * tokens.mean(0))
+
+
+def test_the_targets_own_mask_beside_a_second_sequence():
+    """Also in a compiled model."""
+    forward = lambda self, x, z, src_key_padding_mask, tgt_key_padding_mask: self.norm(x)  # noqa: E731
+    model = convert_norms(type("Layer", (Attending,), {"forward": forward})(), "batch", layout="BTC")
+    x, z = torch.randn(2, B, T, C)
+    for call in (model, torch.compile(copy.deepcopy(model), backend="aot_eager")):
+        call(x, z, MASK, MASK.flip(0)).sum().backward()
+        call.eval()
+        torch.testing.assert_close(call.norm.running_mean, 0.1 * x[~MASK.flip(0)].mean(0))
 
 
 class CrossAttention(nn.Module):
