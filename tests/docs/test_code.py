@@ -195,6 +195,32 @@ def test_the_code_for_hugging_face(tmp_path, monkeypatch, capsys):
         for each, content in ((model, 7), (again, 9))
     ]
     torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
+    check_that_marian_is_loaded(names)
+
+
+def check_that_marian_is_loaded(names):
+    """``save_pretrained`` leaves its fixed positions out."""
+    hf = hugging_face()
+    sides = {f"{side}_{key}": 2 for side in ("encoder", "decoder") for key in ("layers", "attention_heads", "ffn_dim")}
+    config = hf.MarianConfig(vocab_size=40, d_model=C, pad_token_id=1, decoder_start_token_id=1, **sides)
+    make = lambda: names["convert_norms"](hf.MarianMTModel(config), "batch", only="*encoder.*")  # noqa: E731
+    marian, loaded = make(), make()
+    for norm in running_norms(marian):
+        norm.running_mean.fill_(0.5)
+    marian.save_pretrained("marian")
+    names["load_folder"](loaded, "marian")
+    for key, tensor in marian.state_dict().items():
+        assert torch.equal(loaded.state_dict()[key], tensor), key
+    from safetensors.torch import load_file, save_file
+
+    state = load_file("marian/model.safetensors")
+    lost = next(key for key in state if key.endswith("running_mean"))
+    save_file({key: tensor for key, tensor in state.items() if key != lost}, "marian/model.safetensors")
+    with pytest.raises(RuntimeError, match=f"marian: missing .'{lost}'., unexpected "):
+        names["load_folder"](make(), "marian")
+    plain = hf.MarianMTModel(config)
+    with pytest.raises(RuntimeError, match="missing .*unexpected .*running_mean"):
+        names["load_folder"](plain, "marian")
 
 
 def test_demonstration_of_the_leak(capsys):
