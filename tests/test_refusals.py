@@ -171,6 +171,8 @@ train verses_es_en --dat                              | --dat
 translate                                             | --run
 translate --run data                                  | is not a training run
 translate --run run --input none                      | none
+translate --run run --output nodir/translations       | there is no folder; nodir
+translate --run run --output data                     | is a folder; name a file
 """
 
 #: Settings for ``pn train verses_es_en --check``, which needs no data.

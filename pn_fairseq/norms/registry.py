@@ -244,7 +244,9 @@ def find_norm(name: str) -> NormEntry:
     """
     if name not in NORMS:
         plain = re.sub("[-_]?norm$", "", str(name).lower())  # LayerNorm, batch_norm
-        hint = f", did you mean {plain!r}?" if plain in NORMS else did_you_mean(str(name), NORMS)
+        of_short_names = {entry.short: full for full, entry in NORMS.items()}
+        meant = of_short_names.get(plain, plain)
+        hint = f", did you mean {meant!r}?" if meant in NORMS else did_you_mean(str(name), NORMS)
         raise ValueError(f"unknown norm {name!r}{hint or ';'} known: {', '.join(NORMS)}")
     return NORMS[name]
 

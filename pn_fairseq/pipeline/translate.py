@@ -25,6 +25,18 @@ def to_subwords(run: Run, lines: list[str], moses: Path | None) -> list[str]:
     return [segment(line).strip() for line in tokenized.split("\n")[:-1]]
 
 
+def check_output(output: Path | None, given: Path | None) -> None:
+    """Refuse a file that the translations could not be written to, or would destroy, before they are made."""
+    if output is None:
+        return
+    if not output.absolute().parent.is_dir():
+        raise UserError(f"there is no folder {str(output.absolute().parent)!r} for --output {output}")
+    if output.is_dir():
+        raise UserError(f"--output {output} is a folder; name a file")
+    if given is not None and output.exists() and given.exists() and output.samefile(given):
+        raise UserError(f"--output {output} is the file of --input, which would be replaced; name another file")
+
+
 def main(argv: list[str] | None = None) -> int:
     description = "Translate UTF-8 text, one sentence per line, into as many lines; empty lines stay empty."
     parser = ArgumentParser(prog="pn translate", description=description)
@@ -34,6 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--input", type=Path, metavar="FILE", help="text to translate (default: standard input)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: standard output")
     args = parser.parse_args(argv)
+    check_output(args.output, args.input)
     run = open_run(args.run, same_data=True)
     if run.data is None:
         raise UserError(f"{run.bin}/../settings.txt does not exist: how its text was tokenized is not known")

@@ -248,8 +248,8 @@ def settings(corpus: Corpus) -> dict:
 
 
 def commands(corpus: Corpus) -> list[str]:
-    """The commands of pn train."""
-    starts = [run.starts[0] for run in corpus.runs if run.starts]
+    """The commands of pn train, of the last start of each run: its settings are those of the run."""
+    starts = [run.starts[-1] for run in corpus.runs if run.starts]
     return [shlex.join(["pn", "train", *map(relative, start["command"])]) for start in starts if "command" in start]
 
 

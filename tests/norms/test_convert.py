@@ -323,6 +323,8 @@ def test_patterns_choose():
         ({"only": "c.*"}, "pattern 'c.\\*' matches no norm of the model; norms: norm, last"),
         ({"skip": "*"}, "no norm to replace"),
         ({"norm": "bach"}, "unknown norm 'bach', did you mean 'batch'"),
+        ({"norm": "bn"}, "unknown norm 'bn', did you mean 'batch'"),
+        ({"norm": "pn"}, "unknown norm 'pn', did you mean 'power'"),
         ({"alpha": 1}, "norm 'batch' has no option 'alpha'; known: affine, alpha_fwd"),
         ({"psi_warmup_updates": 1}, "norm 'batch' has no option 'psi_warmup_updates'"),
         ({"batch_first": True}, "no option 'batch_first'"),

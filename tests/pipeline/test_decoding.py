@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from pn_fairseq.common.command import UserError
 from pn_fairseq.pipeline.data.tokens import detokenize
+from pn_fairseq.pipeline.translate import check_output
 
 from ..fixtures.corpora import lines
 from ..fixtures.runs import make_run, untrained_checkpoint
@@ -187,3 +189,14 @@ def test_data_that_moses_tokenized_needs_moses(data, untrained, tmp_path):
     words = ("translate", "--run", run, "--input", tmp_path / "text")
     assert_refused(in_process(*words), "name a checkout of mosesdecoder (--moses DIR)")
     assert_refused(in_process(*words, "--moses", "/nowhere"), "--moses /nowhere is not a checkout of mosesdecoder")
+
+
+def test_the_output_of_a_translation_does_not_replace_its_input(tmp_path, monkeypatch):
+    (tmp_path / "text.es").write_text("Hola.\n", "utf-8")
+    (tmp_path / "link.es").symlink_to("text.es")
+    monkeypatch.chdir(tmp_path)
+    for output in ("text.es", "link.es"):
+        with pytest.raises(UserError, match="is the file of --input"):
+            check_output(Path(output), tmp_path / "text.es")
+    check_output(Path("other.en"), Path("text.es"))
+    check_output(None, Path("text.es"))
