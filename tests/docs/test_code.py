@@ -1,5 +1,6 @@
 """The code of README.md and of pages in docs/ runs, and padding changes nothing."""
 
+import copy
 import re
 from functools import partial
 from types import SimpleNamespace
@@ -131,6 +132,13 @@ def test_training_loop_learns_and_ends_the_warmup(page, name):
 def test_sentences_of_a_data_loader_have_their_lengths(page):
     model = page["with_masked_batch_norm"](nn.Sequential(nn.Linear(C, C), nn.LayerNorm(C), nn.Linear(C, C)))
     sentences = [torch.randn(length, C) for length in (7, 4, 2, 5)]
+    features, lengths = page["collate"](sentences)
+    is_padding = torch.arange(7) >= lengths[:, None]
+    losses = []
+    for content in (0.0, 50.0):
+        filled = features.masked_fill(is_padding[..., None], content)
+        losses.append(page["loss_of"](copy.deepcopy(model), filled, lengths))
+    torch.testing.assert_close(*losses)
     optimizer, before = page["optimizer_of"](model), model[1].weight.clone()
     page["train_epoch"](model, sentences, optimizer)
     model.eval()
