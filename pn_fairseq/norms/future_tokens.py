@@ -9,6 +9,7 @@ import warnings
 from torch import nn
 
 from pn_fairseq.norms.channel import ChannelNorm
+from pn_fairseq.norms.mask_arguments import attends
 
 #: Base classes of fairseq's decoders that generate from left to right, and of those that do not.
 _CAUSAL = "FairseqIncrementalDecoder"
@@ -62,18 +63,28 @@ def warn_of_future_tokens(model: nn.Module, norms: dict[str, ChannelNorm], stack
     if elsewhere and all("encoder." in name for name in elsewhere):
         prefix = elsewhere[0].partition("encoder.")[0]
         only = f"only='{prefix}encoder.*'"
-    first = norms[names[0]]
-    no_warmup = " give psi_warmup_updates=0," if mixes_by_warmup(first) else ""
+    remedies = []
+    if any(_is_called_encoder(name) for name, _ in model.named_modules()):
+        remedies.append(f"convert only the encoder ({only})")
+    if mixes_by_warmup(norms[names[0]]):
+        remedies.append("give psi_warmup_updates=0")
+    remedies.append("take a norm that never mixes tokens, such as 'rms' (docs/norms.md, Properties)")
+    *others, last = remedies
+    advice = f"{', '.join(others)}, or {last}" if others else last
     warnings.warn(
-        f"{leak(names, first)} Convert only the encoder ({only}),{no_warmup} or take a norm that never mixes tokens, "
-        "such as 'rms' (docs/norms.md, Properties).",
+        f"{leak(names, norms[names[0]])} {advice[0].upper()}{advice[1:]}.",
         stacklevel=stacklevel,
     )
 
 
+def _is_called_encoder(name: str) -> bool:
+    """Whether a part of the name of a module, such as "model.encoder.norm", says that it is in an encoder."""
+    return any("encoder" in key and "decoder" not in key for key in name.split("."))
+
+
 def is_in_causal_part(model: nn.Module, name: str) -> bool:
-    """Whether the module ``name`` of ``model`` is in a decoder of torch's or fairseq's, or in a part of a model of
-    Hugging Face whose attentions say that they are causal."""
+    """Whether the module ``name`` of ``model`` is in a decoder of torch's or fairseq's, in a part of a model of Hugging
+    Face whose attentions say that they are causal, or in a module that is called a decoder and attends to an encoder."""
     path = [model]
     keys = name.split(".")
     for key in keys[:-1]:
@@ -86,13 +97,21 @@ def is_in_causal_part(model: nn.Module, name: str) -> bool:
         bases = {cls.__name__ for cls in type(module).__mro__}
         if _CAUSAL in bases:
             return _NOT_CAUSAL not in bases
-        is_apart = any("encoder" in key and "decoder" not in key for key in below)
+        is_apart = _is_called_encoder(".".join(below))
         is_apart = is_apart or any(_has_attention_of_its_own(inner) for inner in path[depth + 1 :])
         if verdict is None and not is_apart:
             verdict = _verdict(module)
-    if verdict is None and not any("encoder" in key and "decoder" not in key for key in keys):
-        verdict = any(type(module).__name__.endswith(_LANGUAGE_MODELS) for module in path)
+    if verdict is None and not _is_called_encoder(name):
+        is_language_model = any(type(module).__name__.endswith(_LANGUAGE_MODELS) for module in path)
+        verdict = is_language_model or any(map(_is_own_decoder, ["", *keys], path))
     return bool(verdict)
+
+
+def _is_own_decoder(key: str, module: nn.Module) -> bool:
+    """Whether ``module``, which its parent calls ``key``, is called a decoder, and it or a part of it attends."""
+    called = [each.lower() for each in (key, type(module).__name__)]
+    is_called = any("decoder" in each and "encoder" not in each for each in called)
+    return is_called and any(attends(each) for each in module.modules())
 
 
 def _verdict(module: nn.Module) -> bool | None:

@@ -179,6 +179,19 @@ def _second_sequences(parameters: list, forms: dict) -> tuple[str, list[str]]:
     return first, seconds
 
 
+def attends(module: nn.Module) -> bool:
+    """Whether the forward of ``module`` has an argument for other tokens that it attends to."""
+    return any(parameter.name in _ATTENDED for parameter in _parameters_of(module))
+
+
+def _parameters_of(module: nn.Module) -> list[inspect.Parameter]:
+    """Those of its forward, without ``self``; none where they are not known."""
+    try:
+        return list(inspect.signature(type(module).forward).parameters.values())[1:]
+    except (TypeError, ValueError):
+        return []
+
+
 def _is_sequence(value) -> bool:
     """Whether ``value`` may be tokens of another sequence: neither None, nor a vector such as a speaker's."""
     return value.dim() > 2 if isinstance(value, Tensor) else value is not None
@@ -236,10 +249,7 @@ def add_argument_hooks(model: nn.Module, norms: list, forms: dict) -> None:
     for name, module in model.named_modules():
         if isinstance(module, ConvertedNorm) or served.isdisjoint(module.modules()):
             continue
-        try:
-            parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
-        except (TypeError, ValueError):
-            continue
+        parameters = _parameters_of(module)
         own = _own_masks(module, {parameter.name for parameter in parameters}, forms)
         hook = ArgumentHook(name, parameters, own, norms)
         if own or hook.may_attend:

@@ -32,11 +32,14 @@ def transformer():
 def test_the_decoder_of_torch():
     text = told(transformer())
     assert text.startswith("decoder.layers.0.norm1 and 3 other norms are in a decoder and, in training, compute with")
-    for words in ("a causal decoder sees future tokens", "(a leak)", "only='encoder.*'", "such as 'rms'"):
+    advice = "Convert only the encoder (only='encoder.*'), or take a norm that never mixes tokens, such as 'rms'"
+    for words in ("a causal decoder sees future tokens", "(a leak)", advice):
         assert words in text
     assert "psi_warmup_updates" not in text
     assert told(transformer(), only="encoder.*") == told(transformer(), "rms") == ""
     assert told(nn.TransformerDecoderLayer(C, 2, 32), only="norm3").startswith("norm3 is in a decoder and, in training")
+    alone = told(nn.TransformerDecoder(nn.TransformerDecoderLayer(C, 2, 32), 1), "power")
+    assert "generates. Give psi_warmup_updates=0, or take a norm" in alone and "encoder" not in alone
     assert told(nn.TransformerEncoder(nn.TransformerEncoderLayer(C, 2, 32), 1, nn.LayerNorm(C))) == ""
 
 
@@ -66,6 +69,35 @@ def test_no_encoder_beside_a_decoder():
     ]
 
 
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(C)
+
+
+class Attending(Layer):
+    def forward(self, x, mem):
+        return self.norm(x)
+
+
+@pytest.mark.parametrize(
+    ("parts", "first"),
+    [
+        ({"encoder": Layer, "decoder": Attending}, "decoder.norm"),
+        ({"encoder": Layer, "decoder": lambda: nn.Sequential(Attending())}, "decoder.0.norm"),
+        ({"one": Layer, "two": type("TextDecoder", (Attending,), {})}, "two.norm"),
+        ({"encoder": Layer, "decoder": Layer}, ""),  # of an autoencoder
+        ({"encoder": Attending, "reader": Attending}, ""),
+        ({"model": type("EncoderDecoder", (Attending,), {})}, ""),
+    ],
+)
+def test_a_decoder_of_ones_own(parts, first):
+    """It is called a decoder and attends to something."""
+    text = told(nn.ModuleDict({name: make() for name, make in parts.items()}))
+    assert text.startswith(f"{first} is in a decoder" if first else "") and bool(text) == bool(first)
+    assert ("only='encoder.*'" in text) == ("encoder" in parts and bool(first))
+
+
 def test_a_decoder_of_fairseq():
     decoder = type("TransformerDecoder", (type("FairseqIncrementalDecoder", (nn.Sequential,), {}),), {})
     model = nn.ModuleDict({"encoder": nn.Sequential(nn.LayerNorm(C)), "decoder": decoder(nn.LayerNorm(C))})
@@ -74,7 +106,7 @@ def test_a_decoder_of_fairseq():
 
 @pytest.mark.parametrize(
     ("name", "in_decoder", "only"),
-    [("Bert", 0, ""), ("Llama", 3, "(only=)"), ("Marian", 3, "(only='encoder.*')"), ("T5", 4, "(only='encoder.*')")],
+    [("Bert", 0, ""), ("Llama", 3, "generates. Take a norm that"), ("Marian", 3, "(only='encoder.*')"), ("T5", 4, "(only='encoder.*')")],
 )
 def test_models_of_hugging_face(name, in_decoder, only):
     hf = hugging_face()
