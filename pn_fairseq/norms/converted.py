@@ -22,6 +22,9 @@ from pn_fairseq.norms.sharding import is_distributed
 #: Batch norms of torch that can be replaced.
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm)
 
+#: Attributes in which a norm may store its epsilon.
+EPS_NAMES = ("eps", "variance_epsilon", "epsilon")
+
 
 @dataclass
 class Conversion:
@@ -397,7 +400,12 @@ def _identity(cls: type) -> tuple[str, str]:
 
 
 def eps_of(module: nn.Module) -> float | None:
-    return getattr(module, "eps", getattr(module, "variance_epsilon", None))
+    """What ``module`` stores as its epsilon. None: it stores none, or None, as torch.nn.RMSNorm."""
+    for name in EPS_NAMES:
+        eps = getattr(module, name, None)
+        if eps is not None:
+            return eps
+    return None
 
 
 def gain_of(module: nn.Module) -> str | None:

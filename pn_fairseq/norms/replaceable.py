@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pn_fairseq.norms.base import ChannelNorm
-from pn_fairseq.norms.converted import BATCH_NORMS, eps_of, gain_of
+from pn_fairseq.norms.converted import BATCH_NORMS, EPS_NAMES, eps_of, gain_of
 from pn_fairseq.norms.padding import ARGUMENT_FORMS
 
 
@@ -141,10 +141,19 @@ def _offset_with_one_input(module: nn.Module, layout: str | None) -> float | str
     gain = gain_of(module)
     if gain is None or getattr(module, gain).dim() != 1 or gain in module._buffers:
         return None
-    if eps_of(module) is None and "norm" not in type(module).__name__.lower():
-        return None
     others = [name for name, _ in module.named_parameters() if gain not in name and "bias" not in name]
-    return None if others else _compare(module)
+    if others:
+        return None
+    if eps_of(module) is not None or "norm" in type(module).__name__.lower():
+        return _compare(module)
+    if module._modules or module._buffers:  # a call might change its state
+        return None
+    offset = _compare(module)  # of any module with one vector, such as a PReLU
+    return offset if offset == _UNKNOWN_EPS else None
+
+
+#: Why a norm is left whose formula holds with an epsilon that it stores in none of :data:`EPS_NAMES`.
+_UNKNOWN_EPS = f"computes LayerNorm or RMSNorm, but its epsilon is unknown: store it as {' or '.join(EPS_NAMES)}"
 
 
 @torch.no_grad()
@@ -165,20 +174,39 @@ def _compare(module: nn.Module) -> float | str:
     if weight is not None:
         x = x.to("cpu" if weight.is_meta else weight.device, weight.dtype)
     eps = eps_of(module)
+    is_stored = eps is not None or hasattr(module, "eps")
     if eps is None:  # as nn.RMSNorm; a class that has no such attribute adds nothing
-        eps = torch.finfo(x.dtype).eps if hasattr(module, "eps") else 0.0
+        eps = torch.finfo(x.dtype).eps if is_stored else 0.0
     affine = {name: value for name, value in ((gain_name, weight), ("bias", bias)) if value is not None}
     learned = [name for name in affine if name in module._parameters]
     random = {name: (torch.rand(channels, generator=generator) + 0.5).to(x) for name in learned}
     affine |= random
-    try:
-        y = torch.func.functional_call(module, random, x)
-        y = y.double() if isinstance(y, Tensor) and y.shape == x.shape else None
-    except Exception:
-        y = None
+    gain, shift = affine.get(gain_name, torch.ones(())).double(), affine.get("bias", torch.zeros(())).double()
+    y = _output(module, random, x)
     if y is None:
         return "does not accept inputs of shape (..., C)"
-    gain, shift = affine.get(gain_name, torch.ones(())).double(), affine.get("bias", torch.zeros(())).double()
+    offset = _fitting_offset(x, y, gain, shift, eps)
+    if offset is not None:
+        return offset
+    if not is_stored:
+        long = torch.randn(3, 4, channels, generator=generator).to(x) * 30  # beside them no usual epsilon matters
+        y = _output(module, random, long)
+        if y is not None and _fitting_offset(long, y, gain, shift, 0.0) is not None:
+            return _UNKNOWN_EPS
+    return "computes neither LayerNorm nor RMSNorm with its weight"
+
+
+def _output(module: nn.Module, parameters: dict[str, Tensor], x: Tensor) -> Tensor | None:
+    """What ``module`` makes of ``x`` with ``parameters``, in float64; None: nothing of its shape."""
+    try:
+        y = torch.func.functional_call(module, parameters, x)
+    except Exception:
+        return None
+    return y.double() if isinstance(y, Tensor) and y.shape == x.shape else None
+
+
+def _fitting_offset(x: Tensor, y: Tensor, gain: Tensor, shift: Tensor, eps: float) -> float | None:
+    """What is added to ``gain`` if ``y`` is LayerNorm or RMSNorm of ``x``; None: it is neither."""
     wide = x.double()
     tolerance = 1e-4 if x.dtype in (torch.float32, torch.float64) else 3e-2
     for centered in (wide - wide.mean(-1, keepdim=True), wide):
@@ -186,4 +214,4 @@ def _compare(module: nn.Module) -> float | str:
         for offset in (0.0, 1.0):
             if torch.allclose(y, (gain + offset) * normalized + shift, rtol=tolerance, atol=tolerance):
                 return offset
-    return "computes neither LayerNorm nor RMSNorm with its weight"
+    return None

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import warnings
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -218,6 +219,41 @@ def test_a_norm_without_eps_is_replaced():
     norm, x = type("UnitNorm", (ByVariance,), {"forward": forward})(gain="g"), torch.randn(B, T, C)
     del norm.variance_epsilon
     torch.testing.assert_close(convert_norms(nn.Sequential(norm), "rms")(x), norm(x))
+
+
+class OwnRMS(nn.Module):
+    """A norm whose epsilon is stored as ``name``; None: it is not stored."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.weight, self.name = nn.Parameter(torch.ones(C)), name
+        if name is not None:
+            setattr(self, name, 1e-5)
+
+    def forward(self, x):
+        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["OwnRMS", "OwnRMSNorm"])
+@pytest.mark.parametrize("eps_name", ["eps", "variance_epsilon", "epsilon", "e", None])
+def test_an_epsilon_is_stored_under_a_known_name_or_told(kind, eps_name):
+    own = type(kind, (OwnRMS,), {})(eps_name)
+    x = torch.randn(B, T, C) * 1e-3  # beside which epsilon matters
+    model = nn.ModuleDict({"plain": nn.LayerNorm(C), "own": own, "slope": nn.PReLU(C)})
+    if eps_name in ("e", None):
+        told = "own computes LayerNorm or RMSNorm, but its epsilon is unknown: store it as eps or variance_epsilon or"
+        with pytest.warns(UserWarning, match=f"leaves some norms as they are: {told} epsilon. "):
+            convert_norms(model, "rms")
+        assert model["own"] is own
+        with pytest.raises(ValueError, match=f"no norm to replace: {told}"):
+            convert_norms(nn.Sequential(OrderedDict(own=own)), "rms")
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            convert_norms(model, "rms")
+        assert model["own"] is not own and model["own"].eps == 1e-5
+        torch.testing.assert_close(model["own"](x), own(x), rtol=1e-5, atol=1e-6)
+    assert isinstance(model["slope"], nn.PReLU)
 
 
 def of_two_inputs(forward):
