@@ -125,7 +125,9 @@ class PaddingMask:
                 self._padding = self.value <= _ADDITIVE_PADDING
                 fits = (self._padding | (self.value == 0)).all()
                 torch._assert_async(
-                    fits, f"{self.source}: an additive mask holds 0 at tokens and at most -10000 at padding"
+                    fits,
+                    f"{self.source}: an additive mask holds 0 at tokens and at most -10000 at padding; if 1 means a "
+                    "token, give valid= and the mask as bool",
                 )
             else:
                 self._padding = torch.arange(tokens, device=self.value.device) >= self.value[:, None]

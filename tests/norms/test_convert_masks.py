@@ -234,10 +234,11 @@ def test_wrong_masks(arguments, message):
         padding(**arguments)
 
 
-def test_wrong_additive_mask():
+@pytest.mark.parametrize("form", ["additive", "mask"])
+def test_wrong_additive_mask(form):
     with (
-        padding(additive=torch.ones(B, T)),
-        pytest.raises(RuntimeError, match="holds 0 at tokens and at most -10000 at padding"),
+        padding(**{form: (~MASK).float()}),
+        pytest.raises(RuntimeError, match="holds 0 at tokens and at most -10000 at padding; if 1 .* give valid= and"),
     ):
         convert_norms(nn.LayerNorm(C), "batch")(torch.randn(B, T, C))
 
