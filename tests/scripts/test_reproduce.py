@@ -279,8 +279,8 @@ def test_without_data_or_report_it_is_an_error(calls, fails, count):
 # test_a_step_that_a_signal_ends has SIGINT, which the step gets as well, and test_train.py sends it to a process.
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_an_interruption_ends_it_all(calls, tmp_path, number):
-    driver = "import sys, types; from pn_fairseq import __main__; from pn_fairseq.pipeline import reproduce; "
-    driver += "sys.modules['pn_fairseq.pipeline.train'] = types.SimpleNamespace(main=lambda argv: 0); "
+    driver = "import sys; from pn_fairseq import __main__; from pn_fairseq.pipeline import reproduce; "
+    driver += "from pn_fairseq.pipeline import train; train.main = lambda argv: 0; "
     driver += f"reproduce.program = lambda step: ['{tmp_path}/stub', *step]; sys.exit(__main__.main())"
     process = subprocess.Popen(
         [sys.executable, "-c", driver, "reproduce", "iwslt14"],
