@@ -83,8 +83,11 @@ def _is_called_encoder(name: str) -> bool:
 
 
 def is_in_causal_part(model: nn.Module, name: str) -> bool:
-    """Whether the module ``name`` of ``model`` is in a decoder of torch's or fairseq's, in a part of a model of Hugging
-    Face whose attentions say that they are causal, or in a module that is called a decoder and attends to an encoder."""
+    """Whether the module ``name`` of ``model`` is in a decoder.
+
+    Decoders are those of torch and fairseq, the parts of a model of Hugging Face whose attentions say that they are
+    causal, and modules that are called a decoder and attend to an encoder.
+    """
     path = [model]
     keys = name.split(".")
     for key in keys[:-1]:

@@ -575,7 +575,9 @@ def test_whose_mask_an_argument_is(forward, used):
     torch.testing.assert_close(model[0].norm.running_mean, 0.1 * tokens.mean(0))
 
 
-@pytest.mark.parametrize("argument", ["src_key_padding_mask", "encoder_padding_mask", "key_padding_mask", "src_lengths"])
+@pytest.mark.parametrize(
+    "argument", ["src_key_padding_mask", "encoder_padding_mask", "key_padding_mask", "src_lengths"]
+)
 @pytest.mark.parametrize(
     ("first", "second", "used"),
     [

@@ -106,7 +106,12 @@ def test_a_decoder_of_fairseq():
 
 @pytest.mark.parametrize(
     ("name", "in_decoder", "only"),
-    [("Bert", 0, ""), ("Llama", 3, "generates. Take a norm that"), ("Marian", 3, "(only='encoder.*')"), ("T5", 4, "(only='encoder.*')")],
+    [
+        ("Bert", 0, ""),
+        ("Llama", 3, "generates. Take a norm that"),
+        ("Marian", 3, "(only='encoder.*')"),
+        ("T5", 4, "(only='encoder.*')"),
+    ],
 )
 def test_models_of_hugging_face(name, in_decoder, only):
     hf = hugging_face()
