@@ -57,9 +57,10 @@ class ArgumentHook:
         parameters: of its forward, without ``self``.
         forms: argument that may hold a mask -> its form, see :func:`mask_forms`.
         norms: those that it serves, of one :class:`Conversion`.
+        named: whether the caller named ``forms``, whose masks then count whatever else the module gets.
     """
 
-    def __init__(self, module: str, parameters: list, forms: dict, norms: list):
+    def __init__(self, module: str, parameters: list, forms: dict, norms: list, named: bool = False):
         self.module, self.forms = module or "the model", forms
         self.conversion = norms[0].conversion.id
         self.writes_zeros = any(norm.zero_padding for norm in norms)
@@ -67,7 +68,7 @@ class ArgumentHook:
         attended = [parameter for parameter in parameters if parameter.name in _ATTENDED]
         self._attended = [parameter.name for parameter in attended]
         #: Arguments by which a call shows that a mask of another sequence is among its arguments.
-        self._first, self._seconds = _second_sequences(parameters, forms)
+        self._first, self._seconds = _second_sequences(parameters, {} if named else forms)
         #: Whether a call may attend to something, and whether every call does.
         self.may_attend = bool(attended)
         self.always_attends = any(parameter.default is parameter.empty for parameter in attended)
@@ -251,7 +252,7 @@ def add_argument_hooks(model: nn.Module, norms: list, forms: dict) -> None:
             continue
         parameters = _parameters_of(module)
         own = _own_masks(module, {parameter.name for parameter in parameters}, forms)
-        hook = ArgumentHook(name, parameters, own, norms)
+        hook = ArgumentHook(name, parameters, own, norms, named=forms is not ARGUMENT_FORMS)
         if own or hook.may_attend:
             _register(module, hook)
         hooked += bool(own)

@@ -607,6 +607,15 @@ def test_whose_mask_it_is_beside_a_second_sequence(first, second, used, argument
     torch.testing.assert_close(model[0].norm.running_mean, 0.1 * tokens.mean(0))
 
 
+def test_a_mask_that_the_caller_names_counts_beside_a_second_sequence():
+    forward = lambda self, x, skip, key_padding_mask: self.norm(x) + skip  # noqa: E731
+    layer = type("Layer", (Attending,), {"forward": forward})()
+    model = convert_norms(layer, "batch", layout="BTC", mask_from="key_padding_mask")
+    x, skip = torch.randn(2, B, T, C)
+    model(x, skip, MASK).sum().backward()
+    torch.testing.assert_close(model.norm.running_mean, 0.1 * x[~MASK].mean(0))
+
+
 def test_the_targets_own_mask_beside_a_second_sequence():
     """Also in a compiled model."""
     forward = lambda self, x, z, src_key_padding_mask, tgt_key_padding_mask: self.norm(x)  # noqa: E731
