@@ -72,6 +72,9 @@ class PowerNorm(RunningNorm):
         self.add_state("nu", 0.0)
         self._begin_warmup()
 
+    # TorchScript would compile the property.
+    __jit_unused_properties__ = (*RunningNorm.__jit_unused_properties__, "reads")
+
     @property
     def reads(self) -> tuple[str, ...]:
         counts_steps = 0 < self.warmup_batches() < ALWAYS

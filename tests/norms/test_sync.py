@@ -1,6 +1,7 @@
 """Three ranks, for some norms, and what PN's synchronisation costs. The shared suite has two ranks, for all norms."""
 
 import contextlib
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -99,7 +100,7 @@ def seen_states(rank, wrapper=nn.parallel.DistributedDataParallel):
     """The state that each forward of an unsynchronised norm finds, here under DDP."""
     norm = build_norm("power", 8, psi_warmup_updates=2)
     seen = []
-    norm.register_forward_pre_hook(lambda module, args: seen.append(module.state_dict()))
+    norm.register_forward_pre_hook(lambda module, args: seen.append(copy.deepcopy(module.state_dict())))
     model = wrapper(norm)
     torch.manual_seed(rank)
     for step in range(5):
