@@ -59,7 +59,7 @@ def register() -> None:
     @register_sharding(operators.gradient.default)
     def gradient(*arguments):
         results = lambda d: [placed(d), summed(d), summed(d)]  # noqa: E731
-        return rules(arguments, {0: 0, 1: 0, 8: 0}, len(arguments[0].shape), results)
+        return rules(arguments, {0: 0, 1: 0, 10: 0}, len(arguments[0].shape), results)
 
     @register_sharding(operators.standardize.default)
     def standardize(*arguments):
