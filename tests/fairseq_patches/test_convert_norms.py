@@ -63,7 +63,9 @@ def test_diagnostics_are_logged_and_generation_rebuilds_the_norms(train, tmp_pat
     train("transformer_iwslt_de_en", "--convert-norms=encoder.*=power,psi_warmup_updates=3", *logged)
     assert all(f"norm_{name}=" in caplog.text for name in ("psi_distance", "gamma_max", "nonfinite_steps"))
     given = f"{tmp_path / 'data'} --user-dir {ROOT / 'pn_fairseq'} --path {tmp_path / 'run/checkpoint_last.pt'} --cpu"
-    monkeypatch.setattr(sys, "argv", ["fairseq-generate", *given.split(), "--beam=2", "--max-tokens=100"])
+    monkeypatch.setattr(
+        sys, "argv", ["fairseq-generate", *given.split(), "--beam=2", "--max-tokens=100", "--num-workers=0"]
+    )
     fairseq_cli.generate.cli_main()
     assert "Generate test with beam=2" in capsys.readouterr().out
 

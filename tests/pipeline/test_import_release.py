@@ -246,7 +246,7 @@ def test_decoding_and_fine_tuning_with_fairseqs_commands(model, dictionary, data
     torch.save(own, tmp_path / "own.pt")
 
     def fairseq(program: str, *arguments: str) -> str:
-        flags = ["--user-dir", str(ROOT / "pn_fairseq"), "--required-batch-size-multiple", "1", "--cpu"]
+        flags = ["--user-dir", str(ROOT / "pn_fairseq"), "--required-batch-size-multiple=1", "--num-workers=0", "--cpu"]
         monkeypatch.setattr(sys, "argv", [f"fairseq-{program}", str(data), *flags, *arguments])
         importlib.import_module(f"fairseq_cli.{program}").cli_main()
         return capsys.readouterr().out
