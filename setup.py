@@ -1,6 +1,7 @@
 """Packaging of pn_fairseq. The settings of ruff and pytest are in pyproject.toml.
 
-The C++ kernels are compiled if that is possible. If it is not, one line says so and everything else is installed.
+The C++ kernels are compiled if that is possible. If it is not, one line says so and everything else
+is installed.
 """
 
 import os
@@ -27,12 +28,25 @@ SOURCES = "pn_fairseq/kernels/cpp"
 X86 = platform.machine() in ("x86_64", "AMD64")
 OPENMP = "-fopenmp"
 FLAGS = ["-std=c++17", "-ffp-contract=fast", "-fno-math-errno", "-fvisibility=hidden", "-g0"]
-ROWS = ["-O3", "-fno-tree-vectorize"]  # their vectors are written out: to look for more takes long and gains nothing
-#: Source -> its flags. Each rows_*.cpp is for a kind of CPU, and the one to call is chosen where the program runs.
-SOURCE_FLAGS = {"ops.cpp": ["-O3"], "rows_baseline.cpp": ["-O2", "-fno-tree-vectorize"] if X86 else ROWS}
+# their vectors are written out: to look for more takes long and gains nothing
+ROWS = ["-O3", "-fno-tree-vectorize"]
+#: Source -> its flags. Each rows_*.cpp is for a kind of CPU, and the one to call is chosen where
+#: the program runs.
+SOURCE_FLAGS = {
+    "ops.cpp": ["-O3"],
+    "rows_baseline.cpp": ["-O2", "-fno-tree-vectorize"] if X86 else ROWS,
+}
 if X86:
     SOURCE_FLAGS["rows_avx2.cpp"] = [*ROWS, "-mavx2", "-mfma", "-mf16c"]
-    SOURCE_FLAGS["rows_avx512.cpp"] = [*ROWS, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]
+    SOURCE_FLAGS["rows_avx512.cpp"] = [
+        *ROWS,
+        "-mavx512f",
+        "-mavx512bw",
+        "-mavx512dq",
+        "-mavx512vl",
+        "-mfma",
+        "-mf16c",
+    ]
 
 
 def say(line: str) -> None:
@@ -46,7 +60,8 @@ def reason(error: Exception) -> str:
 
 
 class BuildPackage(build_py):
-    """Copies the configurations and the verses into the package; an editable installation finds them in the checkout.
+    """Copies the configurations and the verses into the package; an editable installation finds
+    them in the checkout.
 
     Modules that an earlier build left in the build folder are removed.
     """
@@ -62,7 +77,9 @@ class BuildPackage(build_py):
 
 
 class BuildWheel(bdist_wheel):
-    """The tag says what the wheel contains: the kernels fit every Python, and a wheel without kernels every machine."""
+    """The tag says what the wheel contains: the kernels fit every Python, and a wheel without
+    kernels every machine.
+    """
 
     def get_tag(self):
         compiled = any(Path(self.bdist_dir).rglob("_cpp_*.so"))
@@ -70,7 +87,10 @@ class BuildWheel(bdist_wheel):
 
 
 class BuildKernels(build_ext):
-    """Compiles all sources at once, each with its own flags. A failure is one line, and leaves no older library."""
+    """Compiles all sources at once, each with its own flags.
+
+    A failure is one line, and leaves no older library.
+    """
 
     def get_ext_filename(self, name):
         return f"{name.replace('.', '/')}.so"  # names no Python: one library serves all versions
@@ -84,15 +104,23 @@ class BuildKernels(build_ext):
                 self.compile_and_link(extension, [OPENMP])
             except Exception as error:
                 self.compile_and_link(extension, [])
-                say(f"compiled without OpenMP, so that the C++ kernels use one thread: {reason(error)}")
+                say(
+                    "compiled without OpenMP, so that the C++ kernels use one thread: "
+                    f"{reason(error)}"
+                )
         except Exception as error:
             say(f"installed without C++ kernels, which could not be compiled: {reason(error)}")
 
     def compile_and_link(self, extension, openmp):
         def compile_one(source):
             flags = [*FLAGS, *openmp, *SOURCE_FLAGS[Path(source).name]]
-            places = {"output_dir": self.build_temp, "include_dirs": [*extension.include_dirs, *self.include_dirs]}
-            return self.compiler.compile([source], macros=extension.define_macros, extra_postargs=flags, **places)
+            places = {
+                "output_dir": self.build_temp,
+                "include_dirs": [*extension.include_dirs, *self.include_dirs],
+            }
+            return self.compiler.compile(
+                [source], macros=extension.define_macros, extra_postargs=flags, **places
+            )
 
         os.makedirs(Path(self.build_temp, SOURCES), exist_ok=True)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -120,7 +148,8 @@ def kernels() -> dict:
     selection = Path(ROOT, "pn_fairseq/kernels/selection.py").read_text("utf-8")
     schemas = re.search(r"^SCHEMAS = (\d+)$", selection, re.M)[1]
     extension = CppExtension(
-        # Compiled kernels fit one version of torch and of the schemas; selection.py looks for this name.
+        # Compiled kernels fit one version of torch and of the schemas; selection.py looks for this
+        # name.
         "pn_fairseq.kernels._cpp_" + re.sub(r"\W", "_", f"{torch.__version__}_{schemas}"),
         [f"{SOURCES}/{name}" for name in SOURCE_FLAGS],
         depends=[f"{SOURCES}/{name}" for name in ("rows.h", "rows_impl.h")],
@@ -161,19 +190,27 @@ TEST = [
     "transformers>=5",
     "triton>=3.2; platform_system == 'Linux'",
 ]
-DOCS = ["ipykernel>=6", "latex2mathml>=3.77", "mkdocs-material>=9.5", "mkdocstrings[python]>=1.0", "nbclient>=0.10"]
+DOCS = [
+    "ipykernel>=6",
+    "latex2mathml>=3.77",
+    "mkdocs-material>=9.5",
+    "mkdocstrings[python]>=1.0",
+    "nbclient>=0.10",
+]
 
 setup(
     name="pn-fairseq",
-    version=re.search(r'^__version__ = "(.+)"$', (ROOT / "pn_fairseq/__init__.py").read_text("utf-8"), re.M)[1],
+    version=re.search(
+        r'^__version__ = "(.+)"$', (ROOT / "pn_fairseq/__init__.py").read_text("utf-8"), re.M
+    )[1],
     description="Power Normalization and its relatives for fairseq's transformers",
     long_description=(ROOT / "README.md").read_text("utf-8"),
     long_description_content_type="text/markdown",
     license="MIT",
     python_requires=">=3.11",
     packages=find_packages(include=["pn_fairseq", "pn_fairseq.*"]),
-    # With this, an editable install puts the checkout on the path. `--user-dir` on a checkout named pn_fairseq then
-    # finds the package inside it instead of a namespace package without models.
+    # With this, an editable install puts the checkout on the path. `--user-dir` on a checkout named
+    # pn_fairseq then finds the package inside it instead of a namespace package without models.
     package_dir={"": "."},
     package_data={"pn_fairseq.report": ["*.j2"]},
     cmdclass={"bdist_wheel": BuildWheel, "build_ext": BuildKernels, "build_py": BuildPackage},
@@ -183,12 +220,27 @@ setup(
         "fairseq": FAIRSEQ,  # the plugin and the pipeline
         "export": EXPORT,  # ONNX: pn export, torch.onnx.export
         "test": TEST,
-        # The programs in examples/; torchvision downloads images, in the version that requires the installed torch.
-        "examples": ["matplotlib>=3.8", "pandas>=2.1", "pillow", "pyarrow>=15", "torchvision", "tqdm"],
-        # The models of docs/frameworks.md; joeynmt, eole and fairseq2 have pins that exclude each other's or torch.
-        # torchtune 0.6 imports what torchao 0.16 has removed.
+        # The programs in examples/; torchvision downloads images, in the version that requires the
+        # installed torch.
+        "examples": [
+            "matplotlib>=3.8",
+            "pandas>=2.1",
+            "pillow",
+            "pyarrow>=15",
+            "torchvision",
+            "tqdm",
+        ],
+        # The models of docs/frameworks.md; joeynmt, eole and fairseq2 have pins that exclude each
+        # other's or torch. torchtune 0.6 imports what torchao 0.16 has removed.
         "frameworks": [
-            *("accelerate>=1.1", "peft>=0.19", "speechbrain>=1.1", "timm>=1.0", "torchao<0.16", "torchtune>=0.6"),
+            *(
+                "accelerate>=1.1",
+                "peft>=0.19",
+                "speechbrain>=1.1",
+                "timm>=1.0",
+                "torchao<0.16",
+                "torchtune>=0.6",
+            ),
             *("transformers>=5", "x-transformers>=2.31"),
         ],
         "docs": DOCS,  # the site, and the notebook in examples/

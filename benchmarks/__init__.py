@@ -1,11 +1,15 @@
-"""Measurements. Nothing here is a test: times are ratios within one run, on the machine that runs it."""
+"""Measurements.
+
+Nothing here is a test: times are ratios within one run, on the machine that runs it.
+"""
 
 import logging
 import os
 import sys
 import warnings
 
-#: glibc returns large blocks to the system at once; the page faults would dominate a measurement on a CPU.
+#: glibc returns large blocks to the system at once; the page faults would dominate a measurement on
+#: a CPU.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "1000000000", "MALLOC_TRIM_THRESHOLD_": "8000000000"}
 
 #: Hides the profiler's messages about each start, and about blocks that were allocated before it.

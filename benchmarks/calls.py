@@ -1,8 +1,10 @@
-"""What a single call of a norm costs on a few tokens, where only the overhead counts: ``python -m benchmarks.calls``.
+"""What a single call of a norm costs on a few tokens, where only the overhead counts: ``python -m
+benchmarks.calls``.
 
-x is (2, 2, 512) with a mask of one padding position. torch.nn.LayerNorm and this project's norms take turns of 200
-calls: a training step (forward and backward), and a forward in evaluation without gradients. Printed are the medians
-over the rounds in microseconds, and the ratios to torch.nn.LayerNorm in the same round.
+x is (2, 2, 512) with a mask of one padding position. torch.nn.LayerNorm and this project's norms
+take turns of 200 calls: a training step (forward and backward), and a forward in evaluation without
+gradients. Printed are the medians over the rounds in microseconds, and the ratios to
+torch.nn.LayerNorm in the same round.
 """
 
 import argparse
@@ -44,24 +46,49 @@ def work(mode: str, module: nn.Module) -> Callable[[int], None]:
 
 
 def main(argv=None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.calls", description=__doc__.split("\n")[0])
-    parser.add_argument("--only", type=pattern, default=re.compile(""), metavar="PATTERN",
-                        help="the norms in whose registered names this regular expression is found")  # fmt: skip
-    parser.add_argument("--rounds", type=positive, default=30, help=f"turns of {CALLS} calls (default: 30)")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.calls", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument(
+        "--only",
+        type=pattern,
+        default=re.compile(""),
+        metavar="PATTERN",
+        help="the norms in whose registered names this regular expression is found",
+    )
+    parser.add_argument(
+        "--rounds", type=positive, default=30, help=f"turns of {CALLS} calls (default: 30)"
+    )
     parser.add_argument("--output", type=output_file, metavar="FILE", help="also write a CSV file")
     args = parser.parse_args(argv)
     keep_memory()
     torch.set_num_threads(1)
-    norms = {name: partial(build_norm, name, SHAPE[-1], groups=1) for name in NORMS if args.only.search(name)}
+    norms = {
+        name: partial(build_norm, name, SHAPE[-1], groups=1)
+        for name in NORMS
+        if args.only.search(name)
+    }
     makers = {BASE: lambda: Unmasked(nn.LayerNorm(SHAPE[-1])), **norms}
     rows = []
     for mode in ("training", "evaluation"):
-        seconds = in_turns({name: work(mode, make()) for name, make in makers.items()}, args.rounds, warm=2)
+        seconds = in_turns(
+            {name: work(mode, make()) for name, make in makers.items()}, args.rounds, warm=2
+        )
         for name, own in seconds.items():
             low, middle, high = ratios(own, seconds[BASE])
             row = {"norm": name, "mode": mode, "microseconds": quartiles(own)[1] / CALLS * 1e6}
-            row |= {"least_microseconds": min(own) / CALLS * 1e6, "ratio": middle, "ratio_low": low, "ratio_high": high}
-            rows.append({key: f"{value:.4g}" if isinstance(value, float) else value for key, value in row.items()})
+            row |= {
+                "least_microseconds": min(own) / CALLS * 1e6,
+                "ratio": middle,
+                "ratio_low": low,
+                "ratio_high": high,
+            }
+            rows.append(
+                {
+                    key: f"{value:.4g}" if isinstance(value, float) else value
+                    for key, value in row.items()
+                }
+            )
     print(pandas.DataFrame(rows).to_string(index=False))
     if args.output:
         write_csv(args.output, [{"rounds": args.rounds, **row} for row in rows])

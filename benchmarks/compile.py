@@ -1,11 +1,13 @@
-"""Compiled against eager: every norm, and an encoder of 6 layers with it: ``python -m benchmarks.compile``.
+"""Compiled against eager: every norm, and an encoder of 6 layers with it: ``python -m
+benchmarks.compile``.
 
-A norm gets (32, 128, 512) activations, the encoder (``torch.nn.TransformerEncoder``, converted, pre-norm, 256 channels)
-16 sentences of up to 64 tokens; both have a mask with 10% padding. The eager and the compiled module (``torch.compile``
-with ``fullgraph=True``) take turns of one step: training (forward and backward) or evaluation without gradients.
-torch's own norms show what the compiler costs by itself, and an encoder with ``none`` what it costs without norms. The
-encoder's activation is GELU: with ReLU, inductor's kernel for it alone makes a step 1.19 times as long (torch 2.13).
-Printed are medians in milliseconds, and the quartiles of compiled / eager in the same round.
+A norm gets (32, 128, 512) activations, the encoder (``torch.nn.TransformerEncoder``, converted,
+pre-norm, 256 channels) 16 sentences of up to 64 tokens; both have a mask with 10% padding. The
+eager and the compiled module (``torch.compile`` with ``fullgraph=True``) take turns of one step:
+training (forward and backward) or evaluation without gradients. torch's own norms show what the
+compiler costs by itself, and an encoder with ``none`` what it costs without norms. The encoder's
+activation is GELU: with ReLU, inductor's kernel for it alone makes a step 1.19 times as long (torch
+2.13). Printed are medians in milliseconds, and the quartiles of compiled / eager in the same round.
 """
 
 import argparse
@@ -44,7 +46,9 @@ class Norm(nn.Module):
         return torch.randn(SHAPE)
 
     def forward(self, x):
-        return self.norm(x.flatten(0, 1)).view(x.shape) if self.of_torch else self.norm(x, self.mask)
+        return (
+            self.norm(x.flatten(0, 1)).view(x.shape) if self.of_torch else self.norm(x, self.mask)
+        )
 
 
 class Encoder(nn.Module):
@@ -52,11 +56,18 @@ class Encoder(nn.Module):
 
     def __init__(self, name: str, sentences: int = SENTENCES, channels: int = CHANNELS, **options):
         super().__init__()
-        layer = nn.TransformerEncoderLayer(channels, 4, 4 * channels, 0.0, "gelu", norm_first=True, batch_first=True)
-        encoder = nn.TransformerEncoder(layer, LAYERS, nn.LayerNorm(channels), enable_nested_tensor=False)
+        layer = nn.TransformerEncoderLayer(
+            channels, 4, 4 * channels, 0.0, "gelu", norm_first=True, batch_first=True
+        )
+        encoder = nn.TransformerEncoder(
+            layer, LAYERS, nn.LayerNorm(channels), enable_nested_tensor=False
+        )
         if name == "power":
-            options = {"psi_warmup_updates": 0, **options}  # most steps of a training are after the warm-up
-        self.encoder = convert_norms(encoder, name, mask_from="src_key_padding_mask", layout="BTC", **options)
+            # most steps of a training are after the warm-up
+            options = {"psi_warmup_updates": 0, **options}
+        self.encoder = convert_norms(
+            encoder, name, mask_from="src_key_padding_mask", layout="BTC", **options
+        )
         self.register_buffer("mask", _padding(sentences, LENGTH), persistent=False)
         self.channels = channels
 
@@ -95,19 +106,36 @@ def work(call: Callable, module: nn.Module, training: bool) -> Callable[[int], N
 
 
 def main(argv=None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.compile", description=__doc__.split("\n")[0])
-    parser.add_argument("--only", type=pattern, default=re.compile(""), metavar="PATTERN",
-                        help="the norms in whose registered names this regular expression is found")  # fmt: skip
-    parser.add_argument("--rounds", type=positive, default=20, help="turns of one step (default: 20)")
-    parser.add_argument("--threads", type=positive, nargs="+", default=[1, 2], help="(default: 1 2)")
-    parser.add_argument("--modules", nargs="+", choices=MODULES, default=list(MODULES), help="(default: both)")
-    parser.add_argument("--backend", default="inductor", help="of torch.compile (default: inductor)")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.compile", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument(
+        "--only",
+        type=pattern,
+        default=re.compile(""),
+        metavar="PATTERN",
+        help="the norms in whose registered names this regular expression is found",
+    )
+    parser.add_argument(
+        "--rounds", type=positive, default=20, help="turns of one step (default: 20)"
+    )
+    parser.add_argument(
+        "--threads", type=positive, nargs="+", default=[1, 2], help="(default: 1 2)"
+    )
+    parser.add_argument(
+        "--modules", nargs="+", choices=MODULES, default=list(MODULES), help="(default: both)"
+    )
+    parser.add_argument(
+        "--backend", default="inductor", help="of torch.compile (default: inductor)"
+    )
     parser.add_argument("--output", type=output_file, metavar="FILE", help="also write a CSV file")
     args = parser.parse_args(argv)
     keep_memory()
     hide_messages()
     rows = []
-    settings = itertools.product(filter(args.only.search, (*TORCH, *NORMS)), args.modules, args.threads, (True, False))
+    settings = itertools.product(
+        filter(args.only.search, (*TORCH, *NORMS)), args.modules, args.threads, (True, False)
+    )
     for name, module, threads, training in settings:
         if name in TORCH and module == "encoder":
             continue
@@ -119,13 +147,25 @@ def main(argv=None) -> None:
         turns = {"eager": work(eager, eager, training), "compiled": work(compiled, other, training)}
         seconds = in_turns(turns, args.rounds, warm=5)
         low, middle, high = ratios(seconds["compiled"], seconds["eager"])
-        row = {"norm": name, "module": module, "mode": "training" if training else "evaluation", "threads": threads}
+        row = {
+            "norm": name,
+            "module": module,
+            "mode": "training" if training else "evaluation",
+            "threads": threads,
+        }
         row |= {f"{key}_ms": quartiles(own)[1] * 1e3 for key, own in seconds.items()}
         row |= {"ratio": middle, "ratio_low": low, "ratio_high": high}
-        rows.append({key: f"{value:.4g}" if isinstance(value, float) else value for key, value in row.items()})
+        rows.append(
+            {
+                key: f"{value:.4g}" if isinstance(value, float) else value
+                for key, value in row.items()
+            }
+        )
     print(pandas.DataFrame(rows).to_string(index=False))
     if args.output:
-        write_csv(args.output, [{"rounds": args.rounds, "backend": args.backend, **row} for row in rows])
+        write_csv(
+            args.output, [{"rounds": args.rounds, "backend": args.backend, **row} for row in rows]
+        )
 
 
 if __name__ == "__main__":

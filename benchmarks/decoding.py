@@ -1,9 +1,9 @@
 """Decoding throughput with several norms, plain and folded: ``python -m benchmarks.decoding``.
 
-Models of one size that differ in the encoder's norm translate the same batch in turn with fairseq's beam search, so
-that other load on the machine affects all of them. Every hypothesis has the same number of tokens, which makes the
-work equal. Printed are medians: sentences per second, and how many times as many as with LayerNorm in the same
-round; a second copy of that model shows the noise.
+Models of one size that differ in the encoder's norm translate the same batch in turn with fairseq's
+beam search, so that other load on the machine affects all of them. Every hypothesis has the same
+number of tokens, which makes the work equal. Printed are medians: sentences per second, and how
+many times as many as with LayerNorm in the same round; a second copy of that model shows the noise.
 """
 
 import argparse
@@ -40,8 +40,13 @@ def make_source(sentences: int, length: int, vocabulary: int) -> torch.Tensor:
     return tokens.masked_fill(torch.arange(length) < length - lengths, 1)
 
 
-def random_checkpoints(norms: list[str], size: str, vocabulary: int, src: torch.Tensor) -> dict[str, dict]:
-    """A checkpoint with random weights for each of the norms, with running statistics that fit them."""
+def random_checkpoints(
+    norms: list[str], size: str, vocabulary: int, src: torch.Tensor
+) -> dict[str, dict]:
+    """A checkpoint with random weights for each of the norms,
+
+    with running statistics that fit them.
+    """
     states = {}
     for short in dict.fromkeys([BASE, *norms]):
         arch = f"transformer_{short}_{size}"
@@ -54,7 +59,9 @@ def random_checkpoints(norms: list[str], size: str, vocabulary: int, src: torch.
 
 
 def make_models(states: dict[str, dict]) -> dict[str, nn.Module]:
-    """The models of checkpoints, each followed by its folded form if it has one, and a copy of the base at the end."""
+    """The models of checkpoints, each followed by its folded form if it has one, and a copy of
+    the base at the end.
+    """
     models = {}
     for name, state in states.items():
         models[name] = model_of(model_settings_of(state, name), state["model"], name)
@@ -74,23 +81,43 @@ def named_file(text: str) -> tuple[str, str]:
 
 
 def parse(argv) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.decoding", description=__doc__.split("\n")[0])
-    parser.add_argument("--size", choices=list(SIZES), default="iwslt", help="size of the models (default: iwslt)")
-    parser.add_argument("--norms", nargs="+", choices=SHORT, default=DEFAULT, help=f"default: {' '.join(DEFAULT)}")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.decoding", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument(
+        "--size", choices=list(SIZES), default="iwslt", help="size of the models (default: iwslt)"
+    )
+    parser.add_argument(
+        "--norms", nargs="+", choices=SHORT, default=DEFAULT, help=f"default: {' '.join(DEFAULT)}"
+    )
     parser.add_argument(
         "--checkpoint",
         type=named_file,
         action="append",
         metavar="NAME=FILE",
-        help=f"a trained model instead of random weights; several, one named {BASE}, with vocabularies of one size",
+        help=f"a trained model instead of random weights; several, one named {BASE}, with "
+        "vocabularies of one size",
     )
-    parser.add_argument("--rounds", type=positive, default=10, help="batches that each model translates (default: 10)")
+    parser.add_argument(
+        "--rounds",
+        type=positive,
+        default=10,
+        help="batches that each model translates (default: 10)",
+    )
     parser.add_argument("--sentences", type=int, default=32, help="sentences a batch (default: 32)")
-    parser.add_argument("--source-length", type=int, default=24, help="tokens a source sentence (default: 24)")
-    parser.add_argument("--target-length", type=int, default=24, help="tokens a hypothesis (default: 24)")
+    parser.add_argument(
+        "--source-length", type=int, default=24, help="tokens a source sentence (default: 24)"
+    )
+    parser.add_argument(
+        "--target-length", type=int, default=24, help="tokens a hypothesis (default: 24)"
+    )
     parser.add_argument("--beam", type=int, default=5, help="beam size (default: 5)")
-    parser.add_argument("--vocabulary", type=int, default=10000, help="size of the dictionary (default: 10000)")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads (default: torch's)")
+    parser.add_argument(
+        "--vocabulary", type=int, default=10000, help="size of the dictionary (default: 10000)"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=torch.get_num_threads(), help="threads (default: torch's)"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float32")
     parser.add_argument("--output", type=output_file, metavar="FILE", help="also write a CSV file")
@@ -143,16 +170,27 @@ def main(argv=None) -> None:
         lengths = {len(hypothesis["tokens"]) for beam in hypotheses for hypothesis in beam}
         assert lengths == {args.target_length}, lengths
 
-    seconds = in_turns({name: partial(turn, name) for name in models}, args.rounds, warm=1)  # the first allocates
+    # the first allocates
+    seconds = in_turns({name: partial(turn, name) for name in models}, args.rounds, warm=1)
     models_of = "checkpoints" if args.checkpoint else f"transformer_*_{args.size}, random weights"
     print(
-        f"{models_of}, {args.sentences} sentences of {args.source_length} tokens to {args.target_length}, "
-        f"beam {args.beam}, {args.dtype}, {args.device}, {args.threads} threads, torch {torch.__version__}"
+        f"{models_of}, {args.sentences} sentences of {args.source_length} tokens to "
+        f"{args.target_length}, "
+        f"beam {args.beam}, {args.dtype}, {args.device}, {args.threads} threads, torch "
+        f"{torch.__version__}"
     )
     if args.checkpoint:
         args.size = "checkpoint"
     amounts = [args.sentences] * args.rounds
-    report_speeds("sentences", amounts, seconds, BASE, settings_of(args), dict.fromkeys(models, {}), args.output)
+    report_speeds(
+        "sentences",
+        amounts,
+        seconds,
+        BASE,
+        settings_of(args),
+        dict.fromkeys(models, {}),
+        args.output,
+    )
 
 
 if __name__ == "__main__":

@@ -25,7 +25,9 @@ BLOCK = 12
 def make_task(vocabulary: int = VOCABULARY):
     dictionary = make_dictionary(vocabulary)
     settings = Namespace(tokens_per_sample=BLOCK)
-    return SimpleNamespace(args=settings, source_dictionary=dictionary, target_dictionary=dictionary)
+    return SimpleNamespace(
+        args=settings, source_dictionary=dictionary, target_dictionary=dictionary
+    )
 
 
 def arch_args(arch: str, **flags) -> Namespace:

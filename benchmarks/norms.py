@@ -1,17 +1,21 @@
-"""Time, peak memory, kernels and bytes of every norm against LayerNorm: ``python -m benchmarks.norms``.
+"""Time, peak memory, kernels and bytes of every norm against LayerNorm: ``python -m
+benchmarks.norms``.
 
-All contestants take turns on the same activations, so that other load on the machine affects all of them. There
-are two measures of time, both medians over the rounds of the ratio to ``torch.nn.LayerNorm`` in the same round, with
-the quartiles:
+All contestants take turns on the same activations, so that other load on the machine affects all of
+them. There are two measures of time, both medians over the rounds of the ratio to
+``torch.nn.LayerNorm`` in the same round, with the quartiles:
 
-- *turns of several steps*, in a random order that changes in each round; a turn begins with untimed steps. The caches
-  hold what the contestant needs. "Of least" is the ratio of the shortest times, the steadier measure under other load.
-- *turns of one step*: LayerNorm, the contestant, LayerNorm, ..., nothing warmed up in between. The caches are cold and
-  Python's overhead counts, as in training, where other layers compute between two norms.
+- *turns of several steps*, in a random order that changes in each round; a turn begins with untimed
+  steps. The caches hold what the contestant needs. "Of least" is the ratio of the shortest times,
+  the steadier measure under other load.
+- *turns of one step*: LayerNorm, the contestant, LayerNorm, ..., nothing warmed up in between. The
+  caches are cold and Python's overhead counts, as in training, where other layers compute between
+  two norms.
 
-A second LayerNorm shows the noise. Beside this project's norms, by implementation of their kernels, are
-torch's own norms, batch normalization on gathered tokens, PN's reference under ``torch.compile``, Liger-Kernel's norms
-on CUDA, and a lower bound for any norm: a copy forward and an addition backward. Kernels and bytes are those of
+A second LayerNorm shows the noise. Beside this project's norms, by implementation of their kernels,
+are torch's own norms, batch normalization on gathered tokens, PN's reference under
+``torch.compile``, Liger-Kernel's norms on CUDA, and a lower bound for any norm: a copy forward and
+an addition backward. Kernels and bytes are those of
 :func:`benchmarks.profiling.count`, the same on every machine.
 """
 
@@ -44,7 +48,8 @@ from pn_fairseq.norms import NORMS, RunningNorm, build_norm
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-#: Rows x channels: shapes of translation models, shapes that fill a GPU, and shapes that no vector width divides.
+#: Rows x channels: shapes of translation models, shapes that fill a GPU, and shapes that no vector
+#: width divides.
 SHAPES = ("4096x512", "4096x1024")
 LARGE = ("32768x1024", "131072x1024")
 ODD = ("4095x515", "1x512")
@@ -52,10 +57,12 @@ ODD = ("4095x515", "1x512")
 #: Time steps of a batch at least, if its number of rows allows.
 STEPS = 32
 
-#: Forward reads x and writes y, backward reads x and dy and writes dx; these are multiples of the bytes of x.
+#: Forward reads x and writes y, backward reads x and dy and writes dx; these are multiples of the
+#: bytes of x.
 PHASES = {"forward": 2, "backward": 3, "both": 5}
 
-#: With --sizes a batch of fewer rows than this has as many times more rounds: each of them is short.
+#: With --sizes a batch of fewer rows than this has as many times more rounds: each of them is
+#: short.
 FULL_SIZE = 4096
 
 #: Layer-scale groups of what has +LS, and groups of GN.
@@ -67,8 +74,8 @@ COPY = "copy and add"
 #: Rounds at the beginning that are not counted: memory is allocated, code compiled.
 WARM = 3
 
-#: Steps at the beginning of a turn that are not timed. With a single one, the caches would still be cold after a large
-#: contestant.
+#: Steps at the beginning of a turn that are not timed. With a single one, the caches would still be
+#: cold after a large contestant.
 UNTIMED = 5
 
 #: Steps that are timed together in a turn. On a GPU a single one is too short to be measured.
@@ -153,7 +160,10 @@ class _CopyAndAdd(torch.autograd.Function):
 
 
 def _compiled(threads: int) -> Callable[[], AbstractContextManager]:
-    """Contexts in which PN's two passes over the tokens are those of the reference, each compiled by inductor."""
+    """Contexts in which PN's two passes over the tokens are those of the reference,
+
+    each compiled by inductor.
+    """
     torch._dynamo.reset()
     options = {"cpp.enable_kernel_profile": True, "cpp.threads": threads}
     functions = {
@@ -164,7 +174,10 @@ def _compiled(threads: int) -> Callable[[], AbstractContextManager]:
 
 
 def _liger(channels: int) -> list[Contestant]:
-    """Liger-Kernel's norms, where it is installed. Its RMSNorm would by default write dx over dy."""
+    """Liger-Kernel's norms, where it is installed.
+
+    Its RMSNorm would by default write dx over dy.
+    """
     if importlib.util.find_spec("liger_kernel") is None:
         return []
     from liger_kernel.transformers.layer_norm import LigerLayerNorm
@@ -172,15 +185,21 @@ def _liger(channels: int) -> list[Contestant]:
 
     return [
         Contestant("Liger LayerNorm", Unmasked(LigerLayerNorm(channels)), "LayerNorm", opaque=True),
-        Contestant("Liger RMSNorm", Unmasked(LigerRMSNorm(channels, in_place=False)), "RMSNorm", opaque=True),
+        Contestant(
+            "Liger RMSNorm",
+            Unmasked(LigerRMSNorm(channels, in_place=False)),
+            "RMSNorm",
+            opaque=True,
+        ),
     ]
 
 
 def contestants(channels: int, device: str, threads: int) -> list[Contestant]:
-    """All that can run on ``device``, LayerNorm first, norms with running statistics with and without layer-scale.
+    """All that can run on ``device``, LayerNorm first, norms with running statistics with and
+    without layer-scale.
 
-    There are :data:`GROUPS` layer-scale groups, and as many groups of GN, or the largest number that divides both
-    them and the channels.
+    There are :data:`GROUPS` layer-scale groups, and as many groups of GN, or the largest number
+    that divides both them and the channels.
     """
     found = [
         Contestant(BASE, Unmasked(nn.LayerNorm(channels)), "LayerNorm"),
@@ -205,12 +224,16 @@ def contestants(channels: int, device: str, threads: int) -> list[Contestant]:
             for scaled in (0, heads) if issubclass(entry.cls, RunningNorm) else (0,):
                 label = f"{entry.short}{' +LS' if scaled else ''} {name}"
                 module = build_norm(norm, channels, layer_scale_groups=scaled, groups=heads)
-                found.append(Contestant(label, module, norm, scaled, name, computing, name == "compiled"))
+                found.append(
+                    Contestant(label, module, norm, scaled, name, computing, name == "compiled")
+                )
     return found
 
 
 def time_and_batch(rows: int) -> tuple[int, int]:
-    """Factors of ``rows``: the least divisor that is at least ``STEPS``, or ``rows`` itself if below, and the rest."""
+    """Factors of ``rows``: the least divisor that is at least ``STEPS``, or ``rows`` itself if
+    below, and the rest.
+    """
     steps = next(number for number in range(min(STEPS, rows), rows + 1) if rows % number == 0)
     return steps, rows // steps
 
@@ -218,7 +241,8 @@ def time_and_batch(rows: int) -> tuple[int, int]:
 def make_batch(
     shape: tuple[int, int, int], padding: float, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Activations that need a gradient, the output's gradient, and a mask with about ``padding`` of it at the ends.
+    """Activations that need a gradient, the output's gradient, and a mask with about ``padding`` of
+    it at the ends.
 
     Without padding the mask is None.
     """
@@ -228,7 +252,9 @@ def make_batch(
     mask = None
     if padding:
         shortest = max(round(steps * (1 - 2 * padding)), 1)
-        lengths = torch.randint(shortest, steps + 1, (sentences, 1), generator=generator, device=device)
+        lengths = torch.randint(
+            shortest, steps + 1, (sentences, 1), generator=generator, device=device
+        )
         mask = torch.arange(steps, device=device) >= lengths
     return x.requires_grad_(), dy, mask
 
@@ -245,7 +271,9 @@ def step(contestant: Contestant, batch, mark: Callable[[], None]) -> None:
 
 
 def seconds_of_steps(contestant: Contestant, batch, device: torch.device) -> list[float]:
-    """Mean seconds of forward, backward and both; on a GPU from CUDA events, waiting for the host included."""
+    """Mean seconds of forward, backward and both; on a GPU from CUDA events, waiting for the
+    host included.
+    """
     marks = []
     if device.type == "cuda":
 
@@ -263,7 +291,8 @@ def seconds_of_steps(contestant: Contestant, batch, device: torch.device) -> lis
         torch.cuda.synchronize()
         marks = [marks[0].elapsed_time(event) / 1000 for event in marks]
     forward, backward = (
-        sum(marks[at + 1] - marks[at] for at in range(first, len(marks), 3)) / (len(marks) // 3) for first in (0, 1)
+        sum(marks[at + 1] - marks[at] for at in range(first, len(marks), 3)) / (len(marks) // 3)
+        for first in (0, 1)
     )
     return [forward, backward, forward + backward]
 
@@ -283,7 +312,11 @@ def take_turns(found: list[Contestant], batch, rounds: int, device: torch.device
             if number >= WARM:
                 for phase, seconds in zip(PHASES, taken, strict=True):
                     contestant.seconds[phase].append(seconds)
-        turn = f"warm-up round {number + 1} of {WARM}" if number < WARM else f"round {number + 1 - WARM} of {rounds}"
+        turn = (
+            f"warm-up round {number + 1} of {WARM}"
+            if number < WARM
+            else f"round {number + 1 - WARM} of {rounds}"
+        )
         print(f"\r{turn:<25}", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
 
@@ -324,7 +357,9 @@ def profile_all(found: list[Contestant], batch, device: torch.device) -> None:
     for contestant in found:
         with contestant.computing():
             contestant.forget(x)
-            contestant.extra_bytes = peak_memory(partial(step, contestant, batch, lambda: None), device)
+            contestant.extra_bytes = peak_memory(
+                partial(step, contestant, batch, lambda: None), device
+            )
             contestant.forget(x)
             contestant.counts["forward"] = counted(contestant, partial(contestant.module, x, mask))
             y = contestant.module(x, mask)
@@ -343,10 +378,14 @@ def _rounded(column: str, values: Sequence[float]) -> dict[str, float | str]:
 
 
 def rows_of(found: list[Contestant], common: dict) -> list[dict]:
-    """What was measured of the contestants, the first of which is the base: a row for each of them and each phase."""
+    """What was measured of the contestants, the first of which is the base: a row for each of
+    them and each phase.
+    """
     base = found[0]
     copy = next((each for each in found if each.name == COPY), None)
-    plain = {(each.norm, each.layer_scale): each for each in found if each.implementation == "reference"}
+    plain = {
+        (each.norm, each.layer_scale): each for each in found if each.implementation == "reference"
+    }
     rows = []
     for (phase, tensors), contestant in itertools.product(PHASES.items(), found):
         own = contestant.seconds[phase]
@@ -354,7 +393,10 @@ def rows_of(found: list[Contestant], common: dict) -> list[dict]:
         if other := plain.get((contestant.norm, contestant.layer_scale)):
             times_reference = round(ratios(other.seconds[phase], own)[1], 3)
         if copy:
-            shares = [tensors / 2 * both / alone for both, alone in zip(copy.seconds["forward"], own, strict=True)]
+            shares = [
+                tensors / 2 * both / alone
+                for both, alone in zip(copy.seconds["forward"], own, strict=True)
+            ]
             bandwidth = round(quartiles(shares)[1], 3)
         counts = list(contestant.counts.values()) if phase == "both" else [contestant.counts[phase]]
         rows.append(
@@ -382,7 +424,9 @@ def rows_of(found: list[Contestant], common: dict) -> list[dict]:
 
 
 def _able(contestant: Contestant, batch) -> bool:
-    """Whether a contestant can run; if not (no compiler, too few tokens), a line on stderr says why."""
+    """Whether a contestant can run; if not (no compiler, too few tokens), a line on stderr says
+    why.
+    """
     try:
         with contestant.computing():
             step(contestant, batch, lambda: None)
@@ -392,14 +436,18 @@ def _able(contestant: Contestant, batch) -> bool:
     return True
 
 
-def measure(args: argparse.Namespace, threads: int, shape: tuple[int, int], dtype: str, padding: float) -> list[dict]:
+def measure(
+    args: argparse.Namespace, threads: int, shape: tuple[int, int], dtype: str, padding: float
+) -> list[dict]:
     """Measure all that ``args.only`` allows under one setting."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     rows, channels = shape
     device = torch.device(args.device)
     found = contestants(channels, args.device, threads)
-    found = found[:1] + [each for each in found[1:] if args.only is None or args.only.search(each.name)]
+    found = found[:1] + [
+        each for each in found[1:] if args.only is None or args.only.search(each.name)
+    ]
     for contestant in found:
         if isinstance(contestant.module, nn.Module):
             contestant.module.to(device, DTYPES[dtype]).train()
@@ -441,7 +489,9 @@ def pattern(value: str) -> re.Pattern:
     try:
         return re.compile(value)
     except re.error as error:
-        raise argparse.ArgumentTypeError(f"{value!r} is not a regular expression: {error}") from error
+        raise argparse.ArgumentTypeError(
+            f"{value!r} is not a regular expression: {error}"
+        ) from error
 
 
 def _picture(value: str) -> Path:
@@ -451,38 +501,83 @@ def _picture(value: str) -> Path:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.norms", description=__doc__.split("\n")[0])
-    parser.add_argument("--shapes", nargs="+", type=_shape, metavar="ROWSxC",
-                        help=f"rows and channels, such as {', '.join(SHAPES + LARGE + ODD)} (default: "
-                        f"{' '.join(SHAPES)}; on CUDA {' '.join(LARGE)}, too)")  # fmt: skip
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=list(DTYPES),
-                        help="default: float32 bfloat16")  # fmt: skip
-    parser.add_argument("--threads", nargs="+", type=positive, metavar="N", help="numbers of threads (default: 1)")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.norms", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        type=_shape,
+        metavar="ROWSxC",
+        help=f"rows and channels, such as {', '.join(SHAPES + LARGE + ODD)} (default: "
+        f"{' '.join(SHAPES)}; on CUDA {' '.join(LARGE)}, too)",
+    )
+    parser.add_argument(
+        "--dtypes",
+        nargs="+",
+        default=["float32", "bfloat16"],
+        choices=list(DTYPES),
+        help="default: float32 bfloat16",
+    )
+    parser.add_argument(
+        "--threads", nargs="+", type=positive, metavar="N", help="numbers of threads (default: 1)"
+    )
     parser.add_argument("--device", default="cpu", choices=list(REPEATS), help="default: cpu")
-    parser.add_argument("--padding", nargs="+", type=_padding, default=[0.1], metavar="SHARE",
-                        help="shares of padding; 0 is no mask at all (default: 0.1)")  # fmt: skip
-    parser.add_argument("--rounds", type=positive, default=40, metavar="N", help="turns of each (default: 40)")
-    parser.add_argument("--only", type=pattern, metavar="PATTERN", help="LayerNorm, and of the others those in whose "
-                        "names this regular expression is found")  # fmt: skip
-    parser.add_argument("--targets", action="store_true",
-                        help="measure what this project's targets are about, with 1 and 2 threads, and say which are "
-                        "reached")  # fmt: skip
-    parser.add_argument("--markdown", action="store_true", help="print tables in Markdown at the end")
-    parser.add_argument("--csv", type=output_file, metavar="FILE", help="write all figures to a CSV file")
-    parser.add_argument("--picture", type=_picture, metavar="FILE", help="draw the ratios (.png, .pdf or .svg)")
-    parser.add_argument("--sizes", type=_picture, metavar="FILE",
-                        help="draw the ratios in turns of one step against the number of rows; with fewer rows than "
-                        f"{FULL_SIZE} there are more rounds than --rounds")  # fmt: skip
+    parser.add_argument(
+        "--padding",
+        nargs="+",
+        type=_padding,
+        default=[0.1],
+        metavar="SHARE",
+        help="shares of padding; 0 is no mask at all (default: 0.1)",
+    )
+    parser.add_argument(
+        "--rounds", type=positive, default=40, metavar="N", help="turns of each (default: 40)"
+    )
+    parser.add_argument(
+        "--only",
+        type=pattern,
+        metavar="PATTERN",
+        help="LayerNorm, and of the others those in whose names this regular expression is found",
+    )
+    parser.add_argument(
+        "--targets",
+        action="store_true",
+        help="measure what this project's targets are about, with 1 and 2 threads, and say which "
+        "are "
+        "reached",
+    )
+    parser.add_argument(
+        "--markdown", action="store_true", help="print tables in Markdown at the end"
+    )
+    parser.add_argument(
+        "--csv", type=output_file, metavar="FILE", help="write all figures to a CSV file"
+    )
+    parser.add_argument(
+        "--picture", type=_picture, metavar="FILE", help="draw the ratios (.png, .pdf or .svg)"
+    )
+    parser.add_argument(
+        "--sizes",
+        type=_picture,
+        metavar="FILE",
+        help="draw the ratios in turns of one step against the number of rows; with fewer rows "
+        "than "
+        f"{FULL_SIZE} there are more rounds than --rounds",
+    )
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU")
     if (args.picture or args.sizes) and importlib.util.find_spec("matplotlib") is None:
         parser.error("a picture needs matplotlib, which is not installed")
     if args.shapes is None:
-        args.shapes = [_shape(shape) for shape in (SHAPES if args.device == "cpu" else SHAPES + LARGE)]
+        args.shapes = [
+            _shape(shape) for shape in (SHAPES if args.device == "cpu" else SHAPES + LARGE)
+        ]
     if args.targets:
         ours = kernels.describe()[args.device.upper()][0]
-        args.only = args.only or re.compile(rf"^(pn( \+LS)? ({ours}|reference)|{COPY}|{BASE} again)$")
+        args.only = args.only or re.compile(
+            rf"^(pn( \+LS)? ({ours}|reference)|{COPY}|{BASE} again)$"
+        )
         args.ours = ours
     if args.threads is None:
         both = args.targets and args.device == "cpu" and (os.cpu_count() or 1) > 1

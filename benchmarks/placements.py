@@ -1,8 +1,9 @@
 """Gradient norms by layer for every placement: ``python -m benchmarks.placements --output FOLDER``.
 
-Transformers of tiny width and of several depths learn to copy made-up sentences. Before the first update and after the
-last one, the program takes the L2 norm of the gradient of all weights of each layer. It writes
-``FOLDER/gradients.csv`` and draws ``FOLDER/gradients-NORM.png`` from it; ``--draw`` only draws.
+Transformers of tiny width and of several depths learn to copy made-up sentences. Before the first
+update and after the last one, the program takes the L2 norm of the gradient of all weights of each
+layer. It writes ``FOLDER/gradients.csv`` and draws ``FOLDER/gradients-NORM.png`` from it;
+``--draw`` only draws.
 """
 
 import argparse
@@ -21,8 +22,13 @@ PAD, FIRST, VOCABULARY = 1, 4, 100
 STYLES = ["-", "--", "-.", ":"]
 
 
-def batch(generator: torch.Generator, sentences: int = 16, length: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sources with padding on the left, and the same sentences with padding on the right: (B, T) both."""
+def batch(
+    generator: torch.Generator, sentences: int = 16, length: int = 12
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sources with padding on the left, and the same sentences with padding on the right:
+
+    (B, T) both.
+    """
     src = torch.randint(FIRST, VOCABULARY, (sentences, length), generator=generator)
     lengths = torch.randint(3, length + 1, (sentences, 1), generator=generator)
     position = torch.arange(length)
@@ -34,12 +40,17 @@ def batch(generator: torch.Generator, sentences: int = 16, length: int = 12) -> 
 
 def loss_of(model: torch.nn.Module, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     prev = torch.cat((torch.full_like(target[:, :1], 2), target[:, :-1]), dim=1)
-    return F.cross_entropy(model(source, None, prev)[0].flatten(0, 1), target.flatten(), ignore_index=PAD)
+    return F.cross_entropy(
+        model(source, None, prev)[0].flatten(0, 1), target.flatten(), ignore_index=PAD
+    )
 
 
 def gradients(layers: torch.nn.ModuleList) -> list[float]:
     """L2 norm of the gradient of the weights of each layer."""
-    return [torch.stack([each.grad.norm() for each in layer.parameters()]).norm().item() for layer in layers]
+    return [
+        torch.stack([each.grad.norm() for each in layer.parameters()]).norm().item()
+        for layer in layers
+    ]
 
 
 def measure(norm: str, placement: str, layers: int, updates: int) -> list[dict]:
@@ -51,7 +62,9 @@ def measure(norm: str, placement: str, layers: int, updates: int) -> list[dict]:
     width = {"encoder_embed_dim": 64, "decoder_embed_dim": 64, "encoder_ffn_embed_dim": 128}
     width |= {"decoder_ffn_embed_dim": 128, "dropout": 0.0, "psi_warmup_updates": updates // 2}
     # PN stands in the encoder only, as in the paper.
-    model = build("transformer_pn_tiny", VOCABULARY, encoder_norm=norm, **both, **depth, **width).train()
+    model = build(
+        "transformer_pn_tiny", VOCABULARY, encoder_norm=norm, **both, **depth, **width
+    ).train()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     rows = []
     for update in range(updates + 1):
@@ -68,7 +81,9 @@ def measure(norm: str, placement: str, layers: int, updates: int) -> list[dict]:
                     **where,
                     "loss": f"{loss.item():.4f}",
                     "side": side,
-                    "gradients": " ".join(f"{value:.4g}" for value in gradients(getattr(model, side).layers)),
+                    "gradients": " ".join(
+                        f"{value:.4g}" for value in gradients(getattr(model, side).layers)
+                    ),
                 }
                 for side in ("encoder", "decoder")
             ]
@@ -77,7 +92,9 @@ def measure(norm: str, placement: str, layers: int, updates: int) -> list[dict]:
 
 
 def draw(folder: Path) -> None:
-    """One picture for each norm: columns are depths, rows are side and update; a line for each placement."""
+    """One picture for each norm: columns are depths, rows are side and update; a line for each
+    placement.
+    """
     from pn_fairseq.report.curves import headless_pyplot
 
     frame, plt = pandas.read_csv(folder / "gradients.csv"), headless_pyplot()
@@ -95,11 +112,18 @@ def draw(folder: Path) -> None:
         for (side, update), line in zip(rows, axes, strict=True):
             for depth, axis in zip(depths, line, strict=True):
                 panel = of_norm[
-                    (of_norm["side"] == side) & (of_norm["update"] == update) & (of_norm["layers"] == depth)
+                    (of_norm["side"] == side)
+                    & (of_norm["update"] == update)
+                    & (of_norm["layers"] == depth)
                 ]
-                for index, (name, values) in enumerate(zip(panel["placement"], panel["gradients"], strict=True)):
+                for index, (name, values) in enumerate(
+                    zip(panel["placement"], panel["gradients"], strict=True)
+                ):
                     values = [float(value) for value in values.split()]
-                    style = {"color": f"C{index % 10}", "linestyle": STYLES[index // 3 % len(STYLES)]}
+                    style = {
+                        "color": f"C{index % 10}",
+                        "linestyle": STYLES[index // 3 % len(STYLES)],
+                    }
                     axis.plot(range(1, depth + 1), values, label=name, **style)
                 axis.set(yscale="log", xlabel="layer")
                 axis.set_title(f"{side}, {depth} layers, after {update} updates", fontsize=9)
@@ -112,12 +136,36 @@ def draw(folder: Path) -> None:
 
 
 def main(argv=None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.placements", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.placements", description=__doc__.split("\n")[0]
+    )
     add = parser.add_argument
-    add("--output", type=Path, required=True, metavar="FOLDER", help="where the table and the pictures go")
-    add("--norms", nargs="+", default=["layer", "power"], help="norms of the encoder (default: layer power)")
-    add("--layers", nargs="+", type=positive, default=[6, 12, 18], help="layers of each side (default: 6 12 18)")
-    add("--updates", type=positive, default=100, help="updates before the second measurement (default: 100)")
+    add(
+        "--output",
+        type=Path,
+        required=True,
+        metavar="FOLDER",
+        help="where the table and the pictures go",
+    )
+    add(
+        "--norms",
+        nargs="+",
+        default=["layer", "power"],
+        help="norms of the encoder (default: layer power)",
+    )
+    add(
+        "--layers",
+        nargs="+",
+        type=positive,
+        default=[6, 12, 18],
+        help="layers of each side (default: 6 12 18)",
+    )
+    add(
+        "--updates",
+        type=positive,
+        default=100,
+        help="updates before the second measurement (default: 100)",
+    )
     add("--draw", action="store_true", help="only draw FOLDER/gradients.csv")
     args = parser.parse_args(argv)
     hide_messages()
@@ -129,7 +177,9 @@ def main(argv=None) -> None:
             for layers in args.layers:
                 for placement in PLACEMENTS:
                     rows += measure(norm, placement, layers, args.updates)
-                    print(f"{norm}, {placement}, {layers} layers: loss {rows[-1]['loss']}", flush=True)
+                    print(
+                        f"{norm}, {placement}, {layers} layers: loss {rows[-1]['loss']}", flush=True
+                    )
         write_csv(args.output / "gradients.csv", rows)
     draw(args.output)
 

@@ -1,8 +1,9 @@
 """What ``--norm-probe`` costs: ``python -m benchmarks.probe``.
 
-A trainer of ``fairseq-train`` makes updates on made-up batches: one without a probe, one whose batches the probe only
-averages, one that it records, and so on in turn. Printed are medians of the ratios in one round, and the mean cost of
-an update with ``--norm-probe-interval 50``: of 50 updates, 1 is recorded and 10 are averaged.
+A trainer of ``fairseq-train`` makes updates on made-up batches: one without a probe, one whose
+batches the probe only averages, one that it records, and so on in turn. Printed are medians of the
+ratios in one round, and the mean cost of an update with ``--norm-probe-interval 50``: of 50
+updates, 1 is recorded and 10 are averaged.
 """
 
 import argparse
@@ -32,19 +33,35 @@ def measure(args: argparse.Namespace) -> dict[str, list[float]]:
             model.norm_probe = None if kind == "plain" else probe
             update(trainer, batches[number % len(batches)])
 
-        return in_turns({kind: partial(turn, kind) for kind in ("plain", "averaged", "recorded")}, args.rounds, warm=1)
+        return in_turns(
+            {kind: partial(turn, kind) for kind in ("plain", "averaged", "recorded")},
+            args.rounds,
+            warm=1,
+        )
 
 
 def main(argv=None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.probe", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.probe", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--size", choices=list(SIZES), default="iwslt", help="default: iwslt")
-    parser.add_argument("--norm", default="pn", help="abbreviation of the encoder's norm (default: pn)")
+    parser.add_argument(
+        "--norm", default="pn", help="abbreviation of the encoder's norm (default: pn)"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    parser.add_argument("--tokens", type=int, default=1024, help="tokens a batch and side (default: 1024)")
-    parser.add_argument("--length", type=int, default=32, help="tokens of the longest sentence (default: 32)")
-    parser.add_argument("--vocabulary", type=int, default=10000, help="size of the dictionary (default: 10000)")
-    parser.add_argument("--rounds", type=int, default=10, help="measured updates of each kind (default: 10)")
+    parser.add_argument(
+        "--tokens", type=int, default=1024, help="tokens a batch and side (default: 1024)"
+    )
+    parser.add_argument(
+        "--length", type=int, default=32, help="tokens of the longest sentence (default: 32)"
+    )
+    parser.add_argument(
+        "--vocabulary", type=int, default=10000, help="size of the dictionary (default: 10000)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=10, help="measured updates of each kind (default: 10)"
+    )
     parser.add_argument("--output", type=output_file, metavar="FILE", help="also write a CSV file")
     args = parser.parse_args(argv)
     hide_messages()
@@ -54,9 +71,16 @@ def main(argv=None) -> None:
     print(f"averaged {ratio['averaged']:.3f} times, recorded {ratio['recorded']:.3f} times")
     print(f"--norm-probe-interval {INTERVAL}: {100 * cost:+.2f}% of an update")
     if args.output:
-        measured = {"averaged": ratio["averaged"], "recorded": ratio["recorded"], "percent_of_an_update": 100 * cost}
+        measured = {
+            "averaged": ratio["averaged"],
+            "recorded": ratio["recorded"],
+            "percent_of_an_update": 100 * cost,
+        }
         measured = {name: f"{value:.4g}" for name, value in measured.items()}
-        write_csv(args.output, [{"norm": args.norm, "interval": INTERVAL, **settings_of(args), **measured}])
+        write_csv(
+            args.output,
+            [{"norm": args.norm, "interval": INTERVAL, **settings_of(args), **measured}],
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Costs of a call that do not depend on the machine: peak memory, kernels launched, bytes read and written."""
+"""Costs of a call that do not depend on the machine: peak memory, kernels launched, bytes read
+and written.
+"""
 
 import re
 from collections.abc import Callable, Iterator
@@ -47,7 +49,9 @@ def _profiled(run: Callable[[], object], device: torch.device):
 
 
 def peak_memory(run: Callable[[], object], device: torch.device) -> int:
-    """Peak of the bytes in use, less those at the beginning: from the allocator on CUDA, else the profiler."""
+    """Peak of the bytes in use, less those at the beginning: from the allocator on CUDA, else
+    the profiler.
+    """
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -64,23 +68,27 @@ def peak_memory(run: Callable[[], object], device: torch.device) -> int:
 
 
 def count(
-    run: Callable[[], object], device: torch.device, look_into: str | None = None, opaque: bool = False
+    run: Callable[[], object],
+    device: torch.device,
+    look_into: str | None = None,
+    opaque: bool = False,
 ) -> Counts:
     """Profile one call of ``run``.
 
     An operator counts if it has a kernel for the device, or if nothing that it calls counts:
-    ``layer_norm`` is one ``native_layer_norm``, and ``masked_fill`` a ``copy_`` and a ``masked_fill_``. Views,
-    allocations and what only asks for a type do not count.
+    ``layer_norm`` is one ``native_layer_norm``, and ``masked_fill`` a ``copy_`` and a
+    ``masked_fill_``. Views, allocations and what only asks for a type do not count.
 
-    An operator reads each of its input tensors once, except those that it only writes; an expanded tensor counts with
-    its size in memory, a number as 8 bytes. It writes the tensors that its schema marks as changed, and what it
-    allocates and does not free. Caches and scratch memory inside an operator are not counted, so the figures are the
-    same on every machine.
+    An operator reads each of its input tensors once, except those that it only writes; an expanded
+    tensor counts with its size in memory, a number as 8 bytes. It writes the tensors that its
+    schema marks as changed, and what it allocates and does not free. Caches and scratch memory
+    inside an operator are not counted, so the figures are the same on every machine.
 
     Args:
         run: the call; what it returns is kept alive while the operators are counted.
-        device: where it computes. On a CPU ``kernels`` is the number of the operators that count, and of loops that
-            torch.compile generated (``torch._inductor.config.cpp.enable_kernel_profile``); on CUDA it is the number of
+        device: where it computes. On a CPU ``kernels`` is the number of the operators that count,
+            and of loops that torch.compile generated
+            (``torch._inductor.config.cpp.enable_kernel_profile``); on CUDA it is the number of
             launches, copies and memsets, and sizes are those of the allocator.
         look_into: a namespace whose operators are counted by the operators that they call.
         opaque: whether code runs that is not an operator; the bytes are None then.
@@ -131,11 +139,16 @@ def _operators(event, device: str, look_into: str) -> list[tuple]:
 
         # `to` and `reshape` give a view or a copy; only the operators that they call tell which.
         own = not has("CompositeImplicitAutograd")
-        if own and any(value.alias_info is not None and not value.alias_info.is_write for value in schema.returns):
+        if own and any(
+            value.alias_info is not None and not value.alias_info.is_write
+            for value in schema.returns
+        ):
             return []
         if own and has(device):
             return [(event, schema)]
-    found = [operator for child in event.children for operator in _operators(child, device, look_into)]
+    found = [
+        operator for child in event.children for operator in _operators(child, device, look_into)
+    ]
     return found or ([(event, schema)] if own else [])
 
 

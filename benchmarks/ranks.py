@@ -1,16 +1,19 @@
-"""Norms with statistics of all ranks: ``torchrun --standalone --nproc-per-node N -m benchmarks.ranks``.
+"""Norms with statistics of all ranks: ``torchrun --standalone --nproc-per-node N -m
+benchmarks.ranks``.
 
-One rank for each GPU, by NCCL, or on the CPU by gloo; every rank has a batch of its own. Of each norm is printed the
-time of forward and backward, as a ratio to ``torch.nn.LayerNorm``, which needs no other rank, in the same round; and
-the largest difference, relative to the largest value, between what the ranks compute on parts of a batch and what one
-computes on the whole. "SyncBatchNorm gathered" is torch's on the real tokens.
+One rank for each GPU, by NCCL, or on the CPU by gloo; every rank has a batch of its own. Of each
+norm is printed the time of forward and backward, as a ratio to ``torch.nn.LayerNorm``, which needs
+no other rank, in the same round; and the largest difference, relative to the largest value, between
+what the ranks compute on parts of a batch and what one computes on the whole. "SyncBatchNorm
+gathered" is torch's on the real tokens.
 
-``--encoder`` measures whole updates instead: forward, backward and SGD of the encoder of :mod:`benchmarks.compile` in
-``DistributedDataParallel``, with and without synchronized norms in turn. Printed are the all-reduces of each norm that
-an update waits for, the asynchronous ones, and their bytes, counted where the norms call ``torch.distributed``; the
-medians of both times in milliseconds; the share of an update that synchronizing takes, (with - without) / with in the
-same round, with quartiles; and the time of an all-reduce by itself. The share of ``layer``, which has nothing to
-synchronize, is noise. :mod:`benchmarks.slow_link` starts this on a slow link.
+``--encoder`` measures whole updates instead: forward, backward and SGD of the encoder of
+:mod:`benchmarks.compile` in ``DistributedDataParallel``, with and without synchronized norms in
+turn. Printed are the all-reduces of each norm that an update waits for, the asynchronous ones, and
+their bytes, counted where the norms call ``torch.distributed``; the medians of both times in
+milliseconds; the share of an update that synchronizing takes, (with - without) / with in the same
+round, with quartiles; and the time of an all-reduce by itself. The share of ``layer``, which has
+nothing to synchronize, is noise. :mod:`benchmarks.slow_link` starts this on a slow link.
 """
 
 import argparse
@@ -28,7 +31,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import hide_messages
 from benchmarks.compile import LENGTH, Encoder
-from benchmarks.norms import BASE, DTYPES, Contestant, Gathered, Unmasked, make_batch, take_turns, time_and_batch
+from benchmarks.norms import (
+    BASE,
+    DTYPES,
+    Contestant,
+    Gathered,
+    Unmasked,
+    make_batch,
+    take_turns,
+    time_and_batch,
+)
 from benchmarks.results import in_turns, output_file, positive, quartiles, ratios, write_csv
 from pn_fairseq.common import command
 from pn_fairseq.kernels.first_use import difference
@@ -40,9 +52,15 @@ NORMS = ("batch", "power-v", "power")
 
 def contestants(channels: int, device: str) -> list[Contestant]:
     """LayerNorm first. torch's SyncBatchNorm computes on GPUs only."""
-    found = [Contestant(name, Unmasked(nn.LayerNorm(channels)), BASE) for name in (BASE, f"{BASE} again")]
+    found = [
+        Contestant(name, Unmasked(nn.LayerNorm(channels)), BASE) for name in (BASE, f"{BASE} again")
+    ]
     if device == "cuda":
-        found.append(Contestant("SyncBatchNorm gathered", Gathered(channels, nn.SyncBatchNorm), "SyncBatchNorm"))
+        found.append(
+            Contestant(
+                "SyncBatchNorm gathered", Gathered(channels, nn.SyncBatchNorm), "SyncBatchNorm"
+            )
+        )
     for norm in NORMS:
         for sync in (True, False):
             name = f"{norm}{', synchronized' if sync else ''}"
@@ -50,7 +68,9 @@ def contestants(channels: int, device: str) -> list[Contestant]:
     return found
 
 
-def difference_to_one_rank(norm: str, channels: int, rank: int, world: int, device: torch.device) -> float:
+def difference_to_one_rank(
+    norm: str, channels: int, rank: int, world: int, device: torch.device
+) -> float:
     """Of y, dx and the state after two steps, in float32."""
     steps, sentences = 8, 3
     x, dy, mask = make_batch((steps, sentences * world, channels), 0.2, torch.float32, device)
@@ -72,7 +92,9 @@ def difference_to_one_rank(norm: str, channels: int, rank: int, world: int, devi
 
 def measure_norms(args: argparse.Namespace, device: torch.device) -> list[dict]:
     ranks = dist.get_rank(), dist.get_world_size()
-    differences = {norm: difference_to_one_rank(norm, args.channels, *ranks, device) for norm in NORMS}
+    differences = {
+        norm: difference_to_one_rank(norm, args.channels, *ranks, device) for norm in NORMS
+    }
     torch.manual_seed(0)
     found = contestants(args.channels, args.device)
     batch = make_batch((*time_and_batch(args.rows), args.channels), 0.1, DTYPES[args.dtype], device)
@@ -85,15 +107,27 @@ def measure_norms(args: argparse.Namespace, device: torch.device) -> list[dict]:
         low, middle, high = (round(value, 3) for value in ratios(seconds, found[0].seconds["both"]))
         row = {"contestant": each.name, "milliseconds": round(1000 * quartiles(seconds)[1], 4)}
         off = differences.get(each.norm, "") if each.name.endswith("synchronized") else ""
-        rows.append({**row, "ratio": middle, "ratio_low": low, "ratio_high": high, "difference": off and f"{off:.1e}"})
+        rows.append(
+            {
+                **row,
+                "ratio": middle,
+                "ratio_low": low,
+                "ratio_high": high,
+                "difference": off and f"{off:.1e}",
+            }
+        )
     return rows
 
 
-def updates(norm: str, sync: bool, args: argparse.Namespace, device: torch.device) -> tuple[nn.Module, Callable]:
+def updates(
+    norm: str, sync: bool, args: argparse.Namespace, device: torch.device
+) -> tuple[nn.Module, Callable]:
     """An encoder, and a function that updates it once."""
     torch.manual_seed(dist.get_rank())  # DistributedDataParallel copies the parameters of rank 0
     options = {} if norm == "layer" else {"sync": sync}
-    encoder = Encoder(norm, -(-args.rows // LENGTH), args.channels, **options).to(device, DTYPES[args.dtype])
+    encoder = Encoder(norm, -(-args.rows // LENGTH), args.channels, **options).to(
+        device, DTYPES[args.dtype]
+    )
     model = DistributedDataParallel(encoder, broadcast_buffers=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     x, dy = (encoder.batch().to(device, DTYPES[args.dtype]) for _ in range(2))
@@ -111,7 +145,9 @@ def updates(norm: str, sync: bool, args: argparse.Namespace, device: torch.devic
 
 
 def count_all_reduces(update: Callable) -> tuple[list[int], list[int]]:
-    """Bytes of each all-reduce of the norms in an update: of those waited for, and of the asynchronous ones."""
+    """Bytes of each all-reduce of the norms in an update: of those waited for, and of the
+    asynchronous ones.
+    """
     sizes = ([], [])
     all_reduce = dist.all_reduce
 
@@ -125,7 +161,9 @@ def count_all_reduces(update: Callable) -> tuple[list[int], list[int]]:
 
 
 def seconds_of_an_all_reduce(channels: int, device: torch.device) -> float:
-    """The median, of as many values as a norm sums in a backward, with nothing else on the network."""
+    """The median, of as many values as a norm sums in a backward, with nothing else on the
+    network.
+    """
     values = torch.zeros(2 * channels, device=device)
 
     def turn(number: int) -> None:
@@ -143,8 +181,18 @@ def measure_updates(args: argparse.Namespace, device: torch.device) -> list[dict
             if sync:
                 waited, beside = count_all_reduces(work[norm, sync])
         norms = len(running_norms(encoder))
-        counts = {"waited_for": len(waited), "asynchronous": len(beside), "bytes": sum(waited + beside)}
-        rows.append({"norm": norm, "norms": norms, **{key: value / max(norms, 1) for key, value in counts.items()}})
+        counts = {
+            "waited_for": len(waited),
+            "asynchronous": len(beside),
+            "bytes": sum(waited + beside),
+        }
+        rows.append(
+            {
+                "norm": norm,
+                "norms": norms,
+                **{key: value / max(norms, 1) for key, value in counts.items()},
+            }
+        )
     gradient = sum(value.nbytes for value in encoder.parameters())
     of_one = seconds_of_an_all_reduce(args.channels, device)
     seconds = in_turns(work, args.rounds, warm=2)
@@ -161,10 +209,18 @@ def measure_updates(args: argparse.Namespace, device: torch.device) -> list[dict
 def parse(argv) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.ranks", description=__doc__.split("\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--encoder", action="store_true", help="measure updates of an encoder, not norms by themselves")
-    parser.add_argument("--rows", type=positive, default=4096, help="tokens of a rank (default: 4096)")
+    parser.add_argument(
+        "--encoder",
+        action="store_true",
+        help="measure updates of an encoder, not norms by themselves",
+    )
+    parser.add_argument(
+        "--rows", type=positive, default=4096, help="tokens of a rank (default: 4096)"
+    )
     parser.add_argument("--channels", type=positive, default=512, help="default: 512")
-    parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16", help="default: bfloat16")
+    parser.add_argument(
+        "--dtype", choices=list(DTYPES), default="bfloat16", help="default: bfloat16"
+    )
     parser.add_argument("--rounds", type=positive, default=40, help="turns of each (default: 40)")
     parser.add_argument("--output", type=output_file, metavar="FILE", help="also write a CSV file")
     return parser.parse_args(argv)
@@ -173,7 +229,9 @@ def parse(argv) -> argparse.Namespace:
 def main(argv=None) -> None:
     args = parse(argv)
     if missing := {"RANK", "WORLD_SIZE", "LOCAL_RANK"} - set(os.environ):
-        raise command.UserError(f"torchrun has to start it, which sets {', '.join(sorted(missing))}")
+        raise command.UserError(
+            f"torchrun has to start it, which sets {', '.join(sorted(missing))}"
+        )
     if args.device == "cuda" and torch.cuda.device_count() <= int(os.environ["LOCAL_RANK"]):
         raise command.UserError(f"{torch.cuda.device_count()} GPUs are fewer than there are ranks")
     hide_messages()

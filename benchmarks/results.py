@@ -1,4 +1,6 @@
-"""Shared by the benchmarks: turns, medians of ratios, and CSV files with the versions and the machine."""
+"""Shared by the benchmarks: turns, medians of ratios, and CSV files with the versions and the
+machine.
+"""
 
 import argparse
 import sys
@@ -15,7 +17,9 @@ from pn_fairseq.common.files import atomic_write
 from pn_fairseq.common.machine import describe
 
 
-def in_turns(work: Mapping[str, Callable[[int], object]], rounds: int, warm: int) -> dict[str, list[float]]:
+def in_turns(
+    work: Mapping[str, Callable[[int], object]], rounds: int, warm: int
+) -> dict[str, list[float]]:
     """Seconds of each by round. In each round all take a turn, the first one another each time.
 
     ``work`` is called with the number of the round; the first ``warm`` rounds are not counted.
@@ -28,7 +32,11 @@ def in_turns(work: Mapping[str, Callable[[int], object]], rounds: int, warm: int
             work[name](number)
             if number >= warm:
                 seconds[name].append(time.perf_counter() - begin)
-        turn = f"warm-up round {number + 1} of {warm}" if number < warm else f"round {number + 1 - warm} of {rounds}"
+        turn = (
+            f"warm-up round {number + 1} of {warm}"
+            if number < warm
+            else f"round {number + 1 - warm} of {rounds}"
+        )
         print(f"\r{turn:<25}", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     return seconds
@@ -87,7 +95,12 @@ def report_speeds(
     for name, taken in seconds.items():
         low, middle, high = ratios(seconds[base], taken)  # of speeds: the inverse of times
         speed = quartiles([amount / each for amount, each in zip(amounts, taken, strict=True)])[1]
-        measured = {f"{unit}_per_s": speed, f"times_{base}": middle, "times_low": low, "times_high": high}
+        measured = {
+            f"{unit}_per_s": speed,
+            f"times_{base}": middle,
+            "times_low": low,
+            "times_high": high,
+        }
         measured |= more[name]
         rows[name] = {
             key: "" if value is None else value if isinstance(value, str) else f"{value:.4g}"
@@ -99,8 +112,15 @@ def report_speeds(
 
 
 def write_csv(path: Path, rows: list[dict]) -> None:
-    """Write ``rows``, which have the same keys, each with the date (UTC), the versions and the machine."""
-    where = {key: ", ".join(value) if isinstance(value, list) else value for key, value in describe().items()}
-    frame = pandas.DataFrame(rows, dtype=object).assign(date=datetime.now(UTC).isoformat(timespec="seconds"), **where)
+    """Write ``rows``, which have the same keys, each with the date (UTC), the versions and the
+    machine.
+    """
+    where = {
+        key: ", ".join(value) if isinstance(value, list) else value
+        for key, value in describe().items()
+    }
+    frame = pandas.DataFrame(rows, dtype=object).assign(
+        date=datetime.now(UTC).isoformat(timespec="seconds"), **where
+    )
     with atomic_write(path) as file:
         frame.to_csv(file, index=False)

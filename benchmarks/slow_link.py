@@ -1,11 +1,12 @@
 """Ranks in two network namespaces of one machine, with a slow link between them.
 
-    sudo .venv/bin/python -m benchmarks.slow_link --ranks 4 -- benchmarks.ranks --encoder --device cpu \\
-        --dtype float32 --rows 512 --channels 128
+    sudo .venv/bin/python -m benchmarks.slow_link --ranks 4 -- benchmarks.ranks --encoder --device
+        cpu \\ --dtype float32 --rows 512 --channels 128
 
-needs Linux, root and the command ``ip``. The namespaces stand for two machines: ``torchrun`` runs in both, each with
-half of the ranks. The link is a pair of tun devices. This process takes every packet from one of them, and writes it to
-the other after the time that a link of ``--mbit`` needs for it and the packets before it, plus ``--ms``.
+needs Linux, root and the command ``ip``. The namespaces stand for two machines: ``torchrun`` runs
+in both, each with half of the ranks. The link is a pair of tun devices. This process takes every
+packet from one of them, and writes it to the other after the time that a link of ``--mbit`` needs
+for it and the packets before it, plus ``--ms``.
 """
 
 import argparse
@@ -73,9 +74,13 @@ def start(node: int, ranks: int, module: list[str]) -> subprocess.Popen:
 
 def main(argv=None) -> int:
     formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="benchmarks.slow_link", description=__doc__, formatter_class=formatter)
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.slow_link", description=__doc__, formatter_class=formatter
+    )
     parser.add_argument("--ranks", type=positive, default=2, help="an even number (default: 2)")
-    parser.add_argument("--mbit", type=positive, default=100, help="Mbit/s in each direction (default: 100)")
+    parser.add_argument(
+        "--mbit", type=positive, default=100, help="Mbit/s in each direction (default: 100)"
+    )
     parser.add_argument("--ms", type=float, default=1.0, help="delay of each packet (default: 1)")
     parser.add_argument("module", nargs="+", help="the module to run, and its arguments")
     args = parser.parse_args(argv)
@@ -85,8 +90,14 @@ def main(argv=None) -> int:
     try:
         ends = tuple(open_end(*end) for end in zip(NAMES, ADDRESSES, strict=True))
         nodes += [start(node, args.ranks, args.module) for node in (0, 1)]
-        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))  # a packet does not wait for a processor
-        relay(ends, args.mbit, args.ms, lambda: None in (codes := [node.poll() for node in nodes]) and not any(codes))
+        # a packet does not wait for a processor
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+        relay(
+            ends,
+            args.mbit,
+            args.ms,
+            lambda: None in (codes := [node.poll() for node in nodes]) and not any(codes),
+        )
     finally:
         for node in nodes:
             node.terminate()

@@ -9,7 +9,9 @@ SPIKE = 60
 
 
 class Stress:
-    """Steps of PN on noise, with a disturbance from step SPIKE on, and the same recursion without ``max(0, .)``."""
+    """Steps of PN on noise, with a disturbance from step SPIKE on, and the same recursion
+    without ``max(0, .)``.
+    """
 
     def __init__(self, disturb, steps: int = 120):
         generator = torch.Generator().manual_seed(0)
@@ -25,7 +27,10 @@ class Stress:
             normalized = (x.detach() / (self.norm.running_psi2 + 1e-5).sqrt()).double()
             y = self.norm(x)
             y.backward(dy)
-            gamma_moment, lambda_moment = normalized.square().mean(0), (dy.double() * normalized).mean(0)
+            gamma_moment, lambda_moment = (
+                normalized.square().mean(0),
+                (dy.double() * normalized).mean(0),
+            )
             unguarded = unguarded * (1 - (1 - ALPHA) * gamma_moment) + (1 - ALPHA) * lambda_moment
             self.psi2.append(self.norm.running_psi2.clone())
             self.nu.append(self.norm.nu.clone())
@@ -57,7 +62,9 @@ def main() -> None:
     print(f"{'disturbance':46} {'largest |nu|':>12} {'unguarded':>12}  finite  guarded steps")
     for name, disturb in disturbances.items():
         stress = Stress(disturb)
-        guarded, unguarded = (max(float(nu.abs().max()) for nu in values) for values in (stress.nu, stress.unguarded))
+        guarded, unguarded = (
+            max(float(nu.abs().max()) for nu in values) for values in (stress.nu, stress.unguarded)
+        )
         acted = int(stress.norm.diagnostics()["guarded_steps"])
         print(f"{name:46} {guarded:12.3g} {unguarded:12.3g}  {stress.finite!s:6}  {acted}")
 

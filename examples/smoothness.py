@@ -1,24 +1,29 @@
-"""How smooth is the loss of a trained translation model along its gradient? (Santurkar et al. 2018, arXiv 1805.11604)
+"""How smooth is the loss of a trained translation model along its gradient? (Santurkar et al. 2018,
+arXiv 1805.11604)
 
     python examples/smoothness.py RUN... --output runs/smoothness
 
-RUN is a folder of ``pn train``; several runs must have been trained on the same data. For each checkpoint theta and
-each of the first training batches, with the loss L per token (nats), in training mode but without dropout:
+RUN is a folder of ``pn train``; several runs must have been trained on the same data. For each
+checkpoint theta and each of the first training batches, with the loss L per token (nats), in
+training mode but without dropout:
 
     g = dL/dtheta,   theta' = theta - eta g,   L' and g' at theta'
 
-for steps eta with a relative length rho = eta |g| / |theta| of --steps. Norms read the statistics of the batch at
-theta and at theta' alike; PN's running statistics are those of the checkpoint. Writes OUTPUT/steps.csv:
+for steps eta with a relative length rho = eta |g| / |theta| of --steps. Norms read the statistics
+of the batch at theta and at theta' alike; PN's running statistics are those of the checkpoint.
+Writes OUTPUT/steps.csv:
 
     loss change       L' - L; its range over the steps is how much the loss varies
     gradient change   |g' - g|, and divided by |g|
-    smoothness        |g' - g| / |theta' - theta|; its maximum over the steps is the effective beta-smoothness
+    smoothness        |g' - g| / |theta' - theta|; its maximum over the steps is the effective
+    beta-smoothness
 
-OUTPUT/layers.csv: for each layer the change of its gradient G if only the layers before it move by the middle step,
-|G' - G|, divided by |G|, and the cosine of G and G': internal covariate shift as that paper measures it (section 2.2).
-The embeddings are before all layers; where the output projection shares their weights, it moves as well.
-And OUTPUT/smoothness.png: medians and quartiles over checkpoints and batches. Prints the range of the loss and the
-effective beta-smoothness of each run: median, least and greatest over checkpoints and batches.
+OUTPUT/layers.csv: for each layer the change of its gradient G if only the layers before it move by
+the middle step, |G' - G|, divided by |G|, and the cosine of G and G': internal covariate shift as
+that paper measures it (section 2.2). The embeddings are before all layers; where the output
+projection shares their weights, it moves as well. And OUTPUT/smoothness.png: medians and quartiles
+over checkpoints and batches. Prints the range of the loss and the effective beta-smoothness of each
+run: median, least and greatest over checkpoints and batches.
 """
 
 import argparse
@@ -41,7 +46,9 @@ STEPS = [0.0003, 0.001, 0.003, 0.01, 0.03]
 
 
 def load(checkpoint: Path, batches: int):
-    """The model of a checkpoint without dropout, its criterion, and the first batches of its training data."""
+    """The model of a checkpoint without dropout, its criterion, and the first batches of its
+    training data.
+    """
     (model,), config, task = checkpoint_utils.load_model_ensemble_and_task([str(checkpoint)])
     for module in model.modules():
         if type(getattr(module, "dropout", None)) is float:  # attention
@@ -57,7 +64,11 @@ def load(checkpoint: Path, batches: int):
         ignore_invalid_inputs=True,
         seed=1,
     ).next_epoch_itr(shuffle=True)
-    return model.train(), task.build_criterion(config.criterion), [next(iterator) for _ in range(batches)]
+    return (
+        model.train(),
+        task.build_criterion(config.criterion),
+        [next(iterator) for _ in range(batches)],
+    )
 
 
 def moved(model: nn.Module, gradients: dict[str, Tensor], step: float) -> nn.Module:
@@ -76,7 +87,9 @@ def loss_and_gradients(model: nn.Module, criterion, batch: dict) -> tuple[float,
     torch.manual_seed(1)  # of noisy BN
     loss, tokens, _ = criterion(model, batch)
     loss.backward()  # of the sum, as in training: PN's nu in the checkpoint has its scale
-    gradients = {name: p.grad / tokens for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {
+        name: p.grad / tokens for name, p in model.named_parameters() if p.grad is not None
+    }
     return float(loss.detach() / tokens), gradients
 
 
@@ -87,27 +100,47 @@ def flat(tensors: dict[str, Tensor]) -> Tensor:
 def along_the_gradient(model: nn.Module, criterion, batch: dict, steps: list[float]) -> list[dict]:
     """A row for each relative step length."""
     loss, gradients = loss_and_gradients(model, criterion, batch)
-    g, theta = flat(gradients), flat({name: p.detach() for name, p in model.named_parameters() if name in gradients})
+    g, theta = (
+        flat(gradients),
+        flat({name: p.detach() for name, p in model.named_parameters() if name in gradients}),
+    )
     rows = []
     for step in steps:
         eta = step * float(theta.norm() / g.norm())
         new_loss, new_gradients = loss_and_gradients(moved(model, gradients, eta), criterion, batch)
         change = float((flat(new_gradients) - g).norm())
-        rows.append({
-            "relative step": step, "loss": loss, "loss change": new_loss - loss, "gradient": float(g.norm()),
-            "gradient change": change, "relative gradient change": change / float(g.norm()),
-            "smoothness": change / (eta * float(g.norm())),
-        })  # fmt: skip
+        rows.append(
+            {
+                "relative step": step,
+                "loss": loss,
+                "loss change": new_loss - loss,
+                "gradient": float(g.norm()),
+                "gradient change": change,
+                "relative gradient change": change / float(g.norm()),
+                "smoothness": change / (eta * float(g.norm())),
+            }
+        )
     return rows
 
 
 def after_the_layers_before(model: nn.Module, criterion, batch: dict, step: float) -> list[dict]:
-    """A row for each layer of encoder and decoder, whose gradient changes because the layers before it moved."""
+    """A row for each layer of encoder and decoder,
+
+    whose gradient changes because the layers before it moved.
+    """
     _, gradients = loss_and_gradients(model, criterion, batch)
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters() if name in gradients}
+    parameters = {
+        name: parameter.detach()
+        for name, parameter in model.named_parameters()
+        if name in gradients
+    }
     eta = step * float(flat(parameters).norm() / flat(gradients).norm())
     rows, before = [], {}
-    layers = [(part, number) for part in ("encoder", "decoder") for number in range(len(getattr(model, part).layers))]
+    layers = [
+        (part, number)
+        for part in ("encoder", "decoder")
+        for number in range(len(getattr(model, part).layers))
+    ]
     for side, index in layers:
         layer = f"{side}.layers.{index}."
         start = "encoder.embed" if side == "encoder" else ("encoder.", "decoder.embed")
@@ -115,20 +148,28 @@ def after_the_layers_before(model: nn.Module, criterion, batch: dict, step: floa
         own = {name: tensor for name, tensor in gradients.items() if name.startswith(layer)}
         _, new = loss_and_gradients(moved(model, before, eta), criterion, batch)
         old, new = flat(own), flat({name: new[name] for name in own})
-        rows.append({
-            "layer": layer.rstrip("."), "gradient": float(old.norm()), "gradient change": float((new - old).norm()),
-            "relative gradient change": float((new - old).norm() / old.norm()),
-            "cosine": float(torch.nn.functional.cosine_similarity(old, new, dim=0)),
-        })  # fmt: skip
+        rows.append(
+            {
+                "layer": layer.rstrip("."),
+                "gradient": float(old.norm()),
+                "gradient change": float((new - old).norm()),
+                "relative gradient change": float((new - old).norm() / old.norm()),
+                "cosine": float(torch.nn.functional.cosine_similarity(old, new, dim=0)),
+            }
+        )
         before |= own
     return rows
 
 
 def over_the_steps(steps: pandas.DataFrame) -> pandas.DataFrame:
-    """The range of the loss and the effective beta-smoothness, a row for each run, checkpoint and batch."""
+    """The range of the loss and the effective beta-smoothness, a row for each run, checkpoint
+    and batch.
+    """
     groups = steps.groupby(["run", "update", "batch"], sort=False)
     ranges = groups["loss change"].max() - groups["loss change"].min()
-    return pandas.DataFrame({"range of the loss": ranges, "effective smoothness": groups["smoothness"].max()})
+    return pandas.DataFrame(
+        {"range of the loss": ranges, "effective smoothness": groups["smoothness"].max()}
+    )
 
 
 def draw(steps: pandas.DataFrame, layers: pandas.DataFrame, file: Path) -> None:
@@ -140,12 +181,18 @@ def draw(steps: pandas.DataFrame, layers: pandas.DataFrame, file: Path) -> None:
     panels = ["loss change", "relative gradient change", "smoothness"]
     for number, (run, rows) in enumerate(steps.groupby("run", sort=False)):
         for axis, column in zip(axes, panels, strict=False):
-            low, middle, high = (rows.groupby("relative step")[column].quantile(part) for part in (0.25, 0.5, 0.75))
+            low, middle, high = (
+                rows.groupby("relative step")[column].quantile(part) for part in (0.25, 0.5, 0.75)
+            )
             axis.plot(middle.index, middle, f"C{number}-o", markersize=3, label=run)
             axis.fill_between(middle.index, low, high, color=f"C{number}", alpha=0.2)
         cosines = layers[layers["run"] == run].groupby("layer", sort=False)["cosine"]
-        axes[3].plot(cosines.median().to_numpy(), range(cosines.ngroups), f"C{number}-o", markersize=3)
-        axes[3].set_yticks(range(cosines.ngroups), [name.replace(".layers.", " ") for name in cosines.groups])
+        axes[3].plot(
+            cosines.median().to_numpy(), range(cosines.ngroups), f"C{number}-o", markersize=3
+        )
+        axes[3].set_yticks(
+            range(cosines.ngroups), [name.replace(".layers.", " ") for name in cosines.groups]
+        )
     for axis, column in zip(axes, panels, strict=False):
         axis.set(title=column, xscale="log", xlabel="relative step")
     axes[2].set(yscale="log")
@@ -156,11 +203,19 @@ def draw(steps: pandas.DataFrame, layers: pandas.DataFrame, file: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
-    parser.add_argument("--last", type=int, default=5, metavar="N", help="the newest N checkpoints (default 5)")
-    parser.add_argument("--batches", type=int, default=4, metavar="N", help="training batches (default 4)")
-    parser.add_argument("--steps", type=float, nargs="+", default=STEPS, metavar="RHO", help=f"default {STEPS}")
+    parser.add_argument(
+        "--last", type=int, default=5, metavar="N", help="the newest N checkpoints (default 5)"
+    )
+    parser.add_argument(
+        "--batches", type=int, default=4, metavar="N", help="training batches (default 4)"
+    )
+    parser.add_argument(
+        "--steps", type=float, nargs="+", default=STEPS, metavar="RHO", help=f"default {STEPS}"
+    )
     parser.add_argument("--output", type=Path, default=Path("runs/smoothness"), metavar="DIR")
     options = parser.parse_args(arguments)
     if min(options.last, options.batches, *options.steps) <= 0:
@@ -168,10 +223,14 @@ def main(arguments: list[str] | None = None) -> None:
     logging.disable(logging.WARNING)  # of fairseq
     warnings.simplefilter("ignore")  # of torch's data loader and attention
     try:
-        checkpoints = {run: find_checkpoints(run / "checkpoints", "update", options.last)[::-1] for run in options.runs}
+        checkpoints = {
+            run: find_checkpoints(run / "checkpoints", "update", options.last)[::-1]
+            for run in options.runs
+        }
         if none := [str(run) for run, found in checkpoints.items() if not found]:
             raise UserError(f"no checkpoint_EPOCH_UPDATE.pt in {', '.join(none)}")
-        load(next(iter(checkpoints.values()))[0], 1)  # so that data that was moved is said before anything is computed
+        # so that data that was moved is said before anything is computed
+        load(next(iter(checkpoints.values()))[0], 1)
         options.output.mkdir(parents=True, exist_ok=True)
     except (UserError, OSError) as error:
         parser.exit(2, f"smoothness: error: {error}\n")
@@ -180,9 +239,18 @@ def main(arguments: list[str] | None = None) -> None:
     for run, checkpoint in tqdm(work, desc="checkpoints", disable=None):
         model, criterion, batches = load(checkpoint, options.batches)
         for number, batch in enumerate(batches):
-            place = {"run": run.name, "update": int(checkpoint.stem.rpartition("_")[2]), "batch": number}
-            steps += [place | row for row in along_the_gradient(model, criterion, batch, sorted(options.steps))]
-            layers += [place | row for row in after_the_layers_before(model, criterion, batch, middle)]
+            place = {
+                "run": run.name,
+                "update": int(checkpoint.stem.rpartition("_")[2]),
+                "batch": number,
+            }
+            steps += [
+                place | row
+                for row in along_the_gradient(model, criterion, batch, sorted(options.steps))
+            ]
+            layers += [
+                place | row for row in after_the_layers_before(model, criterion, batch, middle)
+            ]
     tables = {"steps": pandas.DataFrame(steps), "layers": pandas.DataFrame(layers)}
     for name, table in tables.items():
         table.to_csv(options.output / f"{name}.csv", index=False, float_format="%.6g")

@@ -1,7 +1,8 @@
 """Power Normalization and its relatives for fairseq's transformers.
 
-The directory of this package is what ``fairseq-train --user-dir`` takes; ``pn --user-dir`` prints it.
-Importing it loads neither torch nor fairseq and changes nothing. Where fairseq is already in use, it loads
+The directory of this package is what ``fairseq-train --user-dir`` takes; ``pn --user-dir`` prints
+it. Importing it loads neither torch nor fairseq and changes nothing. Where fairseq is already in
+use, it loads
 :mod:`pn_fairseq.models` there.
 """
 
@@ -14,5 +15,7 @@ if "fairseq.models" in sys.modules:
 
     with one_line_errors(Unavailable):
         if __name__ != "pn_fairseq":  # its modules import each other by this name
-            raise Unavailable(f"--user-dir {__path__[0]}: the folder must be called pn_fairseq; rename it")
+            raise Unavailable(
+                f"--user-dir {__path__[0]}: the folder must be called pn_fairseq; rename it"
+            )
         from pn_fairseq import models  # noqa: F401 (registers the models, applies the patches)

@@ -1,4 +1,6 @@
-"""``pn COMMAND ...``, the one program of this project; ``python -m pn_fairseq COMMAND ...`` is the same."""
+"""``pn COMMAND ...``, the one program of this project; ``python -m pn_fairseq COMMAND ...`` is
+the same.
+"""
 
 from __future__ import annotations
 
@@ -10,37 +12,74 @@ import warnings
 from pathlib import Path
 from typing import NoReturn
 
-from pn_fairseq.common.command import ArgumentParser, UserError, did_you_mean, handle_signals, run, say
+from pn_fairseq.common.command import (
+    ArgumentParser,
+    UserError,
+    did_you_mean,
+    handle_signals,
+    run,
+    say,
+)
 
-#: Heading in ``pn --help`` -> its commands: module of this package whose ``main(argv)`` a command calls (or
-#: MODULE:FUNCTION), imported only when it is called (most need no torch), and its line.
+#: Heading in ``pn --help`` -> its commands: module of this package whose ``main(argv)`` a command
+#: calls (or MODULE:FUNCTION), imported only when it is called (most need no torch), and its line.
 COMMANDS = {
     "data and training": {
-        "prepare": ("pipeline.data.prepare", "turn a corpus with a recipe, or text of your own, into binary data"),
+        "prepare": (
+            "pipeline.data.prepare",
+            "turn a corpus with a recipe, or text of your own, into binary data",
+        ),
         "train": ("pipeline.train", "train with the settings of a configuration and yours"),
         "average": ("pipeline.average", "average the last checkpoints of a run"),
-        "reproduce": ("pipeline.experiments", "run all steps from text to a report, for a list of norms and seeds"),
+        "reproduce": (
+            "pipeline.experiments",
+            "run all steps from text to a report, for a list of norms and seeds",
+        ),
     },
     "translations and scores": {
-        "generate": ("pipeline.generate", "translate a subset of the prepared data with the model of a run"),
-        "translate": ("pipeline.translate", "translate text from a file or stdin with the model of a run"),
-        "score": ("pipeline.score", "compute BLEU, chrF and TER of hypotheses, and test differences"),
+        "generate": (
+            "pipeline.generate",
+            "translate a subset of the prepared data with the model of a run",
+        ),
+        "translate": (
+            "pipeline.translate",
+            "translate text from a file or stdin with the model of a run",
+        ),
+        "score": (
+            "pipeline.score",
+            "compute BLEU, chrF and TER of hypotheses, and test differences",
+        ),
         "evaluate-lm": ("pipeline.evaluate_lm", "compute the perplexity of a language model"),
-        "report": ("report.command", "write one page about runs: scores, intervals, learning curves, settings"),
+        "report": (
+            "report.command",
+            "write one page about runs: scores, intervals, learning curves, settings",
+        ),
         "figures": ("report.figures", "draw the paper's figures from runs"),
     },
     "checkpoints": {
         "fold": ("pipeline.fold", "fuse the norms of a checkpoint into linear layers"),
-        "export": ("pipeline.export", "write encoder and decoder step of a checkpoint as ONNX or torch.export files"),
-        "import-release": ("pipeline.import_release", "convert a checkpoint of the PowerNorm authors' code"),
+        "export": (
+            "pipeline.export",
+            "write encoder and decoder step of a checkpoint as ONNX or torch.export files",
+        ),
+        "import-release": (
+            "pipeline.import_release",
+            "convert a checkpoint of the PowerNorm authors' code",
+        ),
     },
     "norms": {
         "norms": ("pipeline.norms", "list the norms, with their options and defaults"),
         "test-norms": ("testing.command", "run the shared tests on the norms of a file"),
     },
     "this installation": {
-        "check": ("pipeline.info:check", "compare the kernels that this machine can run with plain PyTorch"),
-        "info": ("pipeline.info", "print version, kernels in use, patches of fairseq, folder for --user-dir"),
+        "check": (
+            "pipeline.info:check",
+            "compare the kernels that this machine can run with plain PyTorch",
+        ),
+        "info": (
+            "pipeline.info",
+            "print version, kernels in use, patches of fairseq, folder for --user-dir",
+        ),
     },
 }
 VERBS = {verb: line for group in COMMANDS.values() for verb, line in group.items()}
@@ -52,10 +91,11 @@ RESUMING = ("evaluate-lm", "generate", "prepare", "reproduce", "train")
 #: Options with which a verb only says something.
 TALKING = {"-h", "--help", "--check", "--dry-run"}
 
-#: Variables that a process has to be started with. Python takes text as UTF-8 in every locale. glibc gives large blocks
-#: back to the system at once, and the page faults then take longer than the arithmetic: an update of a small model took
-#: 0.63 instead of 0.26 seconds on 2 cores. A thread of OpenMP that waits for the others would spin, and beside another
-#: busy process training took twice as long (docs/speed.md).
+#: Variables that a process has to be started with. Python takes text as UTF-8 in every locale.
+#: glibc gives large blocks back to the system at once, and the page faults then take longer than
+#: the arithmetic: an update of a small model took 0.63 instead of 0.26 seconds on 2 cores. A thread
+#: of OpenMP that waits for the others would spin, and beside another busy process training took
+#: twice as long (docs/speed.md).
 ENVIRONMENT = {
     "PYTHONUTF8": "1",
     "MALLOC_MMAP_THRESHOLD_": "1000000000",
@@ -70,8 +110,9 @@ def main() -> NoReturn:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     handle_signals()
     code = call(sys.argv[1:])
-    # sys.exit would take the interpreter down beneath the daemon thread in which fairseq loads batches. Where that
-    # thread returns from torch then, the process aborts: "terminate called without an active exception".
+    # sys.exit would take the interpreter down beneath the daemon thread in which fairseq loads
+    # batches. Where that thread returns from torch then, the process aborts: "terminate called
+    # without an active exception".
     atexit._run_exitfuncs()
     os._exit(code)
 
@@ -98,11 +139,16 @@ def options(argv: list[str]) -> int:
     """The program without a verb."""
     listed = ""
     for heading, group in COMMANDS.items():
-        listed += f"{heading}:\n" + "".join(f"  {verb:<15} {line}\n" for verb, (_, line) in group.items()) + "\n"
+        listed += (
+            f"{heading}:\n"
+            + "".join(f"  {verb:<15} {line}\n" for verb, (_, line) in group.items())
+            + "\n"
+        )
     parser = ArgumentParser(
         prog="pn",
         usage="pn COMMAND [options]",
-        description="Norms for padded batches (Power Normalization and its relatives) in PyTorch and fairseq, and all\n"
+        description="Norms for padded batches (Power Normalization and its relatives) in PyTorch "
+        "and fairseq, and all\n"
         "steps of an experiment, from raw text to a report.",
         epilog=f"""{listed}examples:
   pn reproduce demo                    a small translation model, from text to BLEU
@@ -119,12 +165,21 @@ def options(argv: list[str]) -> int:
 
 
 def warn_without_kernels() -> None:
-    """Say once, on stderr, that no kernels are compiled: the verbs write the warning of the norms into their logs."""
+    """Say once, on stderr, that no kernels are compiled: the verbs write the warning of the
+    norms into their logs.
+    """
     compiled = any((Path(__file__).parent / "kernels").glob("_cpp_*"))
     if compiled or os.environ.get("PN_FAIRSEQ_KERNELS") or "PN_FAIRSEQ_STEP" in os.environ:
         return
-    advice = "run 'make venv' in the checkout, or install with a C++ compiler (pip install --no-build-isolation)"
-    say("pn", f"the C++ kernels are not compiled: on the CPU the norms are computed by plain PyTorch, slowly; {advice}")
+    advice = (
+        "run 'make venv' in the checkout, or install with a C++ compiler (pip install "
+        "--no-build-isolation)"
+    )
+    say(
+        "pn",
+        "the C++ kernels are not compiled: on the CPU the norms are computed by plain PyTorch, "
+        f"slowly; {advice}",
+    )
     warnings.filterwarnings("ignore", "pn_fairseq computes without its C")
 
 

@@ -16,9 +16,10 @@ class RandomBatchesConfig(TranslationConfig):
 class TranslationRandomBatches(TranslationTask):
     """Translation whose training batches hold random sentences.
 
-    fairseq fills a batch with sentences of similar length, so that a batch holds little padding and sentences of one
-    length only. Here the sentences of a training batch are drawn at random, from ``common.seed`` and once for all
-    epochs. ``dataset.max_tokens`` counts padding, as in fairseq. Validation and test batches are fairseq's.
+    fairseq fills a batch with sentences of similar length, so that a batch holds little padding and
+    sentences of one length only. Here the sentences of a training batch are drawn at random, from
+    ``common.seed`` and once for all epochs. ``dataset.max_tokens`` counts padding, as in fairseq.
+    Validation and test batches are fairseq's.
     """
 
     def load_dataset(self, split, epoch=1, combine=False, **kwargs):

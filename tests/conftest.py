@@ -13,8 +13,8 @@ from .scripts_helpers import cut_corpus, prepare, start_server
 
 pytest_plugins = ["tests.margins"]
 
-# The tensors are tiny: threads would cost more than they give, and change the order of sums. Processes that tests start
-# are told by the variable.
+# The tensors are tiny: threads would cost more than they give, and change the order of sums.
+# Processes that tests start are told by the variable.
 os.environ["OMP_NUM_THREADS"] = os.environ.get("TEST_THREADS", "1")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
@@ -23,15 +23,19 @@ if "PYTEST_XDIST_WORKER" in os.environ and importlib.util.find_spec("fairseq"):
 
 
 def pytest_collection_finish():
-    """What is imported by now stays: looking for garbage in it again and again takes a seventh of the time."""
+    """What is imported by now stays:
+
+    looking for garbage in it again and again takes a seventh of the time.
+    """
     gc.freeze()
     gc.set_threshold(20_000)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_copies_of_all_configurations():
-    """hydra copies all that fairseq has registered before it composes settings, which takes nearly half of the time,
-    and copies what it takes from there once more."""
+    """hydra copies all that fairseq has registered before it composes settings, which takes nearly
+    half of the time, and copies what it takes from there once more.
+    """
     if importlib.util.find_spec("hydra"):
         from hydra.core.config_store import ConfigStore
 
@@ -55,15 +59,20 @@ def seeded() -> torch.Tensor:
 
 @pytest.fixture(autouse=True)
 def _seed():
-    """torch.manual_seed formats the stack for each kind of GPU that is not there, a millisecond for every test."""
+    """torch.manual_seed formats the stack for each kind of GPU that is not there,
+
+    a millisecond for every test.
+    """
     torch.manual_seed(0) if torch.cuda.is_available() else torch.set_rng_state(seeded())
 
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory) -> Path:
-    """A small cut of the corpus, prepared for training by the scripts; the cut itself is beside it in corpus/.
+    """A small cut of the corpus, prepared for training by the scripts; the cut itself is beside it
+    in corpus/.
 
-    Made once for all processes of pytest-xdist, whose base directories are in one directory of the run.
+    Made once for all processes of pytest-xdist, whose base directories are in one directory of the
+    run.
     """
     base = tmp_path_factory.getbasetemp()
     base = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "prepared"
@@ -77,7 +86,10 @@ def data(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def dictionaries(tmp_path_factory) -> Path:
-    """A folder with the dictionaries that a translation task looks for, of the models in tests/fixtures."""
+    """A folder with the dictionaries that a translation task looks for,
+
+    of the models in tests/fixtures.
+    """
     from .models.helpers import VOCABULARY, make_dictionary
 
     base = tmp_path_factory.mktemp("dictionaries")

@@ -1,7 +1,9 @@
-"""The numeric tests on every kind of processor that this one can be: `make test-machines`, for an hour or more.
+"""The numeric tests on every kind of processor that this one can be: `make test-machines`, for an
+hour or more.
 
-Prints a row for each setting: what passed, and the largest error / tolerance (tests/margins.py). Arguments go to
-pytest. Exit code 1 if a test fails, or if a ratio is above 0.2: such a tolerance is not met by every processor.
+Prints a row for each setting: what passed, and the largest error / tolerance (tests/margins.py).
+Arguments go to pytest. Exit code 1 if a test fails, or if a ratio is above 0.2: such a tolerance is
+not met by every processor.
 """
 
 import os
@@ -13,17 +15,30 @@ from pathlib import Path
 import torch
 
 TESTS = Path(__file__).parent
-ROOMS = ("norms", "models", "kernels", "fairseq_patches", "examples", "benchmarks", "pipeline/test_fold.py")
+ROOMS = (
+    "norms",
+    "models",
+    "kernels",
+    "fairseq_patches",
+    "examples",
+    "benchmarks",
+    "pipeline/test_fold.py",
+)
 LARGEST = 0.2
 CAPABILITY = torch.backends.cpu.get_cpu_capability()
 
-#: Environment variables. torch's kernels and the C++ kernels here obey the same one in what vectors they use.
+#: Environment variables. torch's kernels and the C++ kernels here obey the same one in what vectors
+#: they use.
 SETTINGS = {
     CAPABILITY: {},
-    **({"AVX2": {"ATEN_CPU_CAPABILITY": "avx2"}} if "AVX" in CAPABILITY else {}),  # torch does not ask the processor
+    # torch does not ask the processor
+    **({"AVX2": {"ATEN_CPU_CAPABILITY": "avx2"}} if "AVX" in CAPABILITY else {}),
     "no vectors": {"ATEN_CPU_CAPABILITY": "default"},
     "no C++ kernels": {"PN_FAIRSEQ_KERNELS": "reference"},
-    "no C++ kernels, no vectors": {"PN_FAIRSEQ_KERNELS": "reference", "ATEN_CPU_CAPABILITY": "default"},
+    "no C++ kernels, no vectors": {
+        "PN_FAIRSEQ_KERNELS": "reference",
+        "ATEN_CPU_CAPABILITY": "default",
+    },
     "MKL without AVX": {"MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
     "MKL as on any processor": {"MKL_CBWR": "COMPATIBLE"},
     "oneDNN without AVX": {"ONEDNN_MAX_CPU_ISA": "SSE41"},
@@ -36,13 +51,27 @@ def main() -> int:
     print("| setting | passed | largest error / tolerance |\n|---|---|---|", flush=True)
     fine = True
     for name, variables in SETTINGS.items():
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "--margins", *sys.argv[1:]]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-m",
+            "not slow",
+            "--margins",
+            *sys.argv[1:],
+        ]
         done = subprocess.run(
             [*command, *(TESTS / room for room in ROOMS)],
-            env=os.environ | variables, cwd=TESTS.parent, stdout=subprocess.PIPE, text=True, check=False,
-        )  # fmt: skip
+            env=os.environ | variables,
+            cwd=TESTS.parent,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
         ratio = re.search(r"errors / tolerances =+\n(\S+) ", done.stdout)
-        *_, passed = [None, *re.findall(r"^(?:\d+ failed, )?\d+ passed", done.stdout, re.M)]  # pytest's last line
+        # pytest's last line
+        *_, passed = [None, *re.findall(r"^(?:\d+ failed, )?\d+ passed", done.stdout, re.M)]
         right = done.returncode == 0 and ratio is not None and float(ratio[1]) <= LARGEST
         print(f"| {name} | {passed} | {ratio and ratio[1]} |", flush=True)
         if not right:

@@ -1,8 +1,10 @@
-"""Largest error / tolerance of the numeric comparisons of each test: ``pytest --margins`` prints the largest of them.
+"""Largest error / tolerance of the numeric comparisons of each test: ``pytest --margins`` prints
+the largest of them.
 
-A ratio near 1 passes on this processor and fails on the next one, which adds in another order: CONTRIBUTING.md has the
-largest ratio of each kind of processor, and the rule for choosing a tolerance. Comparisons in other processes and
-comparisons that do not hold (such as those that are to fail) are not recorded, and equality to the bit counts as 0.
+A ratio near 1 passes on this processor and fails on the next one, which adds in another order:
+CONTRIBUTING.md has the largest ratio of each kind of processor, and the rule for choosing a
+tolerance. Comparisons in other processes and comparisons that do not hold (such as those that are
+to fail) are not recorded, and equality to the bit counts as 0.
 """
 
 import numpy as np
@@ -13,7 +15,13 @@ MARGINS = pytest.StashKey[list]()
 
 
 def pytest_addoption(parser):
-    parser.addoption("--margins", type=int, nargs="?", const=20, help="print the N (20) largest errors / tolerances")
+    parser.addoption(
+        "--margins",
+        type=int,
+        nargs="?",
+        const=20,
+        help="print the N (20) largest errors / tolerances",
+    )
 
 
 def pytest_configure(config):
@@ -24,9 +32,17 @@ def pytest_configure(config):
 
     def record(actual, expected, tolerance):
         with np.errstate(invalid="ignore"):  # the difference of infinities
-            error = np.abs(np.asarray(actual, dtype=np.float64) - np.asarray(expected, dtype=np.float64))
+            error = np.abs(
+                np.asarray(actual, dtype=np.float64) - np.asarray(expected, dtype=np.float64)
+            )
         within = np.isfinite(error) & (error > 0) & (error <= tolerance)
-        ratios.append(float(np.max(np.divide(error, tolerance, where=within, out=np.zeros_like(error)), initial=0.0)))
+        ratios.append(
+            float(
+                np.max(
+                    np.divide(error, tolerance, where=within, out=np.zeros_like(error)), initial=0.0
+                )
+            )
+        )
 
     def numpy_close(actual, desired, rtol=1e-7, atol=0, **options):
         assert_allclose(actual, desired, rtol=rtol, atol=atol, **options)
@@ -43,10 +59,15 @@ def pytest_configure(config):
             record(float(actual), self.expected, float(self.tolerance))
         return equal
 
-    number = type(pytest.approx(0.0))  # its module has different names in different versions of pytest
+    # its module has different names in different versions of pytest
+    number = type(pytest.approx(0.0))
     assert_allclose, isclose, equals = np.testing.assert_allclose, torch.isclose, number.__eq__
     # torch.testing.assert_close calls torch.isclose.
-    np.testing.assert_allclose, torch.isclose, number.__eq__ = numpy_close, torch_close, approximately
+    np.testing.assert_allclose, torch.isclose, number.__eq__ = (
+        numpy_close,
+        torch_close,
+        approximately,
+    )
 
 
 @pytest.hookimpl(wrapper=True)

@@ -23,11 +23,17 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "scripts"
 
-#: Forks a process for each program and each rank from one that has imported what takes seconds, and not this project:
-#: a server of its own, for the conformance suite preloads the project's modules into the default one.
+#: Forks a process for each program and each rank from one that has imported what takes seconds, and
+#: not this project: a server of its own, for the conformance suite preloads the project's modules
+#: into the default one.
 _server = multiprocessing.forkserver.ForkServer()
-_server.set_forkserver_preload(["fairseq_cli.generate", "fairseq_cli.preprocess", "fairseq_cli.train", "torch._dynamo"])
-_connect, _spawn = multiprocessing.forkserver.connect_to_new_process, multiprocessing.util.spawnv_passfds
+_server.set_forkserver_preload(
+    ["fairseq_cli.generate", "fairseq_cli.preprocess", "fairseq_cli.train", "torch._dynamo"]
+)
+_connect, _spawn = (
+    multiprocessing.forkserver.connect_to_new_process,
+    multiprocessing.util.spawnv_passfds,
+)
 multiprocessing.forkserver.connect_to_new_process = _server.connect_to_new_process
 
 
@@ -39,7 +45,8 @@ def _fork(_program, words: list[str], descriptors: list[int]) -> int:
         if number > 2 and number not in descriptors:
             with suppress(OSError):  # of the list itself
                 os.close(number)
-    # Not pytest's. A program that opens its stdout once more must not close it, so it has two names, as usual.
+    # Not pytest's. A program that opens its stdout once more must not close it, so it has two
+    # names, as usual.
     sys.stdout, sys.stderr = open(1, "w"), open(2, "w", 1, errors="backslashreplace")  # noqa: SIM115
     sys.__stdout__ = sys.stdout
     try:
@@ -49,7 +56,9 @@ def _fork(_program, words: list[str], descriptors: list[int]) -> int:
 
 
 def start_server() -> None:
-    """Start it by forking this process, which will import the same for its tests: before it imports this project."""
+    """Start it by forking this process, which will import the same for its tests: before it
+    imports this project.
+    """
     for name in _server._preload_modules:
         importlib.import_module(name)
     resource_tracker.ensure_running()
@@ -61,25 +70,37 @@ def environment(**changes: str) -> dict[str, str]:
     """This process's environment, with the tools of the running interpreter first on the PATH."""
     tools = Path(sys.executable).parent
     fixed = {"PATH": f"{tools}:{os.environ['PATH']}", "VENV": str(tools.parent)}
-    # `make test PYTHON=... TORCH=...` says how to make the environment; the tests use the one that is there.
-    inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHON", "TORCH")}
+    # `make test PYTHON=... TORCH=...` says how to make the environment; the tests use the one that
+    # is there.
+    inherited = {
+        name: value for name, value in os.environ.items() if name not in ("PYTHON", "TORCH")
+    }
     return {**inherited, **fixed, **changes}
 
 
 def run(*command, cwd=None, check=True, **changes: str) -> subprocess.CompletedProcess:
-    """Run a command to its end; with ``check`` it must succeed, and its output is shown if it does not.
+    """Run a command to its end; with ``check`` it must succeed, and its output is shown if it does
+    not.
 
-    ``pn``, the programs of fairseq (also those that ``pn`` starts) and ``warm-python`` (``-c`` or ``-m``) need no time
-    for imports. They are not for tests that send signals.
+    ``pn``, the programs of fairseq (also those that ``pn`` starts) and ``warm-python`` (``-c`` or
+    ``-m``) need no time for imports. They are not for tests that send signals.
     """
     words = [str(part) for part in command]
     if words[0] in ("pn", "warm-python") or words[0].startswith("fairseq-"):
         result = _forked(words, str(cwd or os.getcwd()), environment(**changes))
     else:
-        call = {"cwd": cwd, "env": environment(**changes), "capture_output": True, "text": True, "timeout": 600}
+        call = {
+            "cwd": cwd,
+            "env": environment(**changes),
+            "capture_output": True,
+            "text": True,
+            "timeout": 600,
+        }
         result = subprocess.run(words, **call)
     if check:
-        assert result.returncode == 0, f"{command}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
+        assert result.returncode == 0, (
+            f"{command}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
+        )
     return result
 
 
@@ -106,12 +127,15 @@ def in_process(*words, **changes: str) -> subprocess.CompletedProcess:
 
 
 def _forked(words: list[str], cwd: str, env: dict[str, str]) -> subprocess.CompletedProcess:
-    from pn_fairseq.__main__ import ENVIRONMENT  # without these variables the program would start itself again
+    # without these variables the program would start itself again
+    from pn_fairseq.__main__ import ENVIRONMENT
 
     env = {**ENVIRONMENT, **env}
     with tempfile.TemporaryDirectory() as folder:
         files = [f"{folder}/out", f"{folder}/err"]
-        process = multiprocessing.get_context("forkserver").Process(target=_child, args=(words, cwd, env, *files))
+        process = multiprocessing.get_context("forkserver").Process(
+            target=_child, args=(words, cwd, env, *files)
+        )
         process.start()
         process.join(600)
         if process.is_alive():
@@ -124,22 +148,32 @@ def _forked(words: list[str], cwd: str, env: dict[str, str]) -> subprocess.Compl
 def _child(words: list[str], cwd: str, env: dict[str, str], out: str, err: str) -> None:
     for number, file in enumerate((os.devnull, out, err)):
         os.dup2(os.open(file, os.O_RDWR | os.O_CREAT), number)
-    # As in a program that was not forked. Its ranks get a server of its own, for the lock of the one that forked it is
-    # locked here. Workers of a data loader then end with it; another server would stay.
-    multiprocessing.forkserver.connect_to_new_process, multiprocessing.util.spawnv_passfds = _connect, _spawn
+    # As in a program that was not forked. Its ranks get a server of its own, for the lock of the
+    # one that forked it is locked here. Workers of a data loader then end with it; another server
+    # would stay.
+    multiprocessing.forkserver.connect_to_new_process, multiprocessing.util.spawnv_passfds = (
+        _connect,
+        _spawn,
+    )
     multiprocessing.set_start_method("fork", force=True)
     subprocess.Popen = _Popen
     _run_and_exit(words, cwd, env)
 
 
 class _Popen(subprocess.Popen):
-    """Forks ``python -m fairseq_cli.PROGRAM`` and ``-m pn_fairseq`` from this process, which has their imports."""
+    """Forks ``python -m fairseq_cli.PROGRAM`` and ``-m pn_fairseq`` from this process,
+
+    which has their imports.
+    """
 
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others):
         words = [str(word) for word in args] if isinstance(args, list | tuple) else []
         if not any(word.startswith("fairseq_cli.") or word == "pn_fairseq" for word in words):
-            return super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others)
-        pipes = others[3:9]  # after startupinfo, creationflags and shell: (to read, to write) of stdin, stdout, stderr
+            return super()._execute_child(
+                args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others
+            )
+        # after startupinfo, creationflags and shell: (to read, to write) of stdin, stdout, stderr
+        pipes = others[3:9]
         self.pid = os.fork()
         if not self.pid:
             os.setsid()
@@ -150,7 +184,11 @@ class _Popen(subprocess.Popen):
                 signal.signal(number, signal.SIG_DFL)
             if preexec_fn:
                 preexec_fn()
-            _run_and_exit(["python", *words[words.index("-m") :]], str(cwd or os.getcwd()), dict(env or os.environ))
+            _run_and_exit(
+                ["python", *words[words.index("-m") :]],
+                str(cwd or os.getcwd()),
+                dict(env or os.environ),
+            )
         self._child_created = True
         self._close_pipe_fds(*pipes)
 
@@ -192,7 +230,9 @@ def _program(words: list[str]) -> int | None:
         return main()
     if words[0].startswith("fairseq-"):
         sys.argv = words
-        importlib.import_module(f"fairseq_cli.{words[0].removeprefix('fairseq-').replace('-', '_')}").cli_main()
+        importlib.import_module(
+            f"fairseq_cli.{words[0].removeprefix('fairseq-').replace('-', '_')}"
+        ).cli_main()
     elif words[1] == "-c":
         sys.argv = words[1:2] + words[3:]
         sys.path.insert(0, "")
@@ -200,7 +240,8 @@ def _program(words: list[str]) -> int | None:
     else:
         from pn_fairseq.__main__ import ENVIRONMENT
 
-        os.environ.update({**ENVIRONMENT, **os.environ})  # with these it does not start itself again
+        # with these it does not start itself again
+        os.environ.update({**ENVIRONMENT, **os.environ})
         del sys.modules["pn_fairseq.__main__"]  # of which runpy would warn
         sys.argv = words[2:]
         sys.path.insert(0, os.getcwd())
@@ -209,7 +250,9 @@ def _program(words: list[str]) -> int | None:
 
 
 def assert_refused(result: subprocess.CompletedProcess, *needles: str) -> None:
-    """A user's mistake: exit code 2, and beside lines of progress one line that names what is wrong."""
+    """A user's mistake: exit code 2, and beside lines of progress one line that names what is
+    wrong.
+    """
     lines = [line for line in result.stderr.strip().splitlines() if not line.startswith("[")]
     assert result.returncode == 2, (result.returncode, result.stderr)
     assert len(lines) == 1 and ": error: " in lines[0], lines
@@ -244,13 +287,30 @@ def cut_corpus(dest: Path, train: int = 600, valid: int = 40, test: int = 37) ->
 
 
 def prepare(corpus: Path, dest: Path, *options, **kwargs):
-    flags = ("--corpus", corpus, "--source", "es", "--target", "en", "--dest", dest, "--bpe", 300, "--workers", 1)
+    flags = (
+        "--corpus",
+        corpus,
+        "--source",
+        "es",
+        "--target",
+        "en",
+        "--dest",
+        dest,
+        "--bpe",
+        300,
+        "--workers",
+        1,
+    )
     return run("pn", "prepare", "text", *flags, *options, **kwargs)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
     """The files below a folder, by their paths in it."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def wait_for(condition, process: subprocess.Popen | None = None, seconds: float = 300) -> None:
@@ -262,7 +322,10 @@ def wait_for(condition, process: subprocess.Popen | None = None, seconds: float 
 
 
 def call_in(package: str, file: str, function):
-    """Call ``function`` from a function of a module that looks like one of fairseq's programs, or like another."""
+    """Call ``function`` from a function of a module that looks like one of fairseq's programs,
+
+    or like another.
+    """
     namespace = {"__package__": package, "function": function}
     exec(compile("def main():\n    return function()", file, "exec"), namespace)
     return namespace["main"]()

@@ -1,4 +1,6 @@
-"""configs/*.yaml: hyperparameters stand there once, and the plain fairseq-train line of the docs means the same."""
+"""configs/*.yaml: hyperparameters stand there once, and the plain fairseq-train line of the docs
+means the same.
+"""
 
 import copy
 import functools
@@ -33,14 +35,27 @@ from pn_fairseq.pipeline.settings import compose as compose_settings
 from .scripts_helpers import ROOT
 
 CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
-#: What --data, --run and the place of the checkout decide, and what hydra and argparse each add of their own.
-PLACES = {"data", "user_dir", "save_dir", "log_file", "tensorboard_logdir", "no_seed_provided", "_name", "arch"}
+#: What --data, --run and the place of the checkout decide, and what hydra and argparse each add of
+#: their own.
+PLACES = {
+    "data",
+    "user_dir",
+    "save_dir",
+    "log_file",
+    "tensorboard_logdir",
+    "no_seed_provided",
+    "_name",
+    "arch",
+}
 
 
 @functools.cache
 def composed_once(name: str):
     config_dir = str(ROOT / "configs")
-    with mock.patch.dict(ConfigStore.instance().repo), initialize_config_dir(config_dir, version_base="1.1"):
+    with (
+        mock.patch.dict(ConfigStore.instance().repo),
+        initialize_config_dir(config_dir, version_base="1.1"),
+    ):
         hydra_init(name)
         cfg = compose(config_name=name, overrides=["task.data=/data"], return_hydra_config=True)
     add_defaults(cfg)
@@ -48,9 +63,11 @@ def composed_once(name: str):
 
 
 def composed(name: str, **changes):
-    """The configuration as fairseq-hydra-train composes it, with hydra's own; ``changes``: a section's new values.
+    """The configuration as fairseq-hydra-train composes it, with hydra's own; ``changes``: a
+    section's new values.
 
-    Composing takes a second: it is done once for all tests, which only read it. What refers to a changed value follows.
+    Composing takes a second: it is done once for all tests, which only read it. What refers to a
+    changed value follows.
     """
     if not changes:
         return composed_once(name)
@@ -93,18 +110,43 @@ def test_the_plain_command_of_the_docs_means_what_the_config_says():
     (line,) = re.findall(r"(?m)^ *(fairseq-train .*transformer_pn_iwslt.*)$", text)
     plain, config = command_line(line), composed("iwslt14_de_en")
     assert plain.model.arch == config.model._name == "transformer_pn_iwslt"
-    sections = ("task", "criterion", "optimizer", "lr_scheduler", "optimization", "dataset", "checkpoint", "common")
+    sections = (
+        "task",
+        "criterion",
+        "optimizer",
+        "lr_scheduler",
+        "optimization",
+        "dataset",
+        "checkpoint",
+        "common",
+    )
     for section in sections:
         ours, theirs = settings(config[section]), settings(plain[section])
         assert ours.keys() <= theirs.keys(), section
-        different = {key: (value, theirs[key]) for key, value in ours.items() if str(theirs[key]) != str(value)}
+        different = {
+            key: (value, theirs[key])
+            for key, value in ours.items()
+            if str(theirs[key]) != str(value)
+        }
         # fairseq's two ways in differ in how they write a list of one, nothing else.
         assert not different, (section, different)
     ours, theirs = model_of(config.model), model_of(plain.model)
     # The configuration has a folder for TensorBoard, and so diagnostics of the norms.
-    assert replace(ours.norms, norm_stats_interval=None) == theirs.norms and ours.norms.psi_warmup_updates == 8000
-    for one, other in ((ours, theirs), (ours.encoder, theirs.encoder), (ours.decoder, theirs.decoder)):
-        for name in {field.name for field in fields(one)} - {"encoder", "decoder", "norms", "quant_noise"}:
+    assert (
+        replace(ours.norms, norm_stats_interval=None) == theirs.norms
+        and ours.norms.psi_warmup_updates == 8000
+    )
+    for one, other in (
+        (ours, theirs),
+        (ours.encoder, theirs.encoder),
+        (ours.decoder, theirs.decoder),
+    ):
+        for name in {field.name for field in fields(one)} - {
+            "encoder",
+            "decoder",
+            "norms",
+            "quant_noise",
+        }:
             assert getattr(one, name) == getattr(other, name), name
 
 
@@ -129,79 +171,191 @@ def test_config_opens_with_the_command_that_runs_it(name):
 #: The settings that gave the published numbers; tokens per update: 4,096 on one GPU and on 128.
 PUBLISHED = {
     "iwslt14_de_en": {
-        **{"optimization.update_freq": [1], "optimization.lr": [0.0015], "optimizer.weight_decay": 0.0001},
-        **{"checkpoint.patience": 5, "scoring.average_last": 5, "generation.beam": 5, "generation.lenpen": 1.0},
+        **{
+            "optimization.update_freq": [1],
+            "optimization.lr": [0.0015],
+            "optimizer.weight_decay": 0.0001,
+        },
+        **{
+            "checkpoint.patience": 5,
+            "scoring.average_last": 5,
+            "generation.beam": 5,
+            "generation.lenpen": 1.0,
+        },
         **{"optimization.max_update": 100_000, "task.source_lang": "de", "task.target_lang": "en"},
     },
     "multi30k_en_de_tiny": {
         **{"optimization.update_freq": [2], "dataset.max_tokens": 4096, "optimization.lr": [0.005]},
-        **{"optimizer.weight_decay": 0.0, "optimizer.adam_eps": 1e-8, "optimization.clip_norm": 25.0},
-        **{"optimization.max_update": 8000, "lr_scheduler.warmup_updates": 2000, "lr_scheduler.warmup_init_lr": 1e-7},
-        **{"checkpoint.patience": 10, "scoring.average_last": 10, "generation.beam": 5, "generation.lenpen": 1.0},
-        **{"model.encoder_layers": 4, "model.decoder_layers": 4, "task.source_lang": "en", "task.target_lang": "de"},
-        **{"model.attention_dropout": 0.0, "model.activation_dropout": 0.0, "optimization.stop_min_lr": -1.0},
+        **{
+            "optimizer.weight_decay": 0.0,
+            "optimizer.adam_eps": 1e-8,
+            "optimization.clip_norm": 25.0,
+        },
+        **{
+            "optimization.max_update": 8000,
+            "lr_scheduler.warmup_updates": 2000,
+            "lr_scheduler.warmup_init_lr": 1e-7,
+        },
+        **{
+            "checkpoint.patience": 10,
+            "scoring.average_last": 10,
+            "generation.beam": 5,
+            "generation.lenpen": 1.0,
+        },
+        **{
+            "model.encoder_layers": 4,
+            "model.decoder_layers": 4,
+            "task.source_lang": "en",
+            "task.target_lang": "de",
+        },
+        **{
+            "model.attention_dropout": 0.0,
+            "model.activation_dropout": 0.0,
+            "optimization.stop_min_lr": -1.0,
+        },
     },
     "wmt14_en_de_big": {
-        **{"optimization.update_freq": [128], "optimization.lr": [0.003], "optimizer.weight_decay": 0.0},
-        **{"checkpoint.patience": 10, "scoring.average_last": 10, "generation.beam": 4, "generation.lenpen": 0.6},
+        **{
+            "optimization.update_freq": [128],
+            "optimization.lr": [0.003],
+            "optimizer.weight_decay": 0.0,
+        },
+        **{
+            "checkpoint.patience": 10,
+            "scoring.average_last": 10,
+            "generation.beam": 4,
+            "generation.lenpen": 0.6,
+        },
         **{"optimization.max_update": 300_000, "task.source_lang": "en", "task.target_lang": "de"},
     },
     "iwslt14_de_en_adanorm": {
-        **{"optimization.update_freq": [2], "optimization.lr": [0.0015], "optimization.max_update": 90_000},
-        **{"scoring.average_last": 10, "generation.beam": 5, "model.norm_options.ada.ada_scale": 2.0},
+        **{
+            "optimization.update_freq": [2],
+            "optimization.lr": [0.0015],
+            "optimization.max_update": 90_000,
+        },
+        **{
+            "scoring.average_last": 10,
+            "generation.beam": 5,
+            "model.norm_options.ada.ada_scale": 2.0,
+        },
         **{"model.attention_init": "torch", "model.decoder_norm": "ada"},
     },
     "iwslt15_en_vi_adanorm": {
         **{"optimization.update_freq": [1], "optimization.lr": [0.001], "model.dropout": 0.1},
-        **{"model.attention_dropout": 0.0, "model.activation_dropout": 0.0, "model.share_all_embeddings": None},
-        **{"scoring.average_last": 10, "generation.beam": 5, "model.norm_options.ada.ada_scale": 1.0},
+        **{
+            "model.attention_dropout": 0.0,
+            "model.activation_dropout": 0.0,
+            "model.share_all_embeddings": None,
+        },
+        **{
+            "scoring.average_last": 10,
+            "generation.beam": 5,
+            "model.norm_options.ada.ada_scale": 1.0,
+        },
         **{"model.attention_init": "torch", "model.decoder_norm": "ada"},
     },
     "wmt14_en_de_big_adanorm": {
-        **{"optimization.update_freq": [1], "optimization.lr": [0.001], "optimizer.weight_decay": 0.0},
+        **{
+            "optimization.update_freq": [1],
+            "optimization.lr": [0.001],
+            "optimizer.weight_decay": 0.0,
+        },
         **{"lr_scheduler.warmup_updates": 4000, "scoring.average_last": 10, "generation.beam": 4},
-        **{"model.norm_options.ada.ada_scale": 2.0, "model.decoder_norm": "ada", "model.attention_init": "torch"},
+        **{
+            "model.norm_options.ada.ada_scale": 2.0,
+            "model.decoder_norm": "ada",
+            "model.attention_init": "torch",
+        },
     },
     "iwslt14_de_en_paper": {
         **{"model.dropout": 0.0, "scoring.average_last": 10, "checkpoint.patience": 5},
         **{"optimization.max_update": 100_000, "generation.beam": 5, "generation.lenpen": 1.0},
     },
     "iwslt14_de_en_unified": {
-        **{"optimization.lr": [0.0007], "lr_scheduler.warmup_updates": 6000, "optimization.max_update": 100_000},
+        **{
+            "optimization.lr": [0.0007],
+            "lr_scheduler.warmup_updates": 6000,
+            "optimization.max_update": 100_000,
+        },
         **{"scoring.average_last": 10, "generation.beam": 5, "model.decoder_norm": "unified"},
         "model.psi_warmup_updates": 4000,
     },
     "iwslt14_de_en_regularized_bn": {
-        **{"optimization.lr": [0.0015], "optimization.max_epoch": 60, "scoring.average_last": 6, "generation.beam": 5},
-        **{"model.norm_options.batch-reg": {"lambda_mean": 0.1, "lambda_var": 0.01}, "model.decoder_norm": None},
+        **{
+            "optimization.lr": [0.0015],
+            "optimization.max_epoch": 60,
+            "scoring.average_last": 6,
+            "generation.beam": 5,
+        },
+        **{
+            "model.norm_options.batch-reg": {"lambda_mean": 0.1, "lambda_var": 0.01},
+            "model.decoder_norm": None,
+        },
     },
 }
 PUBLISHED_FOR_ALL = {
-    **{"dataset.max_tokens": 4096, "optimizer.adam_betas": "(0.9, 0.98)", "optimization.clip_norm": 0.0},
-    **{"lr_scheduler._name": "inverse_sqrt", "lr_scheduler.warmup_updates": 8000, "lr_scheduler.warmup_init_lr": 1e-7},
-    **{"optimization.stop_min_lr": 1e-9, "model.dropout": 0.3, "model.attention_dropout": 0.1, "common.seed": 1},
-    **{"model.activation_dropout": 0.1, "model.share_all_embeddings": True, "criterion.label_smoothing": 0.1},
+    **{
+        "dataset.max_tokens": 4096,
+        "optimizer.adam_betas": "(0.9, 0.98)",
+        "optimization.clip_norm": 0.0,
+    },
+    **{
+        "lr_scheduler._name": "inverse_sqrt",
+        "lr_scheduler.warmup_updates": 8000,
+        "lr_scheduler.warmup_init_lr": 1e-7,
+    },
+    **{
+        "optimization.stop_min_lr": 1e-9,
+        "model.dropout": 0.3,
+        "model.attention_dropout": 0.1,
+        "common.seed": 1,
+    },
+    **{
+        "model.activation_dropout": 0.1,
+        "model.share_all_embeddings": True,
+        "criterion.label_smoothing": 0.1,
+    },
     **{"checkpoint.keep_last_epochs": 10},
 }
 #: Embedding, feed-forward, heads, layers.
 PUBLISHED_SIZES = dict.fromkeys(("wmt14_en_de_big", "wmt14_en_de_big_adanorm"), (1024, 4096, 16, 6))
-PUBLISHED_SIZES |= {"iwslt15_en_vi_adanorm": (512, 2048, 8, 6), "multi30k_en_de_tiny": (128, 256, 4, 4)}
+PUBLISHED_SIZES |= {
+    "iwslt15_en_vi_adanorm": (512, 2048, 8, 6),
+    "multi30k_en_de_tiny": (128, 256, 4, 4),
+}
 
 
-#: Of run_ptb.sh and run_wt103.sh in the code of Ma et al. (2019), of run_enwik8_base.sh in the code of Transformer-XL,
-#: and of the text of PowerNorm and of Ma et al.
+#: Of run_ptb.sh and run_wt103.sh in the code of Ma et al. (2019), of run_enwik8_base.sh in the code
+#: of Transformer-XL, and of the text of PowerNorm and of Ma et al.
 PUBLISHED_LM = {
     "ptb_lm": {
-        **{"optimization.max_update": 20_000, "dataset.max_tokens": 120 * 32, "task.tokens_per_sample": 32},
+        **{
+            "optimization.max_update": 20_000,
+            "dataset.max_tokens": 120 * 32,
+            "task.tokens_per_sample": 32,
+        },
         **{"criterion._name": "cross_entropy"},
     },
     "wikitext103_lm": {
-        **{"optimization.max_update": 200_000, "dataset.max_tokens": 60 * 80, "task.tokens_per_sample": 80},
+        **{
+            "optimization.max_update": 200_000,
+            "dataset.max_tokens": 60 * 80,
+            "task.tokens_per_sample": 80,
+        },
         **{"criterion._name": "adaptive_loss"},
     },
     "enwik8_lm": {
-        **{"optimization.max_update": 400_000, "dataset.max_tokens": 22 * 512, "task.tokens_per_sample": 512},
-        **{"dataset.validate_interval_updates": 4000, "criterion._name": "cross_entropy", "model.dropout": 0.1},
+        **{
+            "optimization.max_update": 400_000,
+            "dataset.max_tokens": 22 * 512,
+            "task.tokens_per_sample": 512,
+        },
+        **{
+            "dataset.validate_interval_updates": 4000,
+            "criterion._name": "cross_entropy",
+            "model.dropout": 0.1,
+        },
         "model.norm_options.ada": {"ada_scale": 1.0, "ada_k": 0.1},
     },
     "ptb_lm_paper": {"task.tokens_per_sample": 30, "criterion.label_smoothing": 0.1},
@@ -209,11 +363,19 @@ PUBLISHED_LM = {
 }
 PUBLISHED_OF_SCRIPTS = {
     **{"optimization.lr": [0.00025], "optimization.clip_norm": 0.25, "optimizer.weight_decay": 0.0},
-    **{"lr_scheduler._name": "cosine", "lr_scheduler.warmup_updates": 0, "dataset.validate_interval_updates": 1000},
+    **{
+        "lr_scheduler._name": "cosine",
+        "lr_scheduler.warmup_updates": 0,
+        "dataset.validate_interval_updates": 1000,
+    },
     **{"task.sample_break_mode": "none", "optimization.update_freq": [1]},
 }
 PUBLISHED_OF_TEXTS = {
-    **{"optimization.max_epoch": 30, "lr_scheduler._name": "inverse_sqrt", "lr_scheduler.warmup_updates": 4000},
+    **{
+        "optimization.max_epoch": 30,
+        "lr_scheduler._name": "inverse_sqrt",
+        "lr_scheduler.warmup_updates": 4000,
+    },
     **{"optimizer.adam_betas": "(0.9, 0.98)"},
 }
 #: Channels, inner, rank, layers, dropout, cutoffs.
@@ -237,9 +399,20 @@ def test_published_settings_of_language_models(name):
     ARCH_CONFIG_REGISTRY[model._name](model)
     if name == "enwik8_lm":
         heads = model.decoder_attention_heads
-        assert (model.decoder_embed_dim, model.decoder_ffn_embed_dim, heads, model.decoder_layers) == (512, 2048, 8, 12)
+        assert (
+            model.decoder_embed_dim,
+            model.decoder_ffn_embed_dim,
+            heads,
+            model.decoder_layers,
+        ) == (512, 2048, 8, 12)
         return
-    size = (model.decoder_embed_dim, model.decoder_ffn_embed_dim, model.core_rank, model.decoder_layers, model.dropout)
+    size = (
+        model.decoder_embed_dim,
+        model.decoder_ffn_embed_dim,
+        model.core_rank,
+        model.decoder_layers,
+        model.dropout,
+    )
     assert (*size, model.adaptive_softmax_cutoff) == PUBLISHED_LM_SIZES[name]
     assert model.cores == 1 and not model.post_norm and not model.tensorized_unmasked
 
@@ -258,27 +431,53 @@ def test_published_settings(name):
 
 @pytest.mark.parametrize("name", [*PUBLISHED, *PUBLISHED_LM])
 def test_every_number_of_a_paper_names_its_source(name):
-    files = [name, *(f"base/{path.stem}" for path in (ROOT / "configs/base").glob("*.yaml") if path.stem != "small")]
-    lines = [line for file in files for line in (ROOT / f"configs/{file}.yaml").read_text("utf-8").splitlines()]
+    files = [
+        name,
+        *(
+            f"base/{path.stem}"
+            for path in (ROOT / "configs/base").glob("*.yaml")
+            if path.stem != "small"
+        ),
+    ]
+    lines = [
+        line
+        for file in files
+        for line in (ROOT / f"configs/{file}.yaml").read_text("utf-8").splitlines()
+    ]
     # Reporting is not of the paper, and the batch multiple has its reason above it.
-    ours = ("log_interval", "required_batch_size_multiple", "save_interval_updates", "keep_interval_updates")
+    ours = (
+        "log_interval",
+        "required_batch_size_multiple",
+        "save_interval_updates",
+        "keep_interval_updates",
+    )
     ours += ("num_workers", "_name") if name in PUBLISHED_LM else ()
     for before, line in zip(["", *lines], lines, strict=False):
         if re.match(r"\s*\w+: .*\d", line) and not line.strip().startswith(ours):
             source = line.partition("#")[2] + (before if before.strip().startswith("#") else "")
-            assert re.search("script|paper|authors|as [IW]|architecture|transformer_wmt|learning rate", source), line
+            assert re.search(
+                "script|paper|authors|as [IW]|architecture|transformer_wmt|learning rate", source
+            ), line
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_tokens_per_update_are_what_one_rank_takes(name):
-    """fairseq-hydra-train on one rank has the effective batch that ``pn train`` keeps on any number."""
+    """fairseq-hydra-train on one rank has the effective batch that ``pn train`` keeps on any
+    number.
+    """
     overrides = [word for word in head_of(name)[1] if "=" in word]
-    cfg, batches = compose_settings(ROOT / f"configs/{name}.yaml", ["task.data=/data", *overrides], 1, on_cpu=True)
+    cfg, batches = compose_settings(
+        ROOT / f"configs/{name}.yaml", ["task.data=/data", *overrides], 1, on_cpu=True
+    )
     assert f"model._name={cfg.model._name}" in overrides
     plain = composed(name)
     (update_freq,) = plain.optimization.update_freq
-    assert update_freq * plain.dataset.max_tokens == cfg.tokens_per_update == batches.tokens_per_update
-    assert cfg.average_last <= max(cfg.checkpoint.keep_last_epochs, cfg.checkpoint.keep_interval_updates)
+    assert (
+        update_freq * plain.dataset.max_tokens == cfg.tokens_per_update == batches.tokens_per_update
+    )
+    assert cfg.average_last <= max(
+        cfg.checkpoint.keep_last_epochs, cfg.checkpoint.keep_interval_updates
+    )
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -293,7 +492,9 @@ def test_what_every_config_reports_and_keeps(name):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_folders_of_fairseqs_own_command(name):
-    """A job's folder has the name of its overrides, so that the same command resumes; jobs of a sweep have numbers."""
+    """A job's folder has the name of its overrides, so that the same command resumes; jobs of a
+    sweep have numbers.
+    """
     hydra = composed(name, model={"_name": "transformer_ln_tiny"}, common={"seed": 3}).hydra
     hydra.job.override_dirname, hydra.job.num = "common.seed=3", 2  # set when a job is run
     assert hydra.run.dir == f"runs/hydra/{name}/common.seed=3"
@@ -304,17 +505,24 @@ def test_folders_of_fairseqs_own_command(name):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_file_and_its_defaults_have_no_setting_in_common(name):
-    """The defaults come after the file, since fairseq-hydra-train fills the gaps in the file with fairseq's values."""
+    """The defaults come after the file,
+
+    since fairseq-hydra-train fills the gaps in the file with fairseq's values.
+    """
 
     def keys(file: str) -> set[str]:
-        return flat(OmegaConf.to_container(OmegaConf.load(ROOT / f"configs/{file}.yaml"))).keys() - {"defaults"}
+        return flat(
+            OmegaConf.to_container(OmegaConf.load(ROOT / f"configs/{file}.yaml"))
+        ).keys() - {"defaults"}
 
     def bases(file: str) -> list[str]:
         names = OmegaConf.load(ROOT / f"configs/{file}.yaml").get("defaults", [])
         found = [f"base/{base.removeprefix('base/')}" for base in names if base != "_self_"]
         return [*found, *(other for base in found for other in bases(base))]
 
-    assert OmegaConf.load(ROOT / f"configs/{name}.yaml").defaults[0] == "_self_" and "base/training" in bases(name)
+    assert OmegaConf.load(ROOT / f"configs/{name}.yaml").defaults[
+        0
+    ] == "_self_" and "base/training" in bases(name)
     assert not {base: common for base in bases(name) if (common := keys(base) & keys(name))}
 
 
@@ -329,23 +537,36 @@ def test_the_psi_warmup_follows_the_learning_rates(name):
 
 
 TABLES = (*PAPER.values(), *LM_TABLES.values())
-ROWS = [*dict.fromkeys((table.config, row.norm, *row.settings.items()) for table in TABLES for row in table.rows)]
-#: One row for each set of settings that rows change; the others take seconds, and each configuration is composed above.
+ROWS = [
+    *dict.fromkeys(
+        (table.config, row.norm, *row.settings.items()) for table in TABLES for row in table.rows
+    )
+]
+#: One row for each set of settings that rows change; the others take seconds, and each
+#: configuration is composed above.
 KINDS = {tuple(key for key, _ in row[2:]): row for row in ROWS}.values()
 
 
 @pytest.mark.parametrize(
-    "row", [row if row in KINDS else pytest.param(row, marks=pytest.mark.slow) for row in ROWS], ids=str
+    "row",
+    [row if row in KINDS else pytest.param(row, marks=pytest.mark.slow) for row in ROWS],
+    ids=str,
 )
 def test_rows_of_published_tables_are_models(row):
     """With the settings that --table gives to ``pn train``."""
     config, norm, *changes = row
     corpus = next(corpus for corpus in CORPORA.values() if config.startswith(corpus.config))
     arch = f"{corpus.models[0]}_{NORMS[norm].short}_{corpus.size}"
-    given = ["task.data=/data", f"model._name={arch}", *(f"model.{key}={value}" for key, value in changes)]
+    given = [
+        "task.data=/data",
+        f"model._name={arch}",
+        *(f"model.{key}={value}" for key, value in changes),
+    ]
     cfg, _ = compose_settings(ROOT / f"configs/{config}.yaml", given, 1, on_cpu=True)
     check_values(cfg)
     norms = model_of(cfg.model).norms
     assert (norms.decoder_norm if "_lm_" in arch else norms.encoder_norm) == norm
-    assert {key: str(operator.attrgetter(key)(OmegaConf.create(vars(norms)))) for key, _ in changes} == dict(changes)
+    assert {
+        key: str(operator.attrgetter(key)(OmegaConf.create(vars(norms)))) for key, _ in changes
+    } == dict(changes)
     assert "_lm_" in arch or norms.decoder_norm == dict(changes).get("decoder_norm", "layer")

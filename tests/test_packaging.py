@@ -1,4 +1,6 @@
-"""The source distribution and the wheel: complete, and usable in an empty folder of a fresh environment."""
+"""The source distribution and the wheel: complete, and usable in an empty folder of a fresh
+environment.
+"""
 
 import os
 import shutil
@@ -27,7 +29,10 @@ def sdist(tmp_path_factory) -> Path:
         (base / "checkout" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, base / "checkout" / name)
     # Isolated builds have no torch.
-    code = "import sys; sys.modules['torch'] = None; from setuptools import build_meta; build_meta.build_sdist('..')"
+    code = (
+        "import sys; sys.modules['torch'] = None; from setuptools import build_meta; "
+        "build_meta.build_sdist('..')"
+    )
     run(sys.executable, "-c", code, cwd=base / "checkout")
     (archive,) = base.glob("*.tar.gz")
     with tarfile.open(archive) as file:
@@ -37,13 +42,18 @@ def sdist(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(sdist, tmp_path_factory):
-    """Runs the commands of a fresh environment that has the wheel; what the wheel depends on is this environment's."""
+    """Runs the commands of a fresh environment that has the wheel;
+
+    what the wheel depends on is this environment's.
+    """
     base = tmp_path_factory.mktemp("wheel")
     pip = (sys.executable, "-m", "pip")
     run(*pip, "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", base, sdist)
     run(sys.executable, "-m", "venv", "--without-pip", base / "venv")
     python = base / "venv/bin/python"
-    packages = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").stdout.strip()
+    packages = run(
+        python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"
+    ).stdout.strip()
     # A path in a .pth file is no site folder: the editable installation in it is not seen.
     Path(packages, "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
     (wheel,) = base.glob("*.whl")
@@ -51,9 +61,17 @@ def installed(sdist, tmp_path_factory):
     (base / "empty").mkdir()
 
     def call(program: str, *words: str) -> subprocess.CompletedProcess:
-        kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VENV")}
+        kept = {
+            name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VENV")
+        }
         env = {**kept, "PATH": f"{base}/venv/bin:{os.environ['PATH']}"}
-        call = {"cwd": base / "empty", "env": env, "capture_output": True, "text": True, "timeout": 600}
+        call = {
+            "cwd": base / "empty",
+            "env": env,
+            "capture_output": True,
+            "text": True,
+            "timeout": 600,
+        }
         return subprocess.run([f"{base}/venv/bin/{program}", *words], **call)
 
     call.wheel = wheel.name
@@ -61,13 +79,19 @@ def installed(sdist, tmp_path_factory):
 
 
 def test_the_source_distribution_has_what_a_build_and_the_scripts_need(sdist):
-    of_checkout = run("git", "-C", ROOT, "ls-files", "configs", "data", "scripts", "pn_fairseq").stdout.splitlines()
+    of_checkout = run(
+        "git", "-C", ROOT, "ls-files", "configs", "data", "scripts", "pn_fairseq"
+    ).stdout.splitlines()
     assert len(of_checkout) > 100
-    assert [name for name in of_checkout if (ROOT / name).is_file() and not (sdist / name).is_file()] == []
+    assert [
+        name for name in of_checkout if (ROOT / name).is_file() and not (sdist / name).is_file()
+    ] == []
     assert not (sdist / "tests").exists()
 
 
-@pytest.mark.parametrize("command", ["train iwslt14_de_en --check", "train verses_lm_en --check", "--version"])
+@pytest.mark.parametrize(
+    "command", ["train iwslt14_de_en --check", "train verses_lm_en --check", "--version"]
+)
 def test_commands_in_an_empty_folder(command, installed):
     done = installed("pn", *command.split())
     assert done.returncode == 0, done.stderr
@@ -75,9 +99,13 @@ def test_commands_in_an_empty_folder(command, installed):
 
 def test_it_uses_the_same_kernels_as_the_checkout(installed):
     lines = installed("pn", "info").stdout.splitlines()
-    computing = [f"kernels on {device}: {name} ({why})" for device, (name, why) in kernels.describe().items()]
+    computing = [
+        f"kernels on {device}: {name} ({why})" for device, (name, why) in kernels.describe().items()
+    ]
     assert [line for line in lines if line.startswith("kernels on ")] == computing
-    assert "/venv/lib/" in next(line for line in lines if line.startswith("folder for --user-dir: "))
+    assert "/venv/lib/" in next(
+        line for line in lines if line.startswith("folder for --user-dir: ")
+    )
     assert ("py3-none-any" in installed.wheel) == ("cpp" not in kernels.available())
 
 

@@ -24,26 +24,40 @@ print(pn_fairseq.__path__[0], "transformer_pn_iwslt" in ARCH_MODEL_REGISTRY)
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """The project as `pip install .` installs it where there is no compiler, away from the checkout."""
+    """The project as `pip install .` installs it where there is no compiler,
+
+    away from the checkout.
+    """
     base = tmp_path_factory.mktemp("installed")
     for folder in ("pn_fairseq", "configs", "data"):
         shutil.copytree(ROOT / folder, base / "source" / folder)
     for file in ("setup.py", "pyproject.toml", "README.md"):
         shutil.copy(ROOT / file, base / "source")
-    pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-compile")
+    pip = (
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-compile",
+    )
     run(*pip, "--target", base / "site", base / "source", CC="false", CXX="false")
     return base / "site"
 
 
 def test_importing_the_package_loads_nothing_else(tmp_path):
-    code = "import sys; before = set(sys.modules); import pn_fairseq; print(set(sys.modules) - before)"
+    code = (
+        "import sys; before = set(sys.modules); import pn_fairseq; print(set(sys.modules) - before)"
+    )
     assert run(sys.executable, "-c", code, cwd=tmp_path).stdout == "{'pn_fairseq'}\n"
 
 
 BLOCKER = """
 import sys
-blocked = {"fairseq", "yaml", "scipy", "sacrebleu", "matplotlib", "omegaconf", "hydra", "tensorboardX", "pandas"}
-blocked |= {*sys.argv[1:]}
+blocked = {"fairseq", "yaml", "scipy", "sacrebleu", "matplotlib", "omegaconf", "hydra"}
+blocked |= {"tensorboardX", "pandas", *sys.argv[1:]}
 class Blocker:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in blocked:
@@ -57,7 +71,8 @@ import torch
 safe = torch.serialization.get_safe_globals()
 from pn_fairseq.norms import NORMS, build_norm
 assert torch.serialization.get_safe_globals() == safe
-assert [name for name in sys.modules if name.startswith("pn_fairseq.common.")] == ["pn_fairseq.common.errors"]
+common = [name for name in sys.modules if name.startswith("pn_fairseq.common.")]
+assert common == ["pn_fairseq.common.errors"]
 x = torch.randn(5, 3, 8, requires_grad=True)
 for name in NORMS:
     norm = build_norm(name, 8, layer_scale_groups=2)
@@ -73,30 +88,46 @@ def test_the_norms_need_torch_alone(installed, tmp_path):
     """And their suite NumPy and pytest."""
     place = {"cwd": tmp_path, "PYTHONPATH": str(installed), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = run(sys.executable, "-c", BLOCKER + NORMS_ALONE, "numpy", **place)
-    assert done.stdout == "[]\n" and done.stderr.count("pn_fairseq computes without its C++ kernels") == 1
-    suite = "from pn_fairseq.__main__ import call; sys.exit(call(['test-norms', 'rms', '--', '-k', 'state_dict']))"
+    assert (
+        done.stdout == "[]\n"
+        and done.stderr.count("pn_fairseq computes without its C++ kernels") == 1
+    )
+    suite = (
+        "from pn_fairseq.__main__ import call; sys.exit(call(['test-norms', 'rms', '--', '-k', "
+        "'state_dict']))"
+    )
     assert " passed" in run(sys.executable, "-c", BLOCKER + suite, **place).stdout
 
 
 def test_what_an_installation_needs(installed):
     (metadata,) = installed.glob("pn_fairseq-*.dist-info/METADATA")
-    needed = [line.partition(": ")[2] for line in metadata.read_text().splitlines() if line.startswith("Requires-Dist")]
+    needed = [
+        line.partition(": ")[2]
+        for line in metadata.read_text().splitlines()
+        if line.startswith("Requires-Dist")
+    ]
     assert [name for name in needed if "extra ==" not in name] == ["torch>=2.8"]
     extras = {
-        extra: [name for name in needed if f'extra == "{extra}"' in name] for extra in ("fairseq", "test", "docs")
+        extra: [name for name in needed if f'extra == "{extra}"' in name]
+        for extra in ("fairseq", "test", "docs")
     }
     assert any("fairseq-fixed" in name for name in extras["fairseq"]) and all(extras.values())
     assert "Requires-Python: >=3.11\n" in metadata.read_text()
-    assert "Tag: py3-none-any\n" in metadata.with_name("WHEEL").read_text(), "it has no compiled kernels"
+    assert "Tag: py3-none-any\n" in metadata.with_name("WHEEL").read_text(), (
+        "it has no compiled kernels"
+    )
 
 
 def test_user_dir_from_another_folder(installed, tmp_path):
-    """Of the checkout, also beside an installed package; of that; and a checkout that is named as the package in it,
-    which an editable installation has on the path."""
+    """Of the checkout, also beside an installed package; of that; and a checkout that is named as
+    the package in it, which an editable installation has on the path.
+    """
     checkout = tmp_path / "pn_fairseq"
     shutil.copytree(ROOT / "pn_fairseq", checkout / "pn_fairseq")
     for base, path in ((ROOT, ""), (installed, installed)):
-        printed = run(sys.executable, "-m", "pn_fairseq", "--user-dir", cwd="/", PYTHONPATH=str(path)).stdout.strip()
+        printed = run(
+            sys.executable, "-m", "pn_fairseq", "--user-dir", cwd="/", PYTHONPATH=str(path)
+        ).stdout.strip()
         assert printed == str(base / "pn_fairseq")
     for named, path, used in (
         (ROOT / "pn_fairseq", "", ROOT / "pn_fairseq"),
@@ -111,9 +142,13 @@ def test_user_dir_from_another_folder(installed, tmp_path):
 def test_user_dir_under_another_name_is_refused(monkeypatch):
     pytest.importorskip("fairseq.models")
     folder = ROOT / "pn_fairseq"
-    spec = spec_from_file_location("renamed", folder / "__init__.py", submodule_search_locations=[str(folder)])
+    spec = spec_from_file_location(
+        "renamed", folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
     monkeypatch.setitem(sys.modules, "renamed", module_from_spec(spec))
-    with pytest.raises(RuntimeError, match=f"--user-dir {folder}: the folder must be called pn_fairseq"):
+    with pytest.raises(
+        RuntimeError, match=f"--user-dir {folder}: the folder must be called pn_fairseq"
+    ):
         spec.loader.exec_module(sys.modules["renamed"])
 
 
@@ -122,7 +157,8 @@ import pn_fairseq.norms, pn_fairseq.models, fairseq
 from fairseq import checkpoint_utils
 from fairseq.models import ARCH_MODEL_REGISTRY
 from fairseq.tasks import TASK_REGISTRY
-print("transformer_pn_iwslt" in ARCH_MODEL_REGISTRY, "translation_random_batches" in TASK_REGISTRY, end=" ")
+print("transformer_pn_iwslt" in ARCH_MODEL_REGISTRY, end=" ")
+print("translation_random_batches" in TASK_REGISTRY, end=" ")
 print(checkpoint_utils.load_checkpoint_to_cpu.patched_by)
 """
 
@@ -134,29 +170,44 @@ def test_the_norms_and_the_models_before_fairseq(tmp_path):
 
 
 def test_version_and_missing_verb(tmp_path):
-    assert run(sys.executable, "-m", "pn_fairseq", "--version", cwd=tmp_path).stdout.startswith("pn_fairseq 0.")
-    assert_refused(run("pn", cwd=tmp_path, check=False), "pn: error: a command is missing (see pn --help)")
-    assert_refused(run("pn", "trian", check=False), "pn: error: unknown command 'trian', did you mean 'train'?")
+    assert run(sys.executable, "-m", "pn_fairseq", "--version", cwd=tmp_path).stdout.startswith(
+        "pn_fairseq 0."
+    )
+    assert_refused(
+        run("pn", cwd=tmp_path, check=False), "pn: error: a command is missing (see pn --help)"
+    )
+    assert_refused(
+        run("pn", "trian", check=False), "pn: error: unknown command 'trian', did you mean 'train'?"
+    )
 
 
 def test_the_help_has_a_line_for_every_verb():
-    listed = re.findall(r"^  ([a-z-]+)  +\S", run("pn", "--help").stdout.partition("\ndata and")[2], re.M)
+    listed = re.findall(
+        r"^  ([a-z-]+)  +\S", run("pn", "--help").stdout.partition("\ndata and")[2], re.M
+    )
     assert sorted(listed) == sorted(VERBS)
 
 
 def test_missing_kernels_are_named_once(installed, tmp_path):
     """By a verb that computes, although it writes warnings into a log."""
     place = {"cwd": tmp_path, "PYTHONPATH": str(installed), "check": False}
-    pn = run(sys.executable, "-P", "-m", "pn_fairseq", "train", "verses_es_en", "--data", "x", **place)
+    pn = run(
+        sys.executable, "-P", "-m", "pn_fairseq", "train", "verses_es_en", "--data", "x", **place
+    )
     line, error = pn.stderr.splitlines()
     assert line.startswith("[pn] the C++ kernels are not compiled: ") and "'make venv'" in line
     assert error.startswith("pn train: error: ")
-    forced = run(sys.executable, "-c", "import pn_fairseq.norms", PN_FAIRSEQ_KERNELS="reference", **place)
+    forced = run(
+        sys.executable, "-c", "import pn_fairseq.norms", PN_FAIRSEQ_KERNELS="reference", **place
+    )
     assert forced.stderr == ""
 
 
 def test_help_needs_no_fairseq():
-    """The packages that take seconds to import are needed when a command runs, not for its --help."""
+    """The packages that take seconds to import are needed when a command runs,
+
+    not for its --help.
+    """
     verbs = ["score", "generate", "translate", "average", "evaluate-lm", "fold", "import-release"]
     others = "fairseq fairseq_cli sentencepiece subword_nmt pandas hydra".split()
     code = f"""

@@ -1,4 +1,6 @@
-"""What a user types wrong: exit code 2, one line that says what is wrong, and nothing is written."""
+"""What a user types wrong: exit code 2, one line that says what is wrong, and nothing is
+written.
+"""
 
 import shlex
 
@@ -9,7 +11,8 @@ from .fixtures.reports import make_run
 from .fixtures.runs import small_run
 from .scripts_helpers import ROOT, assert_refused, cut_corpus, in_process
 
-#: A row is the words after ``pn``, in the folder of ``place``, and what the line says; ``;`` stands between several.
+#: A row is the words after ``pn``, in the folder of ``place``, and what the line says; ``;`` stands
+#: between several.
 TABLE = """
 average                                               | one of the arguments --run --inputs is required
 average --run /nowhere                                | is not a training run
@@ -228,14 +231,21 @@ def place(tmp_path_factory):
     make_run(place / "lm", task___name="language_modeling")
     cut_corpus(place / "text", 9, 3, 3)
     (place / "files").mkdir()
-    for number, path in enumerate(("w1.pt", "w2.pt", "a:b.pt", *(f"files/checkpoint{n}.pt" for n in (1, 2)))):
+    for number, path in enumerate(
+        ("w1.pt", "w2.pt", "a:b.pt", *(f"files/checkpoint{n}.pt" for n in (1, 2)))
+    ):
         history = [{"num_updates": number, "lr_scheduler_state": {}}]
         torch.save({"model": {"w": torch.ones(1)}, "optimizer_history": history}, place / path)
     (place / "link.pt").symlink_to("w2.pt")
     (place / "group").write_text((ROOT / "LICENSE").read_text())
     (place / "blank").touch()
     (place / "settings.txt").write_bytes((place / "data/settings.txt").read_bytes())
-    tables = {"key": "{label: LN, norm: layer, blue: 3}", "label": "{norm: layer}", "row": "3", "half": "{"}
+    tables = {
+        "key": "{label: LN, norm: layer, blue: 3}",
+        "label": "{norm: layer}",
+        "row": "3",
+        "half": "{",
+    }
     for name, row in tables.items():
         (place / f"{name}.yaml").write_text(f"rows: [{row}]")
     (place / "broken.py").write_text("1 / 0\n")
@@ -248,7 +258,9 @@ CHECK = "train verses_es_en --check "
 
 @pytest.mark.parametrize(
     ("words", "line"),
-    rows(TABLE) + rows(SETTINGS, CHECK) + rows(CONVERSIONS, f"{CHECK}model._name=transformer_iwslt_de_en "),
+    rows(TABLE)
+    + rows(SETTINGS, CHECK)
+    + rows(CONVERSIONS, f"{CHECK}model._name=transformer_iwslt_de_en "),
 )
 def test_a_mistake_is_one_line(words, line, place, monkeypatch):
     monkeypatch.chdir(place)
@@ -256,5 +268,8 @@ def test_a_mistake_is_one_line(words, line, place, monkeypatch):
     before = {path: path.stat().st_mtime_ns for path in place.rglob("*")}
     result = in_process(*shlex.split(words))
     assert_refused(result, *line.split("; "))
-    assert result.stderr.splitlines()[-1].startswith(f"pn {words.split()[0]}: error: ") and not result.stdout
+    assert (
+        result.stderr.splitlines()[-1].startswith(f"pn {words.split()[0]}: error: ")
+        and not result.stdout
+    )
     assert {path: path.stat().st_mtime_ns for path in place.rglob("*")} == before

@@ -18,8 +18,8 @@ from .fixtures.reports import make_run as reported_run
 from .fixtures.runs import make_run, untrained_checkpoint
 from .scripts_helpers import ROOT, cut_corpus, run
 
-#: A row is the words after ``pn``, in a folder beside all these files, and a file that exists then, or a part of the
-#: error line by which the command shows that it has read what was named.
+#: A row is the words after ``pn``, in a folder beside all these files, and a file that exists then,
+#: or a part of the error line by which the command shows that it has read what was named.
 TABLE = r"""
 prepare text --corpus ../text --source es --target en --dest ../new --codes ../data/bpe/codes \
   --protect ../tags                                               | ../new/counts.txt
@@ -84,7 +84,10 @@ def parsers() -> list[argparse.ArgumentParser]:
     kinds.append(["reproduce", "--study", "compare_masks"])
     names = ("parse_args", "parse_intermixed_args")
     for words in [*([verb] for verb in VERBS if verb != "reproduce"), *kinds]:
-        with mock.patch.multiple(argparse.ArgumentParser, **dict.fromkeys(names, note)), pytest.raises(Parsed):
+        with (
+            mock.patch.multiple(argparse.ArgumentParser, **dict.fromkeys(names, note)),
+            pytest.raises(Parsed),
+        ):
             call(words)
     for parser in list(found):
         for action in parser._actions:
@@ -94,7 +97,12 @@ def parsers() -> list[argparse.ArgumentParser]:
 
 
 def test_every_path_option_is_in_the_table():
-    tested = {(words.split()[0], word) for words, _ in rows() for word in words.split() if word.startswith("--")}
+    tested = {
+        (words.split()[0], word)
+        for words, _ in rows()
+        for word in words.split()
+        if word.startswith("--")
+    }
     paths = set()
     for parser in parsers():
         for action in parser._actions:
@@ -117,7 +125,9 @@ def place(data, tmp_path_factory) -> Path:
     (place / "averaged.pt").symlink_to("run/checkpoints/averaged.pt")
     shutil.copytree(data, place / "moses-data")
     settings = (data / "settings.txt").read_text("utf-8")
-    (place / "moses-data/settings.txt").write_text(re.sub("(?m)^tokenizer=.*", "tokenizer=moses", settings))
+    (place / "moses-data/settings.txt").write_text(
+        re.sub("(?m)^tokenizer=.*", "tokenizer=moses", settings)
+    )
     make_run(place / "moses-run", place / "moses-data")
     shutil.copy(place / "averaged.pt", place / "moses-run/checkpoints")
     for script in SCRIPTS.values():
@@ -159,7 +169,12 @@ def test_settings_that_name_files_become_absolute(tmp_path, monkeypatch):
     torch.save({}, "a,b.pt")
     Path("norm.py").write_text(NORM)
     given = dict(zip(PATHS, ("a,b.pt", "norm.py,./norm.py", "probe"), strict=True))
-    cfg, _ = compose(ROOT / "configs/verses_es_en.yaml", [f"{name}='{path}'" for name, path in given.items()], 1, True)
+    cfg, _ = compose(
+        ROOT / "configs/verses_es_en.yaml",
+        [f"{name}='{path}'" for name, path in given.items()],
+        1,
+        True,
+    )
     folder = tmp_path.resolve()
     assert cfg.checkpoint.finetune_from_model == f"{folder}/a,b.pt"
     assert cfg.model.norm_module == f"{folder}/norm.py,{folder}/norm.py"

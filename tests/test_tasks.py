@@ -11,7 +11,15 @@ import pn_fairseq.models  # noqa: F401
 
 @cache
 def settings(data, name: str):
-    words = [str(data / "bin"), "--task", name, "--arch", "transformer_pn_tiny", "--optimizer", "adam"]
+    words = [
+        str(data / "bin"),
+        "--task",
+        name,
+        "--arch",
+        "transformer_pn_tiny",
+        "--optimizer",
+        "adam",
+    ]
     args = options.parse_args_and_arch(options.get_training_parser(), words)
     return convert_namespace_to_omegaconf(args).task
 
@@ -35,7 +43,9 @@ def padding(found: list[dict]) -> float:
 
 
 def test_training_batches_hold_random_sentences(data):
-    ours, fairseqs = (batches(data, name, "train") for name in ("translation_random_batches", "translation"))
+    ours, fairseqs = (
+        batches(data, name, "train") for name in ("translation_random_batches", "translation")
+    )
     assert sorted(numbers(ours)) == sorted(numbers(fairseqs))  # each sentence once
     assert padding(ours) > 2 * padding(fairseqs)
     assert all(batch["target"].numel() <= 512 for batch in ours)
@@ -52,5 +62,7 @@ def test_the_batches_follow_from_the_seed(data, name):
 
 
 def test_validation_batches_are_fairseqs(data):
-    ours, fairseqs = (batches(data, name, "valid") for name in ("translation_random_batches", "translation"))
+    ours, fairseqs = (
+        batches(data, name, "valid") for name in ("translation_random_batches", "translation")
+    )
     assert numbers(ours) == numbers(fairseqs)

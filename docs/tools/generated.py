@@ -1,7 +1,8 @@
-"""The tables of the documentation that are computed: ``python -m docs.tools.generated`` writes them into docs/*.md.
+"""The tables of the documentation that are computed: ``python -m docs.tools.generated`` writes them
+into docs/*.md.
 
-A table stands between ``<!-- NAME: generated -->`` and ``<!-- end of NAME -->``. tests/docs/test_project_files.py fails
-if a page differs from what is computed.
+A table stands between ``<!-- NAME: generated -->`` and ``<!-- end of NAME -->``.
+tests/docs/test_project_files.py fails if a page differs from what is computed.
 """
 
 import argparse
@@ -29,7 +30,9 @@ _FLAGS = ("alpha_fwd", "alpha_bwd", "psi_warmup_updates")
 
 
 def properties() -> str:
-    """What the registry and the classes say: parameters, state, mixing of tokens, defaults, flags, variants."""
+    """What the registry and the classes say: parameters, state, mixing of tokens, defaults,
+    flags, variants.
+    """
     titles = (
         "norm",
         "parameters",
@@ -61,7 +64,8 @@ def _shape(tensor) -> str:
     return f"({', '.join(sizes)}{',' if len(sizes) == 1 else ''})"
 
 
-#: Column of the published scores -> the pattern of its tables, which have the same scores for the same rows.
+#: Column of the published scores -> the pattern of its tables, which have the same scores for the
+#: same rows.
 _PUBLISHED = {
     "PowerNorm, IWSLT14": r"powernorm-\d",
     "PowerNorm, WMT14": r"powernorm-\d-wmt14",
@@ -78,9 +82,16 @@ def published() -> str:
         cells = []
         for pattern in _PUBLISHED.values():
             tables = [table for title, table in PAPER.items() if re.fullmatch(pattern, title)]
-            rows = {row.label: row.bleu for table in tables for row in table.rows if row.norm == name}
-            scores = {label: "diverges" if math.isnan(bleu) else str(bleu) for label, bleu in rows.items()}
-            named = (f"{score} ({label})" if len(scores) > 1 else score for label, score in scores.items())
+            rows = {
+                row.label: row.bleu for table in tables for row in table.rows if row.norm == name
+            }
+            scores = {
+                label: "diverges" if math.isnan(bleu) else str(bleu) for label, bleu in rows.items()
+            }
+            named = (
+                f"{score} ({label})" if len(scores) > 1 else score
+                for label, score in scores.items()
+            )
             cells.append("; ".join(named) or "–")
         if {*cells} != {"–"}:
             lines.append(f"| `{name}` | {' | '.join(cells)} |")
@@ -88,15 +99,19 @@ def published() -> str:
 
 
 def cost() -> str:
-    """docs/speed/norms.csv: forward and backward without layer-scale, as ratios to LayerNorm, of the C++ kernels."""
+    """docs/speed/norms.csv: forward and backward without layer-scale, as ratios to LayerNorm, of
+    the C++ kernels.
+    """
     with open(ROOT / "docs/speed/norms.csv", encoding="utf-8") as file:
         rows = [
             row
             for row in csv.DictReader(file)
-            if (row["phase"], row["implementation"], row["layer_scale"], row["threads"]) == ("both", "cpp", "0", "1")
+            if (row["phase"], row["implementation"], row["layer_scale"], row["threads"])
+            == ("both", "cpp", "0", "1")
         ]
     settings = dict.fromkeys(
-        (row["dtype"], row["shape"]) for row in sorted(rows, key=lambda row: row["dtype"] != "float32")
+        (row["dtype"], row["shape"])
+        for row in sorted(rows, key=lambda row: row["dtype"] != "float32")
     )
     found = {(row["norm"], row["dtype"], row["shape"]): row for row in rows}
     titles = [f"{dtype}, {shape.replace('x', ' × ')}" for dtype, shape in settings]
@@ -110,7 +125,10 @@ def cost() -> str:
 def under_compile() -> str:
     """docs/speed/compile.csv: compiled / eager, of norms by themselves."""
     with open(ROOT / "docs/speed/compile.csv", encoding="utf-8") as file:
-        found = {(row["norm"], row["module"], row["mode"], row["threads"]): row for row in csv.DictReader(file)}
+        found = {
+            (row["norm"], row["module"], row["mode"], row["threads"]): row
+            for row in csv.DictReader(file)
+        }
     settings = list(dict.fromkeys(key[1:] for key in found if key[1] == "norm"))
     titles = [f"{module}, {mode}, {threads}" for module, mode, threads in settings]
     lines = ["| norm | " + " | ".join(titles) + " |", "|---" + "|---:" * len(titles) + "|"]
@@ -124,7 +142,8 @@ def _ratio(row: dict | None) -> str:
     return f"{float(row['ratio']):.2f}" if row else "not measured"
 
 
-#: The model of docs/speed.md for a network of GPUs: seconds of a step, bytes a second, channels, and steps by setting.
+#: The model of docs/speed.md for a network of GPUs: seconds of a step, bytes a second, channels,
+#: and steps by setting.
 STEP, BANDWIDTH, CHANNELS = 5e-6, 10e9, 512
 STEPS = {"8 GPUs": 2 * math.log2(8), "64 GPUs": 2 * math.log2(64), "64 GPUs, ring": 2 * 63}
 
@@ -142,7 +161,10 @@ def over_ranks() -> str:
             setting = f"{row.ranks} ranks, {int(row.shape.split('x')[0]):,} tokens"
             line[setting] = f"{row.share:.2f} ({row.share_low:.2f} to {row.share_high:.2f})"
         for setting, steps in STEPS.items():
-            seconds = first.waited_for * steps * STEP + bool(first.waited_for) * 2 * size * CHANNELS / BANDWIDTH
+            seconds = (
+                first.waited_for * steps * STEP
+                + bool(first.waited_for) * 2 * size * CHANNELS / BANDWIDTH
+            )
             line[setting] = f"{1e3 * first.norms * seconds:.1f} ms"
         lines.append(line)
     return table(lines)
@@ -154,7 +176,8 @@ def flags() -> str:
     NormOptions.add_args(parser)
     lines = ["| flag | meaning |", "|---|---|"]
     for action in parser._actions:
-        name = f"{action.option_strings[0]} {action.metavar or ' or '.join(action.choices or ())}".strip()
+        value = action.metavar or " or ".join(action.choices or ())
+        name = f"{action.option_strings[0]} {value}".strip()
         meaning = re.sub(r"docs/(\w+)\.md", r"[docs/\1.md](\1.md)", action.help)
         lines.append(f"| `{name}` | {meaning} |")
     return "\n".join(lines)
@@ -172,7 +195,9 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
 
 def block(name: str) -> re.Pattern:
     """A computed part of a page, between its comments."""
-    return re.compile(rf"(?<=<!-- {name}: generated -->\n\n).*?(?=\n\n<!-- end of {name} -->)", re.S)
+    return re.compile(
+        rf"(?<=<!-- {name}: generated -->\n\n).*?(?=\n\n<!-- end of {name} -->)", re.S
+    )
 
 
 def table(rows: Sequence[dict[str, str]]) -> str:
@@ -182,7 +207,9 @@ def table(rows: Sequence[dict[str, str]]) -> str:
 
 
 def write_parts(pages: dict[str, dict[str, Callable[[], str]]]) -> None:
-    """Compute the parts of pages in docs, page -> name -> what computes it, and write them between their comments."""
+    """Compute the parts of pages in docs, page -> name -> what computes it, and write them
+    between their comments.
+    """
     for page, parts in pages.items():
         path = ROOT / "docs" / page
         text = path.read_text("utf-8")

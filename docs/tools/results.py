@@ -1,6 +1,8 @@
-"""docs/results: ``python -m docs.tools.results`` draws the pictures again, from runs.csv and the records of curves.
+"""docs/results: ``python -m docs.tools.results`` draws the pictures again, from runs.csv and the
+records of curves.
 
-Those of :data:`INTERVALS` show the runs that a query of runs.csv selects, as ``pn report`` does; those of
+Those of :data:`INTERVALS` show the runs that a query of runs.csv selects, as ``pn report`` does;
+those of
 :data:`CURVES` the records in a CSV file beside them.
 """
 
@@ -17,7 +19,8 @@ from .generated import ROOT
 
 RESULTS = ROOT / "docs/results"
 NORMS = (
-    'corpus == "verses" and study in ("norms", "masks, by length") and lr.isna() and init_seed.isna() '
+    'corpus == "verses" and study in ("norms", "masks, by length") and lr.isna() and '
+    "init_seed.isna() "
     "and norm_alpha_fwd.isna() and norm_ignore_mask.isna()"
 )
 #: Picture -> query of runs.csv.
@@ -27,7 +30,8 @@ INTERVALS = {
     "intervals-tensorized_lm.png": 'corpus == "verses_lm" and model == "tensorized_lm"',
     "adanorm.png": 'study == "adanorm"',
 }
-#: Picture -> file with the records, and system -> the one that it is compared with. The reports' own name it.
+#: Picture -> file with the records, and system -> the one that it is compared with. The reports'
+#: own name it.
 CURVES = {
     "multi30k.png": ("multi30k-curves.csv", dict.fromkeys(("LN (post)", "PN", "BN"), "LN")),
     "iwslt14-sample.png": ("iwslt14-sample-curves.csv", {"PN": "LN"}),
@@ -35,22 +39,29 @@ CURVES = {
 }
 #: Systems of the records that no picture shows.
 LEFT_OUT = ("LN (post), again",)
-#: The runs of multi30k.png that reached max_update; all others of it ended by patience (docs/results/multi30k.md).
+#: The runs of multi30k.png that reached max_update; all others of it ended by patience
+#: (docs/results/multi30k.md).
 MAX_UPDATE = 8000
 
 
 def runs() -> pandas.DataFrame:
     """runs.csv, without detokenized BLEU, which no page shows."""
-    return pandas.read_csv(RESULTS / "runs.csv", dtype={"layer_scale_groups": "string"}).drop(columns="detokenized")
+    return pandas.read_csv(RESULTS / "runs.csv", dtype={"layer_scale_groups": "string"}).drop(
+        columns="detokenized"
+    )
 
 
 def draw_intervals(frame: pandas.DataFrame, output: Path) -> None:
     compared = intervals.compare(frame)
-    assert intervals.plot(compared, list(frame["system"].unique()), output, intervals.seeds_of(frame))
+    assert intervals.plot(
+        compared, list(frame["system"].unique()), output, intervals.seeds_of(frame)
+    )
 
 
 def placements() -> pandas.DataFrame:
-    """The runs of models with LN, as systems that are named after their placements; the control is pre."""
+    """The runs of models with LN, as systems that are named after their placements; the control
+    is pre.
+    """
     frame = runs().query('study == "placements" and norm == "LN"')
     frame = frame.drop(columns="chrf").assign(system=frame["encoder_norm_placement"])
     others = frame["system"] != "pre"
@@ -58,19 +69,26 @@ def placements() -> pandas.DataFrame:
 
 
 def records_of(name: str, baselines: dict[str, str] | None) -> pandas.DataFrame:
-    """The records in a CSV file as text, with the columns of :func:`pn_fairseq.report.curves.records`."""
+    """The records in a CSV file as text,
+
+    with the columns of :func:`pn_fairseq.report.curves.records`.
+    """
     rows = pandas.read_csv(RESULTS / name, dtype=str, keep_default_na=False)
     if baselines is None:
         return rows
     rows = rows[~rows["system"].isin(LEFT_OUT)].rename(columns={"seed": "run"})
     rows = rows.assign(**{"compared with": rows["system"].map(baselines).fillna(""), "end": ""})
     updates = rows.astype({"update": int}).groupby(["system", "run"])["update"]
-    early = updates.transform("max").eq(rows["update"].astype(int)) & updates.transform("max").lt(0.98 * MAX_UPDATE)
+    early = updates.transform("max").eq(rows["update"].astype(int)) & updates.transform("max").lt(
+        0.98 * MAX_UPDATE
+    )
     return rows.assign(end=early.map({True: "patience", False: ""}))
 
 
 def draw_masks(output: Path) -> None:
-    """BN and PN with the mask against the same norm without it, in both kinds of batches; every pair is a mark."""
+    """BN and PN with the mask against the same norm without it, in both kinds of batches; every
+    pair is a mark.
+    """
     rows = [
         (norm, kind, f"{norm}, {title}")
         for kind, title in (("by length", "batches by length"), ("random", "random batches"))
@@ -87,7 +105,9 @@ def draw_masks(output: Path) -> None:
         families[number] = [compared[measure.name].families[0] for measure in measures]
         seeds = intervals.number_of_seeds(intervals.seeds_of(frame)[norm])
         names.append(f"{name}, {seeds}")
-    difference = "difference from the same norm without the mask,\nwith 95% intervals; light: each seed"
+    difference = (
+        "difference from the same norm without the mask,\nwith 95% intervals; light: each seed"
+    )
     figure, axes = intervals.panels(measures, names, 3.4, difference, "mask better")
     for number, (norm, kind, _) in enumerate(rows):
         look = style(1 if kind == "by length" else 2) | {"linestyle": "none"}

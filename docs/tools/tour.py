@@ -1,8 +1,10 @@
-"""examples/tour.ipynb as a page: ``python -m docs.tools.tour`` runs the notebook and writes docs/tour.md and pictures.
+"""examples/tour.ipynb as a page: ``python -m docs.tools.tour`` runs the notebook and writes
+docs/tour.md and pictures.
 
-The notebook keeps its outputs. docs/figures/tour-N.png are the pictures in them, and docs/figures/distances.png shows
-numbers of docs/figures/medians.csv. ``--no-run`` writes the page and the pictures from the outputs that the notebook
-has; tests/docs/test_tour.py fails if they differ.
+The notebook keeps its outputs. docs/figures/tour-N.png are the pictures in them, and
+docs/figures/distances.png shows numbers of docs/figures/medians.csv. ``--no-run`` writes the page
+and the pictures from the outputs that the notebook has; tests/docs/test_tour.py fails if they
+differ.
 """
 
 import base64
@@ -19,7 +21,10 @@ NOTEBOOK = ROOT / "examples/tour.ipynb"
 PAGE = ROOT / "docs/tour.md"
 PICTURES = ROOT / "docs/figures"
 COMMAND = "python -m docs.tools.tour"
-NOTE = f"<!-- Written by `{COMMAND}` from examples/tour.ipynb, which runs in Jupyter. Edit the notebook. -->"
+NOTE = (
+    f"<!-- Written by `{COMMAND}` from examples/tour.ipynb, which runs in Jupyter. Edit the "
+    f"notebook. -->"
+)
 #: The longest time of a cell, in seconds.
 LIMIT = 600
 
@@ -28,7 +33,9 @@ def run(notebook):
     """The notebook with new outputs."""
     from nbclient import NotebookClient  # of the extra "docs"
 
-    NotebookClient(notebook, timeout=LIMIT, resources={"metadata": {"path": str(NOTEBOOK.parent)}}).execute()
+    NotebookClient(
+        notebook, timeout=LIMIT, resources={"metadata": {"path": str(NOTEBOOK.parent)}}
+    ).execute()
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)  # times
     notebook.metadata.language_info = {"name": "python"}
@@ -56,7 +63,10 @@ def page(notebook) -> tuple[str, dict[str, bytes]]:
 
 
 def draw_distances() -> None:
-    """Distances of batch and running statistics over a training run, with and without layer-scale."""
+    """Distances of batch and running statistics over a training run,
+
+    with and without layer-scale.
+    """
     table = pandas.read_csv(PICTURES / "medians.csv")
     table = table[table["norm"] == "encoder.layers.2.self_attn_layer_norm"]
     shown = {
@@ -70,8 +80,14 @@ def draw_distances() -> None:
     fifths = [column for column in table if column.startswith("to ")]
     for label, (run_name, quantity, color, style) in shown.items():
         row = table[(table["run"] == run_name) & (table["quantity"] == quantity)]
-        axes.plot(fifths, row[fifths].iloc[0], style, color=color, marker="o", markersize=4, label=label)
-    axes.set(xlabel="part of the training", ylabel="distance of batch\nand running statistics", ylim=(0, None))
+        axes.plot(
+            fifths, row[fifths].iloc[0], style, color=color, marker="o", markersize=4, label=label
+        )
+    axes.set(
+        xlabel="part of the training",
+        ylabel="distance of batch\nand running statistics",
+        ylim=(0, None),
+    )
     axes.legend(fontsize="small")
     figure.tight_layout()
     save(figure, PICTURES / "distances.png", dpi=100)

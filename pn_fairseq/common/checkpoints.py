@@ -1,9 +1,10 @@
-"""Reading and writing fairseq checkpoints without trusting them, and finding them in a ``--save-dir``.
+"""Reading and writing fairseq checkpoints without trusting them, and finding them in a
+``--save-dir``.
 
-A PyTorch checkpoint is a pickle, and unpickling runs any code that the file names. From torch 2.6 on, ``torch.load``
-refuses by default everything but tensors and plain containers, and with it fairseq's own checkpoints, which hold an
-``argparse.Namespace``. This module allows what fairseq's checkpoints hold, by name, and nothing else. It needs torch
-and NumPy, not fairseq.
+A PyTorch checkpoint is a pickle, and unpickling runs any code that the file names. From torch 2.6
+on, ``torch.load`` refuses by default everything but tensors and plain containers, and with it
+fairseq's own checkpoints, which hold an ``argparse.Namespace``. This module allows what fairseq's
+checkpoints hold, by name, and nothing else. It needs torch and NumPy, not fairseq.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ except ImportError:  # NumPy 1
 
 _DTYPES = "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64".split()
 
-#: Key in a checkpoint's ``extra_state`` of what this project adds; in it, that state of norms holds no loss scale.
+#: Key in a checkpoint's ``extra_state`` of what this project adds; in it, that state of norms holds
+#: no loss scale.
 KEY, UNSCALED = "pn_fairseq", "unscaled"
 
 #: How the names of what norms keep of gradients end; ``ema_gz`` is nu in the authors' release.
@@ -42,9 +44,11 @@ _MADE_OF_GRADIENTS = (".nu", ".lambda_window", ".ema_gz")
 
 _GET_ANOTHER = "copy it again from where it was written, or use another checkpoint"
 
-# The three ways in which torch says that a file asks for something outside the list of safe objects.
+# The three ways in which torch says that a file asks for something outside the list of safe
+# objects.
 _REFUSED_OBJECT = re.compile(
-    r"GLOBAL (\S+)|allowlisted\s+via `add_safe_globals`,? but got <class '([^']+)'>|unrecognized function (.+)"
+    r"GLOBAL (\S+)|allowlisted\s+via `add_safe_globals`,? but got <class '([^']+)'>|unrecognized "
+    r"function (.+)"
 )
 
 _NAME_PATTERNS = {
@@ -54,30 +58,38 @@ _NAME_PATTERNS = {
 
 
 class CheckpointError(UserError):
-    """A checkpoint cannot be read, written or used. The text is one line: the file, what is wrong, what to do."""
+    """A checkpoint cannot be read, written or used.
+
+    The text is one line: the file, what is wrong, what to do.
+    """
 
 
 def allow_fairseq_checkpoints() -> None:
-    """Let ``torch.load(weights_only=True)``, the default from torch 2.6 on, read fairseq's checkpoints.
+    """Let ``torch.load(weights_only=True)``, the default from torch 2.6 on, read fairseq's
+    checkpoints.
 
-    Allowed are ``argparse.Namespace`` (the model's arguments inside ``cfg``) and the pieces a NumPy number or an array
-    of numbers is pickled as (the n-gram counts that ``--eval-bleu`` leaves among the metrics). None of them runs code
-    from the file. Calling it again changes nothing.
+    Allowed are ``argparse.Namespace`` (the model's arguments inside ``cfg``) and the pieces a NumPy
+    number or an array of numbers is pickled as (the n-gram counts that ``--eval-bleu`` leaves among
+    the metrics). None of them runs code from the file. Calling it again changes nothing.
     """
     allowed = [argparse.Namespace, np.ndarray, np.dtype]
     # Loading an array also restores its dtype, whose class torch looks up.
     allowed += [type(np.dtype(name)) for name in _DTYPES]
-    # torch compares names, and NumPy 2 renamed the module: a file written with either version is to load with both.
+    # torch compares names, and NumPy 2 renamed the module: a file written with either version is to
+    # load with both.
     for function in (multiarray._reconstruct, multiarray.scalar):
-        allowed += [(function, f"{module}.multiarray.{function.__name__}") for module in ("numpy._core", "numpy.core")]
+        allowed += [
+            (function, f"{module}.multiarray.{function.__name__}")
+            for module in ("numpy._core", "numpy.core")
+        ]
     torch.serialization.add_safe_globals(allowed)
 
 
 def load_checkpoint(path: str | os.PathLike) -> dict:
     """Read a fairseq checkpoint into CPU memory, without running code from the file.
 
-    The checksums of all records are compared first, which ``torch.load`` does not do: a flipped bit in a weight would
-    otherwise go unnoticed.
+    The checksums of all records are compared first, which ``torch.load`` does not do: a flipped bit
+    in a weight would otherwise go unnoticed.
 
     Args:
         path: a ``.pt`` file that fairseq wrote.
@@ -86,9 +98,9 @@ def load_checkpoint(path: str | os.PathLike) -> dict:
         The checkpoint's dict; ``"model"`` maps parameter and buffer names to tensors.
 
     Raises:
-        CheckpointError: the file is missing, a directory, unreadable, empty, cut off or damaged, asks for an object
-            outside the list of :func:`allow_fairseq_checkpoints` (it is named, and was not created), or holds no
-            ``"model"`` dict of tensors.
+        CheckpointError: the file is missing, a directory, unreadable, empty, cut off or damaged,
+            asks for an object outside the list of :func:`allow_fairseq_checkpoints` (it is named,
+            and was not created), or holds no ``"model"`` dict of tensors.
     """
     check_input_path(path)
     allow_fairseq_checkpoints()
@@ -102,9 +114,11 @@ def load_checkpoint(path: str | os.PathLike) -> dict:
 
 @contextlib.contextmanager
 def readable(path: str | os.PathLike, *errors: type[Exception]) -> Iterator[None]:
-    """Compare the checksums of all records of a checkpoint, and explain why the block cannot load it.
+    """Compare the checksums of all records of a checkpoint, and explain why the block cannot load
+    it.
 
-    ``errors``: the exceptions of the block that mean a bad file (default: all, since a damaged pickle can raise any).
+    ``errors``: the exceptions of the block that mean a bad file (default: all, since a damaged
+    pickle can raise any).
 
     Raises:
         CheckpointError: the file is cut off or damaged, or asks for an object that is not allowed.
@@ -115,7 +129,9 @@ def readable(path: str | os.PathLike, *errors: type[Exception]) -> Iterator[None
             with zipfile.ZipFile(path) as archive:
                 record = archive.testzip()
             if record is not None:
-                raise CheckpointError(f"{path}: is damaged ({record} does not match its checksum); {_GET_ANOTHER}")
+                raise CheckpointError(
+                    f"{path}: is damaged ({record} does not match its checksum); {_GET_ANOTHER}"
+                )
         expected = errors or expected
         yield
     except CheckpointError:
@@ -125,20 +141,29 @@ def readable(path: str | os.PathLike, *errors: type[Exception]) -> Iterator[None
 
 
 def without_loss_scale(state: dict, path: str | os.PathLike) -> dict:
-    """Divide what norms kept of gradients by the loss scale, in a checkpoint from before they were told the scale.
+    """Divide what norms kept of gradients by the loss scale, in a checkpoint from before they were
+    told the scale.
 
-    ``state`` is changed, and marked; it is returned. Where the file does not hold the scale, it is named in a warning:
-    fairseq saves none for ``--amp``, and none without the state of the optimizer.
+    ``state`` is changed, and marked; it is returned. Where the file does not hold the scale, it is
+    named in a warning: fairseq saves none for ``--amp``, and none without the state of the
+    optimizer.
     """
     extra = state.get("extra_state") or {}
     if UNSCALED in extra.get(KEY, {}):
         return state
-    kept = [value for name, value in state["model"].items() if name.endswith(_MADE_OF_GRADIENTS) and value.any()]
+    kept = [
+        value
+        for name, value in state["model"].items()
+        if name.endswith(_MADE_OF_GRADIENTS) and value.any()
+    ]
     scale = (state.get("last_optimizer_state") or {}).get("loss_scale")
-    settings = (state.get("cfg") or {}).get("common") or vars(state.get("args") or argparse.Namespace())
+    settings = (state.get("cfg") or {}).get("common") or vars(
+        state.get("args") or argparse.Namespace()
+    )
     if kept and scale is None and (settings.get("fp16") or settings.get("amp")):
         logging.getLogger(__name__).warning(
-            f"{path}: nu of its norms may hold the loss scale of the training, which older versions left there; "
+            f"{path}: nu of its norms may hold the loss scale of the training, which older "
+            "versions left there; "
             "decoding does not use nu; set it to 0 before you train further"
         )
         return state
@@ -151,7 +176,10 @@ def without_loss_scale(state: dict, path: str | os.PathLike) -> dict:
 #: torch's lines about the weights that do not fit a model, and what they mean.
 _MISFITS = (
     (
-        re.compile(r"size mismatch for (\S+): .* shape torch.Size\((.*?)\) from .* model is torch.Size\((.*?)\)"),
+        re.compile(
+            r"size mismatch for (\S+): .* shape torch.Size\((.*?)\) from .* model is "
+            r"torch.Size\((.*?)\)"
+        ),
         "{0} is {1} in the checkpoint and {2} in the model",
     ),
     (re.compile(r'Missing key\(s\) in state_dict: "([^"]+)"'), "the checkpoint has no {0}"),
@@ -160,17 +188,30 @@ _MISFITS = (
 
 
 def explain_misfit(error: Exception) -> str:
-    """torch's RuntimeError about weights that do not fit a model, as one line: which weight, its shapes, advice."""
+    """torch's RuntimeError about weights that do not fit a model, as one line: which weight, its
+    shapes, advice.
+    """
     text = str(error)
-    misfits = [(match, meaning) for pattern, meaning in _MISFITS for match in pattern.finditer(text)]
+    misfits = [
+        (match, meaning) for pattern, meaning in _MISFITS for match in pattern.finditer(text)
+    ]
     if not misfits:
         return " ".join(text.split())
     # The size of an embedding is the size of the vocabulary: that says more than what else differs.
-    vocabulary = [pair for pair in misfits if re.search("size mismatch.*(embed_tokens|output_projection)", pair[0][0])]
+    vocabulary = [
+        pair
+        for pair in misfits
+        if re.search("size mismatch.*(embed_tokens|output_projection)", pair[0][0])
+    ]
     match, meaning = (vocabulary or misfits)[0]
-    advice = "use the settings of the model that the checkpoint was trained with, or another checkpoint"
+    advice = (
+        "use the settings of the model that the checkpoint was trained with, or another checkpoint"
+    )
     if vocabulary:
-        advice = "the checkpoint was trained with another vocabulary; use the data that it was trained on, or prepare "
+        advice = (
+            "the checkpoint was trained with another vocabulary; use the data that it was trained "
+            "on, or prepare "
+        )
         advice += "other text with that data's vocabulary (pn prepare text --like DATA)"
     return f"the weights do not fit the model: {meaning.format(*match.groups())}; {advice}"
 
@@ -185,7 +226,8 @@ def _explain_load_error(path: str | os.PathLike, error: Exception) -> str:
         # Without a zip file's checksums, the name may also be what is left of another one.
         damaged = "" if looks_like_zip else ", or is damaged"
         return (
-            f"asks for {name}, which no fairseq checkpoint needs{damaged}; the file was not loaded and nothing in it "
+            f"asks for {name}, which no fairseq checkpoint needs{damaged}; the file was not loaded "
+            "and nothing in it "
             "was executed. If you trust its source, save it again without that object"
         )
     if isinstance(error, MemoryError) or "allocate memory" in text:
@@ -194,22 +236,39 @@ def _explain_load_error(path: str | os.PathLike, error: Exception) -> str:
         return f"is cut off or damaged; {_GET_ANOTHER}"
     reason = text.split("WeightsUnpickler error:")[-1].strip().splitlines()
     # The pickle reader's errors about a text file are single keys: KeyError: 97.
-    detail = f" ({type(error).__name__}: {reason[0]})" if reason and not isinstance(error, KeyError) else ""
+    detail = (
+        f" ({type(error).__name__}: {reason[0]})"
+        if reason and not isinstance(error, KeyError)
+        else ""
+    )
     return f"is not a PyTorch checkpoint, or is damaged{detail}; {_GET_ANOTHER}"
 
 
 def _check_state(path: str | os.PathLike, state: object) -> None:
     advice = "use a checkpoint*.pt file written by fairseq"
-    if not isinstance(state, dict) or not isinstance(state.get("model"), dict) or not state["model"]:
-        raise CheckpointError(f"{path}: is not a fairseq checkpoint (it holds no 'model' dict); {advice}")
+    if (
+        not isinstance(state, dict)
+        or not isinstance(state.get("model"), dict)
+        or not state["model"]
+    ):
+        raise CheckpointError(
+            f"{path}: is not a fairseq checkpoint (it holds no 'model' dict); {advice}"
+        )
     for key, value in state["model"].items():
-        if not isinstance(key, str) or not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        if (
+            not isinstance(key, str)
+            or not isinstance(value, torch.Tensor)
+            or value.layout != torch.strided
+        ):
             problem = f"model entry {key!r}, a {type(value).__name__}, is not a named dense tensor"
             raise CheckpointError(f"{path}: is not a fairseq checkpoint ({problem}); {advice}")
 
 
 def check_input_path(path: str | os.PathLike) -> os.stat_result:
-    """Raise :class:`CheckpointError` unless ``path`` is a regular file that is not empty; return its ``stat``."""
+    """Raise :class:`CheckpointError` unless ``path`` is a regular file that is not empty;
+
+    return its ``stat``.
+    """
     try:
         info = os.stat(path)
         if not stat.S_ISREG(info.st_mode):  # to open a pipe would wait
@@ -224,22 +283,33 @@ def check_input_path(path: str | os.PathLike) -> os.stat_result:
 
 
 def check_output_path(path: str | os.PathLike, inputs: Sequence[Path] = ()) -> None:
-    """Raise :class:`CheckpointError` unless a file can be written at ``path``: before the work, not after it."""
+    """Raise :class:`CheckpointError` unless a file can be written at ``path``: before the work,
+    not after it.
+    """
     target = Path(os.path.realpath(path))
     for one in inputs:
         if target.exists() and one.exists() and target.samefile(one):
-            raise CheckpointError(f"{path}: cannot be written, it is one of the inputs ({one}); choose another name")
+            raise CheckpointError(
+                f"{path}: cannot be written, it is one of the inputs ({one}); choose another name"
+            )
     if not target.parent.is_dir():
-        raise CheckpointError(f"{path}: cannot be written, there is no directory {target.parent}; create it first")
+        raise CheckpointError(
+            f"{path}: cannot be written, there is no directory {target.parent}; create it first"
+        )
     if target.exists() and not target.is_file():
         # os.replace would put a file in the place of a device such as /dev/null.
-        raise CheckpointError(f"{path}: cannot be written, it exists and is not a regular file; choose another name")
+        raise CheckpointError(
+            f"{path}: cannot be written, it exists and is not a regular file; choose another name"
+        )
     if not os.access(target.parent, os.W_OK | os.X_OK):
-        raise CheckpointError(f"{path}: cannot be written, no permission to write in {target.parent}")
+        raise CheckpointError(
+            f"{path}: cannot be written, no permission to write in {target.parent}"
+        )
 
 
 def save_checkpoint(state: dict, path: str | os.PathLike) -> None:
-    """Write ``state`` to ``path``, which is unchanged after any error. A symbolic link at ``path`` stays one.
+    """Write ``state`` to ``path``, which is unchanged after any error. A symbolic link at ``path``
+    stays one.
 
     Raises:
         CheckpointError: the directory is missing or not writable, or the disk is full.
@@ -250,20 +320,28 @@ def save_checkpoint(state: dict, path: str | os.PathLike) -> None:
             torch.save(state, file)
     except (OSError, RuntimeError) as error:
         # torch's zip writer answers an OSError or a Ctrl-C with a RuntimeError of its own.
-        cause = next((link for link in error_chain(error) if isinstance(link, (OSError, KeyboardInterrupt))), error)
+        cause = next(
+            (link for link in error_chain(error) if isinstance(link, (OSError, KeyboardInterrupt))),
+            error,
+        )
         if isinstance(cause, OSError):
             reason = cause.strerror or cause
-            raise CheckpointError(f"{path}: cannot be written ({reason}); an earlier file is untouched") from error
+            raise CheckpointError(
+                f"{path}: cannot be written ({reason}); an earlier file is untouched"
+            ) from error
         raise cause from error
 
 
-def find_checkpoints(directory: str | os.PathLike, by: str = "epoch", last: int | None = None) -> list[Path]:
+def find_checkpoints(
+    directory: str | os.PathLike, by: str = "epoch", last: int | None = None
+) -> list[Path]:
     """The checkpoints that ``fairseq-train`` left in ``directory``, newest first.
 
     Args:
         directory: fairseq's ``--save-dir``.
-        by: ``"epoch"`` for ``checkpoint{epoch}.pt``, ``"update"`` for ``checkpoint_{epoch}_{update}.pt``. The numbers
-            are compared as numbers: ``checkpoint10.pt`` is newer than ``checkpoint9.pt``.
+        by: ``"epoch"`` for ``checkpoint{epoch}.pt``, ``"update"`` for
+            ``checkpoint_{epoch}_{update}.pt``. The numbers are compared as numbers:
+            ``checkpoint10.pt`` is newer than ``checkpoint9.pt``.
         last: how many to return at most, at least 1; all of them if None.
 
     Raises:
@@ -272,7 +350,9 @@ def find_checkpoints(directory: str | os.PathLike, by: str = "epoch", last: int 
     try:
         names = [entry.name for entry in os.scandir(directory) if not entry.is_dir()]
     except OSError as error:
-        raise CheckpointError(f"{directory}: cannot list the checkpoints ({error.strerror})") from error
+        raise CheckpointError(
+            f"{directory}: cannot list the checkpoints ({error.strerror})"
+        ) from error
     numbered = []
     for match in filter(None, map(_NAME_PATTERNS[by].fullmatch, names)):
         numbered.append((int(match["number"]), int(match.groupdict().get("epoch", 0)), match[0]))
@@ -287,12 +367,12 @@ def checkpoints_to_average(
     Args:
         directory: fairseq's ``--save-dir``.
         last: the number of checkpoints, at least 1.
-        usual: ``by`` of :func:`find_checkpoints`. If there is no checkpoint of this kind, the other kind is used; if
-            there is neither, ``checkpoint_last.pt``.
+        usual: ``by`` of :func:`find_checkpoints`. If there is no checkpoint of this kind, the other
+            kind is used; if there is neither, ``checkpoint_last.pt``.
 
     Returns:
-        The files, oldest first; their kind, or ``"last"``; and a note if they are not ``last`` checkpoints of the usual
-        kind, else an empty text.
+        The files, oldest first; their kind, or ``"last"``; and a note if they are not ``last``
+        checkpoints of the usual kind, else an empty text.
 
     Raises:
         CheckpointError: there is no such checkpoint.
@@ -302,10 +382,18 @@ def checkpoints_to_average(
         if paths := find_checkpoints(directory, kind, last)[::-1]:
             present = f"{len(paths)} {kind} checkpoint{'s' * (len(paths) > 1)}"
             complete = kind == usual and len(paths) == last
-            note = "" if complete else f"{directory} has {present} instead of {wanted}: averaging {present}"
+            note = (
+                ""
+                if complete
+                else f"{directory} has {present} instead of {wanted}: averaging {present}"
+            )
             return paths, kind, note
     newest, best = (Path(directory, f"checkpoint_{name}.pt") for name in ("last", "best"))
     if newest.is_file():
         return [newest], "last", f"{directory} has none of the {wanted}: using only {newest.name}"
-    advice = f"; it has {best.name} (--inputs {best})" if best.is_file() else ", nor any other: train first (pn train)"
+    advice = (
+        f"; it has {best.name} (--inputs {best})"
+        if best.is_file()
+        else ", nor any other: train first (pn train)"
+    )
     raise CheckpointError(f"{directory} has none of the {wanted}{advice}")

@@ -1,7 +1,8 @@
 """Conventions of all command-line tools.
 
-A user error ends ``pn VERB`` with one line, ``pn VERB: error: what is wrong and what to do``, and exit code 2. Ctrl-C
-ends it with exit code 130, SIGTERM with 143, each with one line. A traceback means a bug in the tool.
+A user error ends ``pn VERB`` with one line, ``pn VERB: error: what is wrong and what to do``, and
+exit code 2. Ctrl-C ends it with exit code 130, SIGTERM with 143, each with one line. A traceback
+means a bug in the tool.
 """
 
 from __future__ import annotations
@@ -32,24 +33,46 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Fills a text of one line, and leaves the lines of a longer one."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        formatter = argparse.HelpFormatter if "\n" not in text.strip() else argparse.RawDescriptionHelpFormatter
+        formatter = (
+            argparse.HelpFormatter
+            if "\n" not in text.strip()
+            else argparse.RawDescriptionHelpFormatter
+        )
         return formatter._fill_text(self, text, width, indent)
 
 
 #: Environment variables of earlier versions -> the options that replace them.
 REPLACED = {
-    **{"NORMS": "--norms ln,pn", "SEEDS": "--seeds 1,2", "SIZE": "--size SIZE", "MODELS": "--models MODEL"},
+    **{
+        "NORMS": "--norms ln,pn",
+        "SEEDS": "--seeds 1,2",
+        "SIZE": "--size SIZE",
+        "MODELS": "--models MODEL",
+    },
     **{"TABLE": "--table NAME", "NPROC": "--ranks N"},
-    **{"MOSES": "--moses DIR", "BPE": "--segmentation sentencepiece", "DATA_MIRROR": "--mirror DIR-OR-URL"},
+    **{
+        "MOSES": "--moses DIR",
+        "BPE": "--segmentation sentencepiece",
+        "DATA_MIRROR": "--mirror DIR-OR-URL",
+    },
 }
 
 
 #: Options of fairseq's programs and scripts -> ours that mean the same.
 FAIRSEQ = {
     **dict.fromkeys(("--num-update-checkpoints", "--num-epoch-checkpoints"), "--last"),
-    **{"--save-dir": "--run", "--distributed-world-size": "--ranks", "--distributed-num-procs": "--ranks"},
+    **{
+        "--save-dir": "--run",
+        "--distributed-world-size": "--ranks",
+        "--distributed-num-procs": "--ranks",
+    },
     **{"--gen-subset": "--subset", "--path": "--checkpoint", "--results-path": "--output"},
-    **{"--source-lang": "--source", "--target-lang": "--target", "--destdir": "--dest", "--trainpref": "--corpus"},
+    **{
+        "--source-lang": "--source",
+        "--target-lang": "--target",
+        "--destdir": "--dest",
+        "--trainpref": "--corpus",
+    },
     **{"--srcdict": "--like", "--tgtdict": "--like", "--testpref": "--test", "--sys": "--hyp"},
 }
 
@@ -57,14 +80,16 @@ FAIRSEQ = {
 class ArgumentParser(argparse.ArgumentParser):
     """argparse's parser; its errors are a :class:`UserError` instead of the usage text.
 
-    ``setting_of`` is asked for the setting ``key=value`` that an unknown option means; it gets the option, the word
-    after it and all words.
+    ``setting_of`` is asked for the setting ``key=value`` that an unknown option means; it gets the
+    option, the word after it and all words.
 
-    It is an error that a variable is set which one of its options has replaced: the command would do something else
-    than it says.
+    It is an error that a variable is set which one of its options has replaced: the command would
+    do something else than it says.
     """
 
-    def __init__(self, setting_of: Callable[[str, str | None, list[str]], str] | None = None, **options):
+    def __init__(
+        self, setting_of: Callable[[str, str | None, list[str]], str] | None = None, **options
+    ):
         self._setting_of = setting_of
         super().__init__(**{"formatter_class": _HelpFormatter, **options})
 
@@ -74,8 +99,13 @@ class ArgumentParser(argparse.ArgumentParser):
         self._words = list(sys.argv[1:] if args is None else args)
         parsed = super().parse_known_args(args, namespace)
         for variable, option in REPLACED.items():
-            if option.split()[0] in self._option_string_actions and (value := os.environ.get(variable)):
-                self.error(f"{variable}={value!r} in the environment has no effect: unset it, and use {option}")
+            if option.split()[0] in self._option_string_actions and (
+                value := os.environ.get(variable)
+            ):
+                self.error(
+                    f"{variable}={value!r} in the environment has no effect: unset it, and use "
+                    f"{option}"
+                )
         return parsed
 
     def error(self, message: str) -> NoReturn:
@@ -84,14 +114,19 @@ class ArgumentParser(argparse.ArgumentParser):
         ):  # argparse looks for missing arguments before unknown options
             options = [word.partition("=")[0] for word in self._words if word.startswith("--")]
             known = list(self._option_string_actions)
-            unknown = [option for option in options if not any(name.startswith(option) for name in known)]
+            unknown = [
+                option for option in options if not any(name.startswith(option) for name in known)
+            ]
             message = f"unrecognized arguments: {unknown[0]}" if unknown else message
         if unknown := re.match("unrecognized arguments: (--[^ =]+)", message):
             message = f"unrecognized arguments: {unknown[1]}{self._advice(unknown[1])}"
-        elif choice := re.fullmatch(r"argument (.+): invalid choice: '(.*?)' \(choose from (.*)\)", message):
+        elif choice := re.fullmatch(
+            r"argument (.+): invalid choice: '(.*?)' \(choose from (.*)\)", message
+        ):
             argument, chosen, known = choice[1], choice[2], choice[3].replace("'", "").split(", ")
             message = (
-                f"argument {argument}: unknown '{chosen}' (choose from {', '.join(known)}){did_you_mean(chosen, known)}"
+                f"argument {argument}: unknown '{chosen}' (choose from "
+                f"{', '.join(known)}){did_you_mean(chosen, known)}"
             )
         raise UserError(f"{message} (see {self.prog} --help)")
 
@@ -109,10 +144,16 @@ class ArgumentParser(argparse.ArgumentParser):
         if ours in self._option_string_actions:
             return f", did you mean '{ours}{'' if value is None else f' {value}'}'?"
         setting = self._setting_of(option, value, self._words) if self._setting_of else ""
-        return f", did you mean '{setting}'?" if setting else did_you_mean(option, self._option_string_actions)
+        return (
+            f", did you mean '{setting}'?"
+            if setting
+            else did_you_mean(option, self._option_string_actions)
+        )
 
 
-def check_settings(settings: Iterable[str], words: list[str] = (), lists: Iterable[str] = ()) -> None:
+def check_settings(
+    settings: Iterable[str], words: list[str] = (), lists: Iterable[str] = ()
+) -> None:
     """Refuse arguments that are no ``key=value`` in hydra's syntax.
 
     Args:
@@ -124,7 +165,11 @@ def check_settings(settings: Iterable[str], words: list[str] = (), lists: Iterab
             continue
         for option in lists:
             begin = words.index(option) + 1 if option in words else len(words)
-            parts = list(itertools.takewhile(lambda word: not word.startswith("-") and "=" not in word, words[begin:]))
+            parts = list(
+                itertools.takewhile(
+                    lambda word: not word.startswith("-") and "=" not in word, words[begin:]
+                )
+            )
             if setting in parts[1:]:
                 meant = f"did you mean '{option} {','.join(parts)}'?"
                 raise UserError(f"unexpected argument '{setting}', {meant} (a list has commas)")
@@ -154,7 +199,9 @@ def absolute(text: str) -> Path:
 
 
 def checked(check, metavar: str, note: str = "") -> dict:
-    """argparse's arguments of a flag that keeps its text, unless ``check`` raises ValueError, shown with ``note``."""
+    """argparse's arguments of a flag that keeps its text, unless ``check`` raises ValueError,
+    shown with ``note``.
+    """
 
     def parse(text: str) -> str:
         try:
@@ -184,7 +231,9 @@ def say_next(step: str, *command: object) -> None:
 
 
 def handle_signals() -> None:
-    """Let SIGTERM raise a KeyboardInterrupt, with its number; and SIGINT, which a shell ignores in a background job."""
+    """Let SIGTERM raise a KeyboardInterrupt, with its number; and SIGINT, which a shell ignores
+    in a background job.
+    """
 
     def interrupt(number, _):
         signal.signal(number, signal.SIG_IGN)  # a second one must not interrupt the clean-up
@@ -210,18 +259,29 @@ def run(tool: str, body: Callable[[], int | None], resumes: bool = False) -> int
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # The reader of the output (`| head`) has closed it. Python would complain again when it flushes at exit.
+        # The reader of the output (`| head`) has closed it. Python would complain again when it
+        # flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (UserError, Unavailable, OSError) as error:
-        text = f"{error.filename}: {error.strerror}" if getattr(error, "filename", None) else str(error)
+        text = (
+            f"{error.filename}: {error.strerror}"
+            if getattr(error, "filename", None)
+            else str(error)
+        )
         # A file name may hold a line break; the promise is one line.
         print(f"{tool}: error: {' '.join(text.splitlines())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as error:
-        if "PN_FAIRSEQ_STEP" not in os.environ:  # else the command that runs this as one of its steps says so
-            print(f"{tool}: interrupted{'; run the same command again to resume' * resumes}", file=sys.stderr)
-        return 128 + next((number for number in error.args if isinstance(number, int)), signal.SIGINT)
+        # else the command that runs this as one of its steps says so
+        if "PN_FAIRSEQ_STEP" not in os.environ:
+            print(
+                f"{tool}: interrupted{'; run the same command again to resume' * resumes}",
+                file=sys.stderr,
+            )
+        return 128 + next(
+            (number for number in error.args if isinstance(number, int)), signal.SIGINT
+        )
     except ModuleNotFoundError as error:
         if str(error.name).startswith("pn_fairseq"):
             raise
@@ -229,12 +289,17 @@ def run(tool: str, body: Callable[[], int | None], resumes: bool = False) -> int
         print(f"{tool}: error: {error.name} is not installed ({advice})", file=sys.stderr)
         return 2
     except MemoryError:
-        print(f"{tool}: error: there is not enough memory; use fewer processes or a larger machine", file=sys.stderr)
+        print(
+            f"{tool}: error: there is not enough memory; use fewer processes or a larger machine",
+            file=sys.stderr,
+        )
         return 2
 
 
 def why_it_failed(code: int, lines: Iterable[str]) -> str:
-    """Why a process failed: the signal that killed it, or else the last of the lines that it wrote."""
+    """Why a process failed: the signal that killed it, or else the last of the lines that it
+    wrote.
+    """
     if code < 0:
         return f"killed by {signal.Signals(-code).name}, as happens when memory runs out"
     return ([line for line in lines if line.strip()] or ["it printed no reason"])[-1]

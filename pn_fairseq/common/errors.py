@@ -1,4 +1,7 @@
-"""A user's mistakes that show wherever norms are used, and how fairseq's own programs end on them. Without torch."""
+"""A user's mistakes that show wherever norms are used, and how fairseq's own programs end on them.
+
+Without torch.
+"""
 
 import difflib
 import sys
@@ -8,11 +11,15 @@ from pathlib import Path
 
 
 class Unavailable(RuntimeError):
-    """An implementation of the kernels was asked for that cannot run here; the message says why and what to do."""
+    """An implementation of the kernels was asked for that cannot run here;
+
+    the message says why and what to do.
+    """
 
 
 class FoldedModelError(RuntimeError):
-    """Raised on training a folded model, and on loading its weights into a model that is not folded.
+    """Raised on training a folded model, and on loading its weights into a model that is not
+    folded.
 
     Args:
         file: the checkpoint that it comes from, for the message.
@@ -20,13 +27,16 @@ class FoldedModelError(RuntimeError):
 
     def __init__(self, file: str | None = None):
         super().__init__(
-            f"{file or 'the model'} was folded by pn fold, for decoding only; to train, use the checkpoint that it was "
+            f"{file or 'the model'} was folded by pn fold, for decoding only; to train, use the "
+            "checkpoint that it was "
             "folded from"
         )
 
 
 def fairseq_program() -> str | None:
-    """The program of fairseq that is on the call stack, such as ``fairseq-train``; None in any other program."""
+    """The program of fairseq that is on the call stack, such as ``fairseq-train``; None in any
+    other program.
+    """
     frame, program = sys._getframe(), None
     while frame is not None:
         if frame.f_globals.get("__package__") == "fairseq_cli":
@@ -37,7 +47,10 @@ def fairseq_program() -> str | None:
 
 @contextmanager
 def one_line_errors(*errors: type[Exception]) -> Iterator[None]:
-    """End a program of fairseq with one line and exit code 2 on one of ``errors``; a caller of any other gets it."""
+    """End a program of fairseq with one line and exit code 2 on one of ``errors``;
+
+    a caller of any other gets it.
+    """
     try:
         yield
     except errors as error:
@@ -49,16 +62,24 @@ def one_line_errors(*errors: type[Exception]) -> Iterator[None]:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """``", did you mean 'X'?"`` for the most similar of the ``known`` names, or an empty string if none is similar."""
+    """``", did you mean 'X'?"`` for the most similar of the ``known`` names, or an empty string
+    if none is similar.
+    """
     cutoff = 0.5 if len(name) < 4 else 0.6  # one letter of two may be wrong
     similar = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f", did you mean {similar[0]!r}?" if similar else ""
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    """The message about a name that does not exist, with the most similar name and all names that do."""
+    """The message about a name that does not exist,
+
+    with the most similar name and all names that do.
+    """
     known = list(known)
-    return f"unknown {kind} {name!r}{did_you_mean(name, known)}; there are {', '.join(known) or 'none'}"
+    return (
+        f"unknown {kind} {name!r}{did_you_mean(name, known)}; there are "
+        f"{', '.join(known) or 'none'}"
+    )
 
 
 def error_chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -83,6 +104,7 @@ class NotFiniteError(FloatingPointError):
         scale = "" if loss_scale is None else f" with the loss scale {loss_scale:g}"
         super().__init__(
             f"the loss or its gradients are not finite in update {update}{scale} "
-            f"({where or 'no module was found'}); try a smaller learning rate, a longer warm-up, another precision "
+            f"({where or 'no module was found'}); try a smaller learning rate, a longer warm-up, "
+            "another precision "
             "(float32, bf16), or other decays of the norms' running statistics"
         )

@@ -1,4 +1,6 @@
-"""Files of the pipeline: what comes with the package, atomic writing, checksums, line counts, ``settings`` files."""
+"""Files of the pipeline: what comes with the package, atomic writing, checksums, line counts,
+``settings`` files.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def shipped(path: str) -> Path:
-    """``path`` in the checkout, which a wheel has inside the package: ``configs`` or ``data/...``."""
+    """``path`` in the checkout, which a wheel has inside the package:
+
+    ``configs`` or ``data/...``.
+    """
     installed = PACKAGE / path
     return installed if installed.exists() else PACKAGE.parent / path
 
@@ -38,13 +43,19 @@ def find_yaml(name: str, folder: Path) -> Path:
     path = Path(name) if name.endswith((".yaml", ".yml")) else folder / f"{name}.yaml"
     if not path.is_file():
         known = names_in(folder)
-        raise UserError(f"there is no '{path}'{did_you_mean(name, known)}; {folder.name}/ has {', '.join(known)}")
+        raise UserError(
+            f"there is no '{path}'{did_you_mean(name, known)}; {folder.name}/ has "
+            f"{', '.join(known)}"
+        )
     return path.resolve()
 
 
 @contextlib.contextmanager
 def atomic_write(path: Path | str, mode: str = "wb") -> Iterator[IO]:
-    """Open a file for writing that replaces ``path`` when the block ends; after an error ``path`` is unchanged."""
+    """Open a file for writing that replaces ``path`` when the block ends;
+
+    after an error ``path`` is unchanged.
+    """
     path = Path(path)
     partial = path.with_name(f"{path.name}.partial")
     try:
@@ -54,7 +65,8 @@ def atomic_write(path: Path | str, mode: str = "wb") -> Iterator[IO]:
         os.replace(partial, path)
     except BaseException as error:
         partial.unlink(missing_ok=True)
-        if isinstance(error, OSError) and not error.filename:  # errors of writing name no file themselves
+        # errors of writing name no file themselves
+        if isinstance(error, OSError) and not error.filename:
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
 
@@ -68,7 +80,8 @@ def lock(file: Path, refusal: str) -> int:
     while True:
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT)
         try:
-            # Not flock, which a process that loads data would hold for some seconds after its parent was killed.
+            # Not flock, which a process that loads data would hold for some seconds after its
+            # parent was killed.
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(descriptor)
@@ -77,7 +90,8 @@ def lock(file: Path, refusal: str) -> int:
             return descriptor  # a file system without locks
         if os.fstat(descriptor).st_nlink:
             return descriptor
-        os.close(descriptor)  # the process that had locked it has removed it since it was opened here
+        # the process that had locked it has removed it since it was opened here
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -85,7 +99,9 @@ def only_writer(output: Path) -> Iterator[None]:
     """Keep other processes from making ``output``, a file or a folder, until the block ends."""
     output.parent.mkdir(parents=True, exist_ok=True)
     file = output.with_name(f".{output.name}.lock")
-    descriptor = lock(file, f"'{output}' is being made by another process: wait for it, or name another output")
+    descriptor = lock(
+        file, f"'{output}' is being made by another process: wait for it, or name another output"
+    )
     try:
         yield
     finally:
@@ -94,7 +110,9 @@ def only_writer(output: Path) -> Iterator[None]:
 
 
 def read_lines(path: Path | None) -> list[str]:
-    """The lines of UTF-8 text, by default of standard input, cut at line feeds only; the last line may lack one."""
+    """The lines of UTF-8 text, by default of standard input, cut at line feeds only; the last
+    line may lack one.
+    """
     try:
         text = (path.read_bytes() if path else sys.stdin.buffer.read()).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -110,7 +128,10 @@ def write_lines(path: Path, lines: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def scratch_folder(path: Path) -> Iterator[Path]:
-    """A new folder ``path`` that is removed when the block ends, like one that a killed process has left there."""
+    """A new folder ``path`` that is removed when the block ends,
+
+    like one that a killed process has left there.
+    """
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
     try:
@@ -121,7 +142,9 @@ def scratch_folder(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """A folder to write into, which replaces ``path`` when the block ends; after an error ``path`` is unchanged."""
+    """A folder to write into, which replaces ``path`` when the block ends; after an error
+    ``path`` is unchanged.
+    """
     with scratch_folder(path.with_name(f"{path.name}.partial")) as partial:
         yield partial
         shutil.rmtree(path, ignore_errors=True)
@@ -151,7 +174,9 @@ def short_names(paths: Sequence[Path]) -> list[str]:
 
 
 def read_settings(path: Path | str) -> dict[str, str]:
-    """Read a ``settings`` file: one ``name=value`` a line, or a checksum and the name of a file as of sha256sum."""
+    """Read a ``settings`` file: one ``name=value`` a line, or a checksum and the name of a file
+    as of sha256sum.
+    """
     try:
         lines = Path(path).read_text("utf-8").splitlines()
     except FileNotFoundError:
@@ -168,7 +193,9 @@ def read_settings(path: Path | str) -> dict[str, str]:
     return settings
 
 
-def write_settings(path: Path | str, settings: Mapping[str, object], sums: Mapping[str, str] | None = None) -> None:
+def write_settings(
+    path: Path | str, settings: Mapping[str, object], sums: Mapping[str, str] | None = None
+) -> None:
     """Write a ``settings`` file atomically. ``sums``: name of a file -> its checksum."""
     with atomic_write(path, "w") as file:
         file.writelines(f"{name}={value}\n" for name, value in settings.items())

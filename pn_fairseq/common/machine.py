@@ -19,11 +19,12 @@ def describe() -> dict:
     """Describe the software and the machine of this process, in plain values that JSON can hold.
 
     Returns:
-        ``python``, ``torch``, ``fairseq`` (name and version of the distribution that is imported as fairseq, None if
-        there is none), ``pn_fairseq``: versions. ``git_commit``: the commit of the checkout that this package is
-        in, with ``-modified`` behind it if a tracked file differs from it; None outside a checkout. ``os``: name and
-        kernel. ``cpu``: model name. ``cores``: how many this process may use. ``gpus``: names of the GPUs that this
-        process sees, in order. ``cuda``: the version that torch was built for, None for a build without.
+        ``python``, ``torch``, ``fairseq`` (name and version of the distribution that is imported as
+        fairseq, None if there is none), ``pn_fairseq``: versions. ``git_commit``: the commit of the
+        checkout that this package is in, with ``-modified`` behind it if a tracked file differs
+        from it; None outside a checkout. ``os``: name and kernel. ``cpu``: model name. ``cores``:
+        how many this process may use. ``gpus``: names of the GPUs that this process sees, in order.
+        ``cuda``: the version that torch was built for, None for a build without.
     """
     import torch  # a second; own_cores does without
 
@@ -52,10 +53,13 @@ def _fairseq() -> str | None:
 def _git_commit(folder: Path) -> str | None:
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(folder), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=30
+        ).stdout.strip()
 
     try:
-        # A copy of the package in somebody else's repository, such as an environment inside a checkout, is not it.
+        # A copy of the package in somebody else's repository, such as an environment inside a
+        # checkout, is not it.
         git("ls-files", "--error-unmatch", "__init__.py")
         modified = git("status", "--porcelain", "--untracked-files=no")
         return git("rev-parse", "HEAD") + ("-modified" if modified else "")
@@ -71,6 +75,11 @@ def _os_name() -> str:
 
 
 def _cpu_model() -> str:
-    with contextlib.suppress(OSError, StopIteration), open("/proc/cpuinfo", encoding="utf-8") as lines:
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    with (
+        contextlib.suppress(OSError, StopIteration),
+        open("/proc/cpuinfo", encoding="utf-8") as lines,
+    ):
+        return next(
+            line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")
+        )
     return platform.processor() or platform.machine()

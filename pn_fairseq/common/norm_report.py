@@ -23,7 +23,9 @@ def dashboard_interval(args) -> int | None:
 
 
 def _summary(name: str, values: list[float]) -> float:
-    """One value for all norms: the largest of a ``..._max``, the sum of a number of ``..._steps``, else the mean."""
+    """One value for all norms: the largest of a ``..._max``, the sum of a number of
+    ``..._steps``, else the mean.
+    """
     if name.endswith("_max"):
         return max(values)
     return sum(values) if name.endswith("_steps") else sum(values) / len(values)
@@ -32,9 +34,10 @@ def _summary(name: str, values: list[float]) -> float:
 class NormReport(nn.Module):
     """A part of a model that logs the diagnostics of its ``norms`` every ``interval`` updates.
 
-    ``norm_psi_distance`` and ``norm_nu_rms`` are means over the norms, ``norm_gamma_max`` the largest,
-    ``norm_guarded_steps`` and ``norm_nonfinite_steps`` sums since the run was started. Diagnostics of a norm of
-    one's own are summarized by the same endings. The values are read, which waits for a GPU, only when they are logged.
+    ``norm_psi_distance`` and ``norm_nu_rms`` are means over the norms, ``norm_gamma_max`` the
+    largest, ``norm_guarded_steps`` and ``norm_nonfinite_steps`` sums since the run was started.
+    Diagnostics of a norm of one's own are summarized by the same endings. The values are read,
+    which waits for a GPU, only when they are logged.
     """
 
     def __init__(self, norms: Sequence[nn.Module], interval: int):
@@ -46,7 +49,10 @@ class NormReport(nn.Module):
             norm.collecting = True
 
     def set_num_updates(self, num_updates: int) -> None:
-        """fairseq calls it while its metrics are being gathered, before the forward of update ``num_updates``."""
+        """fairseq calls it while its metrics are being gathered,
+
+        before the forward of update ``num_updates``.
+        """
         if num_updates % self.interval or num_updates == self.logged_at:
             return
         self.logged_at = num_updates
@@ -55,4 +61,6 @@ class NormReport(nn.Module):
             for name, value in norm.diagnostics().items():
                 collected.setdefault(name, []).append(float(value))
         for name, values in collected.items():
-            metrics.log_scalar(f"norm_{name}", _summary(name, values), weight=0, priority=2000, round=5)
+            metrics.log_scalar(
+                f"norm_{name}", _summary(name, values), weight=0, priority=2000, round=5
+            )

@@ -1,4 +1,7 @@
-"""Names that earlier versions gave to settings of models: old checkpoints and runs still contain them."""
+"""Names that earlier versions gave to settings of models:
+
+old checkpoints and runs still contain them.
+"""
 
 #: Old key of the model's settings -> its key today.
 RENAMED = {

@@ -1,7 +1,9 @@
-"""The file of ``--norm-probe``: a folder of Parquet files, one for every recorded update. Without torch.
+"""The file of ``--norm-probe``: a folder of Parquet files, one for every recorded update. Without
+torch.
 
-``pandas.read_parquet(FILE)`` and every other reader of Parquet takes the folder as one table. A file is written as a
-whole and named after its update, so that a run that is killed and resumed has every update once.
+``pandas.read_parquet(FILE)`` and every other reader of Parquet takes the folder as one table. A
+file is written as a whole and named after its update, so that a run that is killed and resumed has
+every update once.
 """
 
 from __future__ import annotations
@@ -15,9 +17,22 @@ import pyarrow.parquet as pq
 from pn_fairseq.common.files import atomic_write
 
 #: Vectors over channels of which the table has (1/d) * L1 and (1/d) * L2.
-VECTORS = ("mu_distance", "sigma2_distance", "psi2_distance", "g_mu", "g_sigma2", "g_psi2", "nu_xhat")
+VECTORS = (
+    "mu_distance",
+    "sigma2_distance",
+    "psi2_distance",
+    "g_mu",
+    "g_sigma2",
+    "g_psi2",
+    "nu_xhat",
+)
 
-_DOUBLES = [f"{name}_{norm}" for name in VECTORS for norm in ("l1", "l2") if (name, norm) != ("nu_xhat", "l1")]
+_DOUBLES = [
+    f"{name}_{norm}"
+    for name in VECTORS
+    for norm in ("l1", "l2")
+    if (name, norm) != ("nu_xhat", "l1")
+]
 
 #: The columns; :class:`pn_fairseq.models.norm_probe.NormProbe` describes them.
 SCHEMA = pa.schema(
@@ -47,14 +62,15 @@ _TRAINING = b"training"
 
 
 def open_probe(folder: Path, update: int, training: str) -> None:
-    """Make the folder, or remove what was recorded after ``update``: a run that resumes there does it again.
+    """Make the folder, or remove what was recorded after ``update``: a run that resumes there does
+    it again.
 
     Args:
         training: names the run; one that starts again replaces only its own file.
 
     Raises:
-        ValueError: ``folder`` is something else than a new file of ``--norm-probe``, or one of this run.
-        OSError: it cannot be made.
+        ValueError: ``folder`` is something else than a new file of ``--norm-probe``, or one of this
+            run. OSError: it cannot be made.
     """
     advice = "give a new folder, or that of the same training"
     if folder.exists() and not folder.is_dir():
@@ -66,7 +82,9 @@ def open_probe(folder: Path, update: int, training: str) -> None:
         raise ValueError(f"--norm-probe {folder} holds {files[updates.index(None)].name}: {advice}")
     whole = [path for path in files if path.suffix == ".parquet"]
     if update == 0 and whole and (owner := _training(whole[0])) != training:
-        raise ValueError(f"--norm-probe {folder} holds {len(whole)} updates of the run in {owner}: {advice}")
+        raise ValueError(
+            f"--norm-probe {folder} holds {len(whole)} updates of the run in {owner}: {advice}"
+        )
     for path, number in zip(files, updates, strict=True):
         if int(number[1]) > update:
             path.unlink()

@@ -1,4 +1,6 @@
-"""Published scores, for ``--table`` and ``pn report``: the tables of data/published.yaml, and a file of a user."""
+"""Published scores, for ``--table`` and ``pn report``: the tables of data/published.yaml, and a
+file of a user.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,16 @@ class Row:
 
     label: str  # the model, as the table calls it
     norm: str  # a key of pn_fairseq.norms.NORMS
-    bleu: float | None = None  # tokenized BLEU; None where the table has none, NaN where it says that it diverges
-    settings: Mapping[str, str] = field(default_factory=dict)  # of the model, in addition to the architecture, as text
+    # tokenized BLEU; None where the table has none, NaN where it says that it diverges
+    bleu: float | None = None
+    # of the model, in addition to the architecture, as text
+    settings: Mapping[str, str] = field(default_factory=dict)
     signature: str = ""  # how the score was computed, and its parts
 
     def missing(self, settings: Mapping[str, object]) -> list[str]:
-        """Those of the row's settings, as ``model.key=value``, that a run with ``settings`` does not have."""
+        """Those of the row's settings, as ``model.key=value``, that a run with ``settings`` does
+        not have.
+        """
         return [
             f"model.{key}={value}"
             for key, value in self.settings.items()
@@ -49,20 +55,24 @@ class Table:
     title: str = ""  # the corpus
     source: str = ""  # paper and table, and what has to be known of all its numbers
     measure: str = "tokenized BLEU"  # which BLEU it is
-    data: Mapping[str, str] = field(default_factory=dict)  # in the settings of prepared data: languages, case, BPE, ...
+    # in the settings of prepared data: languages, case, BPE, ...
+    data: Mapping[str, str] = field(default_factory=dict)
     sentences: int | None = None  # size of the test set
     training: int | None = None  # pairs of the training set
     compound_split: bool = False  # whether compounds were split for it
     exact: bool = False  # a row is shown beside systems with all of its settings only
     note: str = ""  # what else a reader has to know
-    cited: Mapping[str, float] = field(default_factory=dict)  # rows that the table takes from other papers -> BLEU
+    # rows that the table takes from other papers -> BLEU
+    cited: Mapping[str, float] = field(default_factory=dict)
 
     def has_larger_training_set(self, training: float | None) -> bool:
         """Whether ``training`` pairs (None: unknown) are only a part of the corpus."""
         return None not in (training, self.training) and training < 0.9 * self.training
 
     def row(self, norm: str, settings: Mapping[str, object]) -> Row | None:
-        """The row of a system with the encoder norm ``norm``; of several, the one whose settings the system has."""
+        """The row of a system with the encoder norm ``norm``; of several, the one whose settings
+        the system has.
+        """
         rows = [row for row in self.rows if row.norm == norm]
         if len(rows) > 1 or self.exact:
             rows = [row for row in rows if not row.missing(settings)]
@@ -70,17 +80,26 @@ class Table:
 
 
 def _made(kind: type, values: object, where: str):
-    """A row or a table of a file; every key must be a field, and every field without a default must be there."""
+    """A row or a table of a file; every key must be a field, and every field without a default
+    must be there.
+    """
     fields = {one.name: one for one in dataclasses.fields(kind)}
     if not isinstance(values, dict):
         raise UserError(f"{where} is not a mapping of {', '.join(fields)}")
     if unknown := [key for key in values if key not in fields]:
-        raise UserError(f"{where}: unknown key '{unknown[0]}'{did_you_mean(str(unknown[0]), fields)}")
-    required = [name for name, one in fields.items() if one.default is one.default_factory is dataclasses.MISSING]
+        raise UserError(
+            f"{where}: unknown key '{unknown[0]}'{did_you_mean(str(unknown[0]), fields)}"
+        )
+    required = [
+        name
+        for name, one in fields.items()
+        if one.default is one.default_factory is dataclasses.MISSING
+    ]
     if absent := [name for name in required if name not in values]:
         raise UserError(f"{where} has no '{absent[0]}'")
     texts = {
-        name: {key: str(value) for key, value in values[name].items()} for name in ("settings", "data") & values.keys()
+        name: {key: str(value) for key, value in values[name].items()}
+        for name in ("settings", "data") & values.keys()
     }
     return kind(**{**values, **texts})
 
@@ -102,7 +121,9 @@ def read_table(file: Path) -> Table:
     try:
         return _table(yaml.safe_load(file.read_text("utf-8")), str(file))
     except (yaml.YAMLError, UnicodeDecodeError, AttributeError, TypeError) as error:
-        raise UserError(f"{file} cannot be read as a published table ({' '.join(str(error).split())})") from error
+        raise UserError(
+            f"{file} cannot be read as a published table ({' '.join(str(error).split())})"
+        ) from error
 
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -121,8 +142,8 @@ def _tables(section: str) -> dict[str, Table]:
 PAPER = _tables("tables")
 #: Rows of language models, by name.
 LM_TABLES = _tables("language_model_tables")
-#: What ``pn report --paper`` calls a corpus -> what is published for language models: name, measure, source, note,
-#: tokens of each split, and rows (model -> validation, test).
+#: What ``pn report --paper`` calls a corpus -> what is published for language models: name,
+#: measure, source, note, tokens of each split, and rows (model -> validation, test).
 LM_PAPER: dict[str, dict] = _CONTENT["language_models"]
 #: Numbers of the PowerNorm paper's Figures 2 to 7.
 _FIGURES = _CONTENT["figures"]
@@ -133,8 +154,9 @@ PAPER_SPECTRA, SPECTRA_INDICES = _FIGURES["spectra"], _FIGURES["spectra_indices"
 def recognise(data: Mapping[str, str], sentences: int | None, training: float | None) -> str | None:
     """The first of :data:`PAPER` whose data the prepared data is, or None.
 
-    Settings and sizes must be the same: other corpora share the languages, and a part of one cannot be compared. Only
-    the training set, whose size depends on the tokenizer, may be larger, or up to 10% smaller.
+    Settings and sizes must be the same: other corpora share the languages, and a part of one cannot
+    be compared. Only the training set, whose size depends on the tokenizer, may be larger, or up to
+    10% smaller.
 
     Args:
         data: settings of the prepared data.

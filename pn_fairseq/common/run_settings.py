@@ -1,4 +1,6 @@
-"""The settings of a model as fairseq passes them, flat or in a node of hydra's, and those of the run beside them."""
+"""The settings of a model as fairseq passes them, flat or in a node of hydra's, and those of the
+run beside them.
+"""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -6,7 +8,10 @@ from omegaconf import OmegaConf, open_dict
 
 
 def writable(settings) -> AbstractContextManager:
-    """In this block the settings of a model accept keys that they do not have, also a node of hydra's."""
+    """In this block the settings of a model accept keys that they do not have,
+
+    also a node of hydra's.
+    """
     return open_dict(settings) if OmegaConf.is_config(settings) else nullcontext()
 
 
@@ -14,8 +19,9 @@ def run_setting(args, node: str, key: str):
     """A setting of a run; 0 where it is missing or empty.
 
     Args:
-        args: the settings of a model as fairseq passes them. From the command line they are one flat Namespace with all
-            settings. Under hydra the setting is in a ``node`` beside the model's.
+        args: the settings of a model as fairseq passes them. From the command line they are one
+            flat Namespace with all settings. Under hydra the setting is in a ``node`` beside the
+            model's.
     """
     if hasattr(args, "_get_parent"):
         parent = args._get_parent()
@@ -24,5 +30,10 @@ def run_setting(args, node: str, key: str):
 
 
 def learning_rate_warmup(args) -> int:
-    """The warm-up of the learning rate in updates, under either name of fairseq's schedules; 0 where there is none."""
-    return int(run_setting(args, "lr_scheduler", "warmup_updates") or run_setting(args, "lr_scheduler", "warmup_steps"))
+    """The warm-up of the learning rate in updates, under either name of fairseq's schedules; 0
+    where there is none.
+    """
+    return int(
+        run_setting(args, "lr_scheduler", "warmup_updates")
+        or run_setting(args, "lr_scheduler", "warmup_steps")
+    )

@@ -1,9 +1,11 @@
 """Patches of fairseq: what fairseq gets wrong, and what it does not tell the norms.
 
-:func:`apply` runs when ``pn_fairseq.models`` is imported, as ``--user-dir`` does, and changes functions of fairseq for
-the rest of the process. Each function of fairseq is replaced in one place, which lists what happens in which order.
-``PN_FAIRSEQ_NO_PATCHES=1`` turns all patches off. A patch whose function takes other arguments than in the fairseq that
-it was written for is left out with a warning. ``pn info`` lists them.
+:func:`apply` runs when ``pn_fairseq.models`` is imported, as ``--user-dir`` does, and changes
+  functions of fairseq for
+the rest of the process. Each function of fairseq is replaced in one place, which lists what happens
+in which order. ``PN_FAIRSEQ_NO_PATCHES=1`` turns all patches off. A patch whose function takes
+other arguments than in the fairseq that it was written for is left out with a warning. ``pn info``
+lists them.
 """
 
 import ast
@@ -42,11 +44,16 @@ ORDER = (
 
 
 def patches() -> dict[str, str]:
-    """Name of each patch -> the first sentence of its docstring. Imports neither torch nor fairseq."""
+    """Name of each patch -> the first sentence of its docstring.
+
+    Imports neither torch nor fairseq.
+    """
     sentences = {}
     for name in ORDER:
         source = Path(__file__).with_name(f"{name}.py").read_text("utf-8")
-        sentences[name] = ast.get_docstring(ast.parse(source)).partition("\n\n")[0].replace("\n", " ")
+        sentences[name] = (
+            ast.get_docstring(ast.parse(source)).partition("\n\n")[0].replace("\n", " ")
+        )
     return sentences
 
 
@@ -58,7 +65,9 @@ def apply() -> None:
 
 
 def running_program(name: str) -> ModuleType | None:
-    """The module of fairseq's program ``name``, also where Python runs it by ``-m``; None if it is not imported."""
+    """The module of fairseq's program ``name``, also where Python runs it by ``-m``; None if it
+    is not imported.
+    """
     main = sys.modules["__main__"]
     return main if getattr(main.__spec__, "name", None) == name else sys.modules.get(name)
 
@@ -69,7 +78,8 @@ def patch(owner, name: str, parameters: str) -> Callable[[Callable], Callable]:
     Args:
         owner: a module or class of fairseq.
         name: of a function in it.
-        parameters: the names of the function's parameters, separated by spaces. If they differ, nothing is replaced.
+        parameters: the names of the function's parameters, separated by spaces. If they differ,
+            nothing is replaced.
 
     Raises:
         RuntimeError: another patch has replaced the function.
@@ -79,11 +89,15 @@ def patch(owner, name: str, parameters: str) -> Callable[[Callable], Callable]:
         original = getattr(owner, name)
         earlier = getattr(original, "patched_by", None)
         if earlier is not None and name in vars(owner):
-            raise RuntimeError(f"{owner.__name__}.{name} is patched by {earlier}, and again by {wrapper.__module__}")
+            raise RuntimeError(
+                f"{owner.__name__}.{name} is patched by {earlier}, and again by "
+                f"{wrapper.__module__}"
+            )
         actual = " ".join(inspect.signature(original).parameters)
         if actual != parameters:
             warnings.warn(
-                f"{wrapper.__module__} is not applied: {owner.__name__}.{name} of this fairseq takes ({actual}) "
+                f"{wrapper.__module__} is not applied: {owner.__name__}.{name} of this fairseq "
+                f"takes ({actual}) "
                 f"instead of ({parameters})",
                 stacklevel=2,
             )

@@ -1,7 +1,7 @@
 """The adaptive loss counts every word.
 
-fairseq ignores the padding's number, 1, also among the words of a tail band, where it is the number of a word: the
-second word of each band adds nothing to the loss but the choice of its band.
+fairseq ignores the padding's number, 1, also among the words of a tail band, where it is the number
+of a word: the second word of each band adds nothing to the loss but the choice of its band.
 """
 
 from itertools import pairwise
@@ -15,19 +15,30 @@ from pn_fairseq.fairseq_patches import patch
 
 @patch(AdaptiveLoss, "forward", "self model sample reduce")
 def forward(_, criterion, model, sample, reduce=True):
-    """The loss, (1,), or that of each token, (B T,) without ``reduce``; the sample size; what is logged."""
+    """The loss, (1,), or that of each token, (B T,) without ``reduce``; the sample size; what is
+    logged.
+    """
     output = model(**sample["net_input"])
     target = model.get_targets(sample, output)
     sentences, target = target.size(0), target.flatten()
     softmax = model.decoder.adaptive_softmax
     (head, *tails), (of_head, *of_tails) = softmax(output[0], target)
     loss = cross_entropy(head, of_head, ignore_index=criterion.padding_idx, reduction="none")
-    for logits, of_tail, (first, end) in zip(tails, of_tails, pairwise(softmax.cutoff), strict=True):
+    for logits, of_tail, (first, end) in zip(
+        tails, of_tails, pairwise(softmax.cutoff), strict=True
+    ):
         if of_tail is not None:
             inside = target.ge(first) & target.lt(end)
-            loss = loss.masked_scatter(inside, loss[inside] + cross_entropy(logits, of_tail, reduction="none"))
+            loss = loss.masked_scatter(
+                inside, loss[inside] + cross_entropy(logits, of_tail, reduction="none")
+            )
     loss = loss.sum(dim=0, keepdim=True) if reduce else loss
     tokens = torch.count_nonzero(target.ne(criterion.padding_idx)).item()
     sample_size = sample["target"].size(0) if criterion.sentence_avg else tokens
-    logged = {"loss": loss.data, "ntokens": tokens, "nsentences": sentences, "sample_size": sample_size}
+    logged = {
+        "loss": loss.data,
+        "ntokens": tokens,
+        "nsentences": sentences,
+        "sample_size": sample_size,
+    }
     return loss, sample_size, logged

@@ -1,21 +1,24 @@
-"""Checkpoints are read safely and written whole, and a resumed run continues where it was, with its ``--patience``.
+"""Checkpoints are read safely and written whole, and a resumed run continues where it was, with its
+``--patience``.
 
-Reading: from torch 2.6 on, ``torch.load`` refuses everything except tensors and plain containers, and with that the
-settings in a checkpoint, also in the copies that rank 0 sends to the other ranks; its message advises to execute what
-the file holds. ``torch.load`` compares no checksums: fairseq decodes with a weight that has a flipped bit. About
-weights that do not fit a model, or a run that continues from the weights of a folded model, fairseq says that
-architectures differ.
+Reading: from torch 2.6 on, ``torch.load`` refuses everything except tensors and plain containers,
+and with that the settings in a checkpoint, also in the copies that rank 0 sends to the other ranks;
+its message advises to execute what the file holds. ``torch.load`` compares no checksums: fairseq
+decodes with a weight that has a flipped bit. About weights that do not fit a model, or a run that
+continues from the weights of a folded model, fairseq says that architectures differ.
 
-Writing: fairseq writes the first file of a save under another name and renames it, but copies it in place to
-``checkpoint_best.pt`` and ``checkpoint_last.pt``. A run whose copy was cut off cannot be resumed. Here a copy is also
-written under another name and then renamed. Where the update of a save is the last one of an epoch, fairseq writes no
-file of the update (fairseq issue 2230): without epoch checkpoints the save is lost, and an average lacks its newest
-model. Here every save by updates has its file.
+Writing: fairseq writes the first file of a save under another name and renames it, but copies it in
+place to ``checkpoint_best.pt`` and ``checkpoint_last.pt``. A run whose copy was cut off cannot be
+resumed. Here a copy is also written under another name and then renamed. Where the update of a save
+is the last one of an epoch, fairseq writes no file of the update (fairseq issue 2230): without
+epoch checkpoints the save is lost, and an average lacks its newest model. Here every save by
+updates has its file.
 
-Resuming: fairseq saves the place in an epoch as a number of batches of one rank. With another number of ranks, another
-``update_freq`` or another ``max_tokens`` that number is another place: sentences would be skipped or repeated. fairseq
-counts the validations without improvement in attributes of a function, which no checkpoint holds (fairseq issue 3531):
-a run that is interrupted more often than the patience allows never stops early.
+Resuming: fairseq saves the place in an epoch as a number of batches of one rank. With another
+number of ranks, another ``update_freq`` or another ``max_tokens`` that number is another place:
+sentences would be skipped or repeated. fairseq counts the validations without improvement in
+attributes of a function, which no checkpoint holds (fairseq issue 3531): a run that is interrupted
+more often than the patience allows never stops early.
 """
 
 import os
@@ -53,7 +56,10 @@ class MisfitError(RuntimeError):
 def load_checkpoint_to_cpu(original, path, *args, **kwargs):
     if not os.path.isfile(path):  # a remote path, or no file: fairseq's own messages
         return original(path, *args, **kwargs)
-    with one_line_errors(CheckpointError), readable(path, pickle.UnpicklingError, RuntimeError, EOFError):
+    with (
+        one_line_errors(CheckpointError),
+        readable(path, pickle.UnpicklingError, RuntimeError, EOFError),
+    ):
         state = original(path, *args, **kwargs)
     return without_loss_scale(state, path)
 
@@ -104,18 +110,28 @@ class WithinEpoch:
 
 
 def write_files(original, cfg, trainer, epoch_itr, val_loss):
-    """fairseq's ``save_checkpoint``, which also writes the ``checkpoint_E_U.pt`` of an update U that ends epoch E."""
+    """fairseq's ``save_checkpoint``,
+
+    which also writes the ``checkpoint_E_U.pt`` of an update U that ends epoch E.
+    """
     interval = cfg.save_interval_updates
     lost = interval > 0 and trainer.get_num_updates() % interval == 0 and epoch_itr.end_of_epoch()
     of_epoch = not cfg.no_epoch_checkpoints and epoch_itr.epoch % cfg.save_interval == 0
-    if not lost or (of_epoch and cfg.write_checkpoints_asynchronously):  # which allows one file for each save
+    # which allows one file for each save
+    if not lost or (of_epoch and cfg.write_checkpoints_asynchronously):
         return original(cfg, trainer, epoch_itr, val_loss)
     saved = original(cfg, trainer, WithinEpoch(epoch_itr), val_loss)
     if saved and of_epoch:
         suffix = trainer.checkpoint_suffix
-        PathManager.copy(saved, os.path.join(cfg.save_dir, f"checkpoint{epoch_itr.epoch}{suffix}.pt"), overwrite=True)
+        PathManager.copy(
+            saved,
+            os.path.join(cfg.save_dir, f"checkpoint{epoch_itr.epoch}{suffix}.pt"),
+            overwrite=True,
+        )
         if cfg.keep_last_epochs > 0:
-            files = checkpoint_utils.checkpoint_paths(cfg.save_dir, pattern=rf"checkpoint(\d+){suffix}\.pt")
+            files = checkpoint_utils.checkpoint_paths(
+                cfg.save_dir, pattern=rf"checkpoint(\d+){suffix}\.pt"
+            )
             for file in files[cfg.keep_last_epochs :]:  # sorted, the newest first
                 os.remove(file)
     return saved
@@ -132,55 +148,80 @@ def save(original, trainer, filename, extra_state):
     return original(trainer, filename, {**extra_state, KEY: ours})
 
 
-@patch(Trainer, "load_checkpoint", "self filename reset_optimizer reset_lr_scheduler optimizer_overrides reset_meters")
+@patch(
+    Trainer,
+    "load_checkpoint",
+    "self filename reset_optimizer reset_lr_scheduler optimizer_overrides reset_meters",
+)
 def load(original, trainer, filename, reset_optimizer=False, *args, reset_meters=False, **kwargs):
     with one_line_errors(FoldedModelError):
         try:
-            extra_state = original(trainer, filename, reset_optimizer, *args, reset_meters=reset_meters, **kwargs)
+            extra_state = original(
+                trainer, filename, reset_optimizer, *args, reset_meters=reset_meters, **kwargs
+            )
         except Exception as error:
             if isinstance(error.__context__, FoldedModelError):
                 raise FoldedModelError(filename) from error
             raise
     saved = (extra_state or {}).get(KEY, {})
     count = counter()
-    # A new training from these weights has another best loss. fairseq resets its own best loss by the same rule.
+    # A new training from these weights has another best loss. fairseq resets its own best loss by
+    # the same rule.
     if "early_stopping" in saved and count and not reset_optimizer and not reset_meters:
-        count.best, count.num_runs = saved["early_stopping"]["best"], saved["early_stopping"]["num_runs"]
-    return in_other_batches(extra_state, saved["batches"], trainer.cfg) if "batches" in saved else extra_state
+        count.best, count.num_runs = (
+            saved["early_stopping"]["best"],
+            saved["early_stopping"]["num_runs"],
+        )
+    return (
+        in_other_batches(extra_state, saved["batches"], trainer.cfg)
+        if "batches" in saved
+        else extra_state
+    )
 
 
 @patch(checkpoint_utils, "load_checkpoint", "cfg trainer passthrough_args")
 def begin(original, cfg, trainer, **kwargs):
-    """Load a checkpoint, if there is one, and the training data; refuse a run that would end at once."""
+    """Load a checkpoint, if there is one, and the training data; refuse a run that would end at
+    once.
+    """
     extra_state, epoch_itr = original(cfg, trainer, **kwargs)
     optimization, lr, epoch = trainer.cfg.optimization, trainer.get_lr(), epoch_itr.next_epoch_idx
     elsewhere = os.path.dirname(os.path.abspath(cfg.restore_file)) != os.path.abspath(cfg.save_dir)
     with one_line_errors(ValueError):
         if trainer.get_num_updates() == 0 and lr <= optimization.stop_min_lr:
             raise ValueError(
-                f"the learning rate begins at {lr:g}, where --stop-min-lr {optimization.stop_min_lr:g} ends the "
+                f"the learning rate begins at {lr:g}, where --stop-min-lr "
+                f"{optimization.stop_min_lr:g} ends the "
                 "training: give a larger --warmup-init-lr or --lr"
             )
         if getattr(trainer.lr_scheduler, "period", 1) == 0:  # of cosine, whose end divides by it
             raise ValueError(
-                "--lr-scheduler cosine: --max-update leaves no update after --warmup-updates; give a larger "
+                "--lr-scheduler cosine: --max-update leaves no update after --warmup-updates; give "
+                "a larger "
                 "--max-update, fewer --warmup-updates or --lr-period-updates"
             )
         if os.path.dirname(cfg.restore_file) and elsewhere and 0 < optimization.max_epoch < epoch:
             raise ValueError(
-                f"{cfg.restore_file} continues in epoch {epoch}, after --max-epoch {optimization.max_epoch}: "
+                f"{cfg.restore_file} continues in epoch {epoch}, after --max-epoch "
+                f"{optimization.max_epoch}: "
                 "give --reset-dataloader, or --finetune-from-model in place of --restore-file"
             )
     return extra_state, epoch_itr
 
 
 def counter():
-    """fairseq's function whose attributes ``best`` and ``num_runs`` are the count; None outside of a training."""
+    """fairseq's function whose attributes ``best`` and ``num_runs`` are the count;
+
+    None outside of a training.
+    """
     return getattr(running_program("fairseq_cli.train"), "should_stop_early", None)
 
 
 def batches(cfg, epoch: int) -> dict:
-    """The unit of the place in an epoch: ``workers`` ranks take ``max_tokens`` tokens each, ``update_freq`` times."""
+    """The unit of the place in an epoch:
+
+    ``workers`` ranks take ``max_tokens`` tokens each, ``update_freq`` times.
+    """
     frequencies = cfg.optimization.update_freq
     return {
         "workers": cfg.distributed_training.distributed_world_size,
@@ -190,7 +231,8 @@ def batches(cfg, epoch: int) -> dict:
 
 
 def convert(place: int, before: dict, now: dict) -> int:
-    """The place in units of ``now`` after the same number of tokens, workers * max_tokens * place; whole updates.
+    """The place in units of ``now`` after the same number of tokens, workers * max_tokens * place;
+    whole updates.
 
     Batches that are counted in sentences are taken to hold as much as before.
     """
@@ -207,5 +249,9 @@ def in_other_batches(extra_state: dict, before: dict, cfg) -> dict:
     if not iterator["iterations_in_epoch"] or before == now:
         return extra_state
     batches_done = convert(iterator["iterations_in_epoch"], before, now)
-    # Rounding can give a place behind the end. fairseq takes that for the end of the epoch in version 1 only.
-    return {**extra_state, "train_iterator": {**iterator, "version": 1, "iterations_in_epoch": batches_done}}
+    # Rounding can give a place behind the end. fairseq takes that for the end of the epoch in
+    # version 1 only.
+    return {
+        **extra_state,
+        "train_iterator": {**iterator, "version": 1, "iterations_in_epoch": batches_done},
+    }

@@ -1,7 +1,9 @@
-"""``--help`` lists the architectures and, with ``--arch``, the model's flags; ``--bf16`` works without a TPU.
+"""``--help`` lists the architectures and, with ``--arch``, the model's flags; ``--bf16`` works
+without a TPU.
 
-fairseq's help lists no architecture, and is printed before the flags of the model that ``--arch`` names are added. To
-a typo in ``--arch`` fairseq answers with all architectures. It takes ``--bf16`` for TPUs only (fairseq issue 4696).
+fairseq's help lists no architecture, and is printed before the flags of the model that ``--arch``
+names are added. To a typo in ``--arch`` fairseq answers with all architectures. It takes ``--bf16``
+for TPUs only (fairseq issue 4696).
 """
 
 import importlib.util
@@ -19,7 +21,9 @@ from pn_fairseq.norms import NORMS
 
 def architecture(name: str) -> str:
     if name not in ARCH_MODEL_REGISTRY:
-        raise ArgumentTypeError(f"unknown architecture {name!r}{did_you_mean(name, ARCH_MODEL_REGISTRY)}")
+        raise ArgumentTypeError(
+            f"unknown architecture {name!r}{did_you_mean(name, ARCH_MODEL_REGISTRY)}"
+        )
     return name
 
 
@@ -35,7 +39,9 @@ def add_model_args(original, parser):
     return group
 
 
-@patch(options, "parse_args_and_arch", "parser input_args parse_known suppress_defaults modify_parser")
+@patch(
+    options, "parse_args_and_arch", "parser input_args parse_known suppress_defaults modify_parser"
+)
 def parse_args_and_arch(original, parser, input_args=None, *args, **kwargs):
     arguments = sys.argv[1:] if input_args is None else input_args
     if not {"-h", "--help"}.isdisjoint(arguments):

@@ -1,7 +1,9 @@
-"""``--convert-norms 'PATTERN=NORM[,key=value...]'`` puts norms of this package into any model of fairseq.
+"""``--convert-norms 'PATTERN=NORM[,key=value...]'`` puts norms of this package into any model of
+fairseq.
 
-They get the padding mask from the arguments that fairseq's modules have, unless ``--norm-ignore-mask`` is given, which
-also holds for the norms of this package's own models. Both are settings of the model, and kept in its checkpoints.
+They get the padding mask from the arguments that fairseq's modules have, unless
+``--norm-ignore-mask`` is given, which also holds for the norms of this package's own models. Both
+are settings of the model, and kept in its checkpoints.
 """
 
 import inspect
@@ -37,7 +39,9 @@ OWN_KEYS = ("layout", "skip", "zero_padding")
 
 
 def padding_of(index: int, tokens):
-    """The mask of a batch of token ids (B, T), where ``index`` is padding; speech features have none here."""
+    """The mask of a batch of token ids (B, T), where ``index`` is padding; speech features have
+    none here.
+    """
     if not isinstance(tokens, Tensor) or tokens.is_floating_point():
         return NotImplemented
     return tokens.eq(index)
@@ -47,16 +51,25 @@ def parse(text: str) -> tuple[str, str, dict]:
     """Pattern, norm and options of 'PATTERN=NORM[,key=value...]'.
 
     Raises:
-        ValueError: it is something else, the norm or an option does not exist, or a value has another type.
+        ValueError: it is something else, the norm or an option does not exist, or a value has
+            another type.
     """
     first, _, pairs = str(text).partition(",")
     pattern, _, norm = first.partition("=")
     if not (pattern and norm):
-        raise ValueError(f"{text!r} is not 'PATTERN=NORM[,key=value...]', such as 'encoder.*=batch,alpha_fwd=0.95'")
-    of_function = {**inspect.signature(convert_norms).parameters, **inspect.signature(build_norm).parameters}
+        raise ValueError(
+            f"{text!r} is not 'PATTERN=NORM[,key=value...]', such as "
+            "'encoder.*=batch,alpha_fwd=0.95'"
+        )
+    of_function = {
+        **inspect.signature(convert_norms).parameters,
+        **inspect.signature(build_norm).parameters,
+    }
     known = {name: of_function[name] for name in (*OWN_KEYS, "variant")}
     known |= {
-        name: one for name, one in find_norm(norm).options.items() if name not in ("batch_first", "process_group")
+        name: one
+        for name, one in find_norm(norm).options.items()
+        if name not in ("batch_first", "process_group")
     }
     options = {}
     try:
@@ -71,7 +84,10 @@ def parse(text: str) -> tuple[str, str, dict]:
 
 def add_flags(group) -> None:
     """Add the flags of this patch to a group of arguments."""
-    norms = "put this norm in the place of the model's norms whose names match the pattern, such as 'encoder.*=batch'; "
+    norms = (
+        "put this norm in the place of the model's norms whose names match the pattern, such as "
+        "'encoder.*=batch'; "
+    )
     norms += "any architecture; repeatable (docs/own_model.md)"
     specification = checked(parse, "PATTERN=NORM[,key=value...]")
     group.add_argument("--convert-norms", action="append", help=norms, **specification)
@@ -91,8 +107,11 @@ def override_module_args(original, args):
     overrides, deletes = original(args)
     cls = ARCH_MODEL_REGISTRY.get(getattr(args, "arch", None))
     if getattr(cls, "__dataclass", None) is not None:
-        # JSON is a subset of hydra's syntax of values, but for what a quoted string must escape: nothing here.
-        overrides += [f"+model.{name}={json.dumps(value)}" for name, value in given_settings(args).items()]
+        # JSON is a subset of hydra's syntax of values, but for what a quoted string must escape:
+        # nothing here.
+        overrides += [
+            f"+model.{name}={json.dumps(value)}" for name, value in given_settings(args).items()
+        ]
     return overrides, deletes
 
 
@@ -135,7 +154,11 @@ def build_model(original, cfg, task, from_checkpoint=False):
         except ValueError as error:
             raise ValueError(f"--convert-norms {text!r}: {error}") from None
         model.averages_norm_stats = True
-    if specifications and not hasattr(model, "norm_report") and (interval := dashboard_interval(cfg)):
+    if (
+        specifications
+        and not hasattr(model, "norm_report")
+        and (interval := dashboard_interval(cfg))
+    ):
         model.norm_report = NormReport(running_norms(model), interval)
     if ignores:
         for module in model.modules():
@@ -144,9 +167,13 @@ def build_model(original, cfg, task, from_checkpoint=False):
     return model
 
 
-@patch(checkpoint_activations, "_checkpointed_forward", "original_forward offload_to_cpu args kwargs")
+@patch(
+    checkpoint_activations, "_checkpointed_forward", "original_forward offload_to_cpu args kwargs"
+)
 def checkpointed_forward(original, original_forward, offload_to_cpu, *args, **kwargs):
-    """The recomputation of a layer gets the masks that its hooks, which run outside of it, got from its arguments."""
+    """The recomputation of a layer gets the masks that its hooks, which run outside of it, got
+    from its arguments.
+    """
     _, recomputation = padding.context_fn()
 
     def forward(*args, **kwargs):
@@ -158,13 +185,18 @@ def checkpointed_forward(original, original_forward, offload_to_cpu, *args, **kw
 
 @patch(S2TTransformerEncoder, "_forward", "self src_tokens src_lengths return_all_hiddens")
 def encoder_of_speech(original, self, src_tokens, src_lengths, return_all_hiddens=False):
-    """The norm after the last layer gets the mask of the frames that the layers get, which is no argument there."""
+    """The norm after the last layer gets the mask of the frames that the layers get,
+
+    which is no argument there.
+    """
     norm = self.layer_norm
     if not isinstance(norm, ConvertedNorm) or without_mask in norm._forward_pre_hooks.values():
         return original(self, src_tokens, src_lengths, return_all_hiddens)
     masks_of_layers: list[Tensor] = []
     hooks = [
-        self.transformer_layers[0].register_forward_pre_hook(lambda module, args: masks_of_layers.append(args[1])),
+        self.transformer_layers[0].register_forward_pre_hook(
+            lambda module, args: masks_of_layers.append(args[1])
+        ),
         norm.register_forward_pre_hook(lambda module, args: (*args, masks_of_layers[0])),
     ]
     try:
@@ -176,7 +208,9 @@ def encoder_of_speech(original, self, src_tokens, src_lengths, return_all_hidden
 
 def masks(task) -> dict:
     """The arguments of fairseq's modules that hold masks."""
-    arguments = dict.fromkeys(("self_attn_padding_mask", "encoder_padding_mask", "padding_mask"), "mask")
+    arguments = dict.fromkeys(
+        ("self_attn_padding_mask", "encoder_padding_mask", "padding_mask"), "mask"
+    )
     for name in ("source_dictionary", "target_dictionary"):
         try:
             dictionary = getattr(task, name)

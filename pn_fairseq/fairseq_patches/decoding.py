@@ -1,9 +1,10 @@
 """``--replace-unk``, ``--diverse-beam-groups`` and ``--print-step`` work.
 
-fairseq takes ``--replace-unk`` without a file for the file "@@ ". Diverse beam search keeps its penalties by the place
-of a sentence in the batch, and looks them up by the number of the sentence in the test set: it fails in the second
-batch, and where the numbers of a batch are smaller than its size, penalties come from other sentences. Only models that
-decode all words at once count their steps. Where no sentence is decoded, fairseq divides by 0.
+fairseq takes ``--replace-unk`` without a file for the file "@@ ". Diverse beam search keeps its
+penalties by the place of a sentence in the batch, and looks them up by the number of the sentence
+in the test set: it fails in the second batch, and where the numbers of a batch are smaller than its
+size, penalties come from other sentences. Only models that decode all words at once count their
+steps. Where no sentence is decoded, fairseq divides by 0.
 """
 
 import torch
@@ -18,7 +19,10 @@ from pn_fairseq.fairseq_patches import patch, running_program
 
 @patch(utils, "load_align_dict", "replace_unk")
 def load_align_dict(original, replace_unk):
-    """ "@@ " is the value of the flag without a file. An empty name means to copy the source word."""
+    """ "@@ " is the value of the flag without a file.
+
+    An empty name means to copy the source word.
+    """
     return original("" if replace_unk == "@@ " else replace_unk)
 
 
@@ -48,7 +52,8 @@ def main(original, cfg, output_file):
     except ZeroDivisionError as error:  # in the line about the speed
         with one_line_errors(ValueError):
             raise ValueError(
-                "no sentence was decoded: the subset is empty, its sentences were skipped because of their lengths, "
+                "no sentence was decoded: the subset is empty, its sentences were skipped because "
+                "of their lengths, "
                 "--required-batch-size-multiple is larger, or there are more ranks than batches"
             ) from error
 

@@ -1,11 +1,12 @@
 """All ranks drop the same layers under ``--encoder-layerdrop`` and ``--decoder-layerdrop``.
 
-fairseq draws the layers from the generator of the CPU. On CPUs dropout draws from the same generator, and how much it
-draws depends on the size of the batch: ranks drop different layers, and their collective calls inside layers (such as
-the calls of synchronized norms) no longer belong together. Here several ranks draw the layers from a generator of their
-own, which starts again with each seed. fairseq gives all ranks the same seed before each update. When fairseq loads
-a model of fewer layers from a trained one, ``--encoder-layers-to-keep`` alone drops all layers of the decoder, and the
-reverse.
+fairseq draws the layers from the generator of the CPU. On CPUs dropout draws from the same
+generator, and how much it draws depends on the size of the batch: ranks drop different layers, and
+their collective calls inside layers (such as the calls of synchronized norms) no longer belong
+together. Here several ranks draw the layers from a generator of their own, which starts again with
+each seed. fairseq gives all ranks the same seed before each update. When fairseq loads a model of
+fewer layers from a trained one, ``--encoder-layers-to-keep`` alone drops all layers of the decoder,
+and the reverse.
 """
 
 import copy
@@ -22,7 +23,11 @@ _generator = torch.Generator()
 
 @patch(LayerDropModuleList, "__iter__", "self")
 def layers(original, modules):
-    if not modules.training or not distributed.is_initialized() or distributed.get_world_size() == 1:
+    if (
+        not modules.training
+        or not distributed.is_initialized()
+        or distributed.get_world_size() == 1
+    ):
         return original(modules)
     if _generator.initial_seed() != torch.initial_seed():
         _generator.manual_seed(torch.initial_seed())
@@ -32,7 +37,9 @@ def layers(original, modules):
 
 @patch(checkpoint_utils, "prune_state_dict", "state_dict model_cfg")
 def prune_state_dict(original, state_dict, model_cfg):
-    kept = {side: getattr(model_cfg, f"{side}_layers_to_keep", None) for side in ("encoder", "decoder")}
+    kept = {
+        side: getattr(model_cfg, f"{side}_layers_to_keep", None) for side in ("encoder", "decoder")
+    }
     if not any(kept.values()) or all(kept.values()):
         return original(state_dict, model_cfg)
     model_cfg = copy.deepcopy(model_cfg)

@@ -1,9 +1,11 @@
-"""``--store-ema`` works with norms that count their batches, with pre-norm encoders and with shared embeddings.
+"""``--store-ema`` works with norms that count their batches, with pre-norm encoders and with shared
+embeddings.
 
-fairseq multiplies each entry of the state dict by the decay, which torch refuses for an int64 buffer such as
-``num_batches_tracked`` ("result type Float can't be cast to the desired output type Long"). Embeddings that are one
-tensor under three names decay three times per update. And the average loses the norm after the last encoder layer:
-fairseq loads it without ``encoder.version``, which marks a model from before that norm.
+fairseq multiplies each entry of the state dict by the decay, which torch refuses for an int64
+buffer such as ``num_batches_tracked`` ("result type Float can't be cast to the desired output type
+Long"). Embeddings that are one tensor under three names decay three times per update. And the
+average loses the norm after the last encoder layer: fairseq loads it without ``encoder.version``,
+which marks a model from before that norm.
 """
 
 import torch
@@ -15,7 +17,9 @@ from pn_fairseq.fairseq_patches import patch
 @patch(EMA, "_step_internal", "self new_model updates")
 @torch.no_grad()
 def step(original, ema, new_model, updates=None):
-    """average <- decay * average + (1 - decay) * value, in place; integers and ``skip_keys`` are copied."""
+    """average <- decay * average + (1 - decay) * value, in place; integers and ``skip_keys`` are
+    copied.
+    """
     model = ema.model.state_dict()
     averages = ema.fp32_params if ema.config.ema_fp32 else model
     done = set()
@@ -29,5 +33,6 @@ def step(original, ema, new_model, updates=None):
         else:
             average.mul_(ema.decay).add_(value.to(average), alpha=1 - ema.decay)
     for key, average in averages.items():
-        if average.data_ptr() != model[key].data_ptr():  # the float32 copy of a model in half precision
+        # the float32 copy of a model in half precision
+        if average.data_ptr() != model[key].data_ptr():
             model[key].copy_(average)

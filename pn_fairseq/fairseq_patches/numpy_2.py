@@ -1,6 +1,8 @@
-"""``--num-batch-buckets``, ``--sample-break-mode eos`` and language models' generation work with NumPy 2.
+"""``--num-batch-buckets``, ``--sample-break-mode eos`` and language models' generation work with
+NumPy 2.
 
-fairseq uses names that NumPy has removed: ``compat.long``, ``int``, ``float`` and ``interpolation`` of ``percentile``.
+fairseq uses names that NumPy has removed: ``compat.long``, ``int``, ``float`` and ``interpolation``
+of ``percentile``.
 """
 
 import builtins

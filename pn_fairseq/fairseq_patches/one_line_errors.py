@@ -1,9 +1,10 @@
 """A user's mistake ends fairseq's programs with one line and exit code 2.
 
-fairseq shows a traceback, or hides the reason behind "Cannot load model parameters from checkpoint". The mistakes:
-settings that a model refuses, a model folded by pn fold in training, kernels that cannot run on the device, an
-adaptive softmax without its criterion, a choice of checkpoints by a BLEU that is not computed. A setting with which
-nothing is trained is another: fairseq ends with exit code 0.
+fairseq shows a traceback, or hides the reason behind "Cannot load model parameters from
+checkpoint". The mistakes: settings that a model refuses, a model folded by pn fold in training,
+kernels that cannot run on the device, an adaptive softmax without its criterion, a choice of
+checkpoints by a BLEU that is not computed. A setting with which nothing is trained is another:
+fairseq ends with exit code 0.
 """
 
 import torch
@@ -37,7 +38,8 @@ def build_model(original, task, cfg, *args, **kwargs):
 
 
 patch(FairseqTask, "build_model", "self cfg from_checkpoint")(build_model)
-patch(LegacyFairseqTask, "build_model", "self args from_checkpoint")(build_model)  # of language_modeling
+# of language_modeling
+patch(LegacyFairseqTask, "build_model", "self args from_checkpoint")(build_model)
 
 
 @patch(Trainer, "__init__", "self cfg task model criterion quantizer")
@@ -46,7 +48,9 @@ def new_trainer(original, trainer, cfg, task, model, criterion, *args, **kwargs)
         if getattr(model, "folded", False):
             raise FoldedModelError()
         check_criterion(model, isinstance(criterion, AdaptiveLoss))
-        by_bleu = cfg.checkpoint.best_checkpoint_metric == "bleu" and not cfg.dataset.disable_validation
+        by_bleu = (
+            cfg.checkpoint.best_checkpoint_metric == "bleu" and not cfg.dataset.disable_validation
+        )
         if by_bleu and getattr(cfg.task, "eval_bleu", None) is False:
             raise ValueError("--best-checkpoint-metric bleu needs --eval-bleu")
     return original(trainer, cfg, task, model, criterion, *args, **kwargs)
@@ -59,7 +63,10 @@ def check_criterion(model, adaptive_loss: bool) -> None:
         ValueError: they do not fit.
     """
     decoder = getattr(model, "decoder", None)
-    if decoder is not None and (getattr(decoder, "adaptive_softmax", None) is not None) != adaptive_loss:
+    if (
+        decoder is not None
+        and (getattr(decoder, "adaptive_softmax", None) is not None) != adaptive_loss
+    ):
         settings = ["adaptive_softmax_cutoff of the model", "criterion adaptive_loss"]
         given, needed = reversed(settings) if adaptive_loss else settings
         raise ValueError(f"{given} needs {needed}")
@@ -70,7 +77,8 @@ def grouped(original, iterator, iterable, chunk_size, skip_remainder_batch=False
     with one_line_errors(ValueError):
         if skip_remainder_batch and len(iterable) < chunk_size:
             raise ValueError(
-                f"--skip-remainder-batch leaves nothing to train: an epoch has {len(iterable)} batches, and an update "
+                f"--skip-remainder-batch leaves nothing to train: an epoch has {len(iterable)} "
+                "batches, and an update "
                 f"--update-freq {chunk_size}"
             )
     return original(iterator, iterable, chunk_size, skip_remainder_batch)
@@ -83,4 +91,6 @@ def compute(original, *args, **kwargs):
 
 
 patch(FairseqTask, "valid_step", "self sample model criterion")(compute)
-patch(FairseqTask, "inference_step", "self generator models sample prefix_tokens constraints")(compute)
+patch(FairseqTask, "inference_step", "self generator models sample prefix_tokens constraints")(
+    compute
+)

@@ -1,4 +1,5 @@
-"""Several training or validation sets in one folder (``train``, ``train1``, ...; ``--combine-valid-subsets``) load.
+"""Several training or validation sets in one folder (``train``, ``train1``, ...;
+``--combine-valid-subsets``) load.
 
 fairseq repeats the first of them ``--upsample-primary`` times, by default -1 times, and fails.
 """

@@ -1,13 +1,15 @@
-"""A run starts with all of its ranks, also on CPUs and under ``torchrun``; no job of a sweep continues another.
+"""A run starts with all of its ranks, also on CPUs and under ``torchrun``; no job of a sweep
+continues another.
 
-fairseq starts as many ranks as there are GPUs: on a CPU it ends with exit code 0 and has done nothing. Under torchrun
-it divides by the number of GPUs or, without ``--distributed-world-size``, lets every rank train alone and overwrite the
-checkpoints of the others. It passes a device number to torch's DistributedDataParallel, which refuses it for a model on
-the CPU.
+fairseq starts as many ranks as there are GPUs: on a CPU it ends with exit code 0 and has done
+nothing. Under torchrun it divides by the number of GPUs or, without ``--distributed-world-size``,
+lets every rank train alone and overwrite the checkpoints of the others. It passes a device number
+to torch's DistributedDataParallel, which refuses it for a model on the CPU.
 
-The jobs of a sweep (``fairseq-hydra-train -m``) run in one process, and fairseq keeps the best validation loss, the
-count of ``--patience``, the log file and the TensorBoard writers of one job for the next. It opens ``--log-file`` again
-in every epoch and keeps the earlier handlers: in epoch 10 each record is written 10 times.
+The jobs of a sweep (``fairseq-hydra-train -m``) run in one process, and fairseq keeps the best
+validation loss, the count of ``--patience``, the log file and the TensorBoard writers of one job
+for the next. It opens ``--log-file`` again in every epoch and keeps the earlier handlers: in epoch
+10 each record is written 10 times.
 """
 
 import importlib.util
@@ -44,7 +46,9 @@ def call_main(original, cfg, main, **kwargs):
     settings, launched = cfg.distributed_training, launched_ranks()
     if launched > 1 and settings.distributed_init_method is None:
         settings.distributed_world_size = launched
-    if settings.distributed_world_size == 1 or not (cfg.common.cpu or not torch.cuda.is_available()):
+    if settings.distributed_world_size == 1 or not (
+        cfg.common.cpu or not torch.cuda.is_available()
+    ):
         return original(cfg, main, **kwargs)
     if settings.distributed_backend == "nccl":
         settings.distributed_backend = "gloo"
@@ -60,11 +64,15 @@ def call_main(original, cfg, main, **kwargs):
     return original(cfg, main, **kwargs)
 
 
-def distributed_data_parallel(module, device_ids=None, output_device=None, **options) -> DistributedDataParallel:
+def distributed_data_parallel(
+    module, device_ids=None, output_device=None, **options
+) -> DistributedDataParallel:
     """torch's DistributedDataParallel, without device numbers for a module on the CPU."""
     if all(parameter.device.type == "cpu" for parameter in module.parameters()):
         device_ids = output_device = None
-    return DistributedDataParallel(module, device_ids=device_ids, output_device=output_device, **options)
+    return DistributedDataParallel(
+        module, device_ids=device_ids, output_device=output_device, **options
+    )
 
 
 if patches_enabled():
@@ -73,7 +81,10 @@ if patches_enabled():
 
 @patch(initialize, "add_defaults", "cfg")
 def begin(original, cfg):
-    """A training calls this before everything else that needs settings, also in each job of a sweep."""
+    """A training calls this before everything else that needs settings,
+
+    also in each job of a sweep.
+    """
     original(cfg)
     forget_earlier_job()
     with one_line_errors(OSError, ValueError, ArgumentTypeError):
@@ -97,11 +108,17 @@ def check(cfg) -> None:
         architecture(name)
     if (ranks := launched_ranks()) > cfg.distributed_training.distributed_world_size == 1:
         raise ValueError(
-            f"torchrun has started {ranks} ranks, each of which would train alone: use pn train or fairseq-train, or "
+            f"torchrun has started {ranks} ranks, each of which would train alone: use pn train or "
+            "fairseq-train, or "
             f"give distributed_training.distributed_world_size={ranks}"
         )
-    if cfg.checkpoint.write_checkpoints_asynchronously and importlib.util.find_spec("iopath") is None:
-        raise ValueError("--write-checkpoints-asynchronously needs the package iopath: pip install iopath")
+    if (
+        cfg.checkpoint.write_checkpoints_asynchronously
+        and importlib.util.find_spec("iopath") is None
+    ):
+        raise ValueError(
+            "--write-checkpoints-asynchronously needs the package iopath: pip install iopath"
+        )
 
 
 def forget_earlier_job() -> None:
@@ -124,7 +141,8 @@ def file_handlers(logger: logging.Logger) -> list[logging.FileHandler]:
 @patch(
     progress_bar,
     "progress_bar",
-    "iterator log_format log_interval log_file epoch prefix aim_repo aim_run_hash aim_param_checkpoint_dir "
+    "iterator log_format log_interval log_file epoch prefix aim_repo aim_run_hash "
+    "aim_param_checkpoint_dir "
     "tensorboard_logdir default_log_format wandb_project wandb_run_name azureml_logging",
 )
 def new_progress_bar(original, *args, log_file=None, **kwargs):

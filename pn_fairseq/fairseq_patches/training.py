@@ -1,17 +1,21 @@
-"""Training tells the norms what they need, ``--norm-probe`` records, and a number that is not finite is explained.
+"""Training tells the norms what they need, ``--norm-probe`` records, and a number that is not
+finite is explained.
 
-fairseq tells the task, and not the model, that a rank has run out of data: the rank repeats an old batch and multiplies
-its loss by 0, so that it takes part in the collective calls. fairseq tells the model the number of the update before
-each of its batches, but not which batch is the last one, nor whether the update was skipped. And on a CPU it creates
-the gradient norm of a step that it skips, because fp16 overflowed, on a GPU.
+fairseq tells the task, and not the model, that a rank has run out of data: the rank repeats an old
+batch and multiplies its loss by 0, so that it takes part in the collective calls. fairseq tells the
+model the number of the update before each of its batches, but not which batch is the last one, nor
+whether the update was skipped. And on a CPU it creates the gradient norm of a step that it skips,
+because fp16 overflowed, on a GPU.
 
-Norms that are not synchronized have other statistics on each rank. fairseq validates each rank's share of the data with
-that rank's own buffers, and saves the buffers of rank 0; here running statistics are averaged over the ranks before.
-``--no-average-norm-stats`` turns the averaging off for a model.
+Norms that are not synchronized have other statistics on each rank. fairseq validates each rank's
+share of the data with that rank's own buffers, and saves the buffers of rank 0; here running
+statistics are averaged over the ranks before. ``--no-average-norm-stats`` turns the averaging off
+for a model.
 
-After a number that is not finite, fairseq repeats the update with hooks that log the first module whose output is NaN
-or infinite. Its hooks on the backward pass end in ``StopIteration`` on a module that returns a dict without tensors, as
-its own encoders do. With several ranks it reports "gradients are inconsistent between workers" instead.
+After a number that is not finite, fairseq repeats the update with hooks that log the first module
+whose output is NaN or infinite. Its hooks on the backward pass end in ``StopIteration`` on a module
+that returns a dict without tensors, as its own encoders do. With several ranks it reports
+"gradients are inconsistent between workers" instead.
 """
 
 import os
@@ -59,7 +63,10 @@ def has_padding(task: FairseqTask, sample) -> dict[str, bool]:
     """Name of an input of the model -> whether its tokens hold padding."""
     inputs = sample.get("net_input") if isinstance(sample, dict) else None
     known = {}
-    for name, side in (("src_tokens", "source_dictionary"), ("prev_output_tokens", "target_dictionary")):
+    for name, side in (
+        ("src_tokens", "source_dictionary"),
+        ("prev_output_tokens", "target_dictionary"),
+    ):
         tokens, dictionary = (inputs or {}).get(name), getattr(task, side, None)
         if tokens is not None and dictionary is not None:
             known[name] = bool(tokens.eq(dictionary.pad()).any())
@@ -67,13 +74,18 @@ def has_padding(task: FairseqTask, sample) -> dict[str, bool]:
 
 
 @patch(FairseqTask, "train_step", "self sample model criterion optimizer update_num ignore_grad")
-def batch(original, task, sample, model, criterion, optimizer, update_num, ignore_grad=False, **kwargs):
+def batch(
+    original, task, sample, model, criterion, optimizer, update_num, ignore_grad=False, **kwargs
+):
     """The forward and backward pass of one batch of an update."""
     scaler = getattr(optimizer, "scaler", None)
-    set_loss_scale(model, getattr(scaler, "loss_scale", scaler))  # fairseq's own scaler keeps a number
+    # fairseq's own scaler keeps a number
+    set_loss_scale(model, getattr(scaler, "loss_scale", scaler))
     # The first use of the kernels on a device can show that they cannot run there.
     with one_line_errors(Unavailable), ignoring(model, ignore_grad):
-        return original(task, sample, model, criterion, optimizer, update_num, ignore_grad, **kwargs)
+        return original(
+            task, sample, model, criterion, optimizer, update_num, ignore_grad, **kwargs
+        )
 
 
 @patch(FairseqTask, "begin_valid_epoch", "self epoch model")
@@ -103,14 +115,21 @@ def probed(trainer: Trainer) -> Iterator[None]:
         yield
         return
     with one_line_errors(ValueError, OSError):
-        probe.begin(trainer.get_num_updates(), trainer.criterion, os.path.abspath(trainer.cfg.checkpoint.save_dir))
+        probe.begin(
+            trainer.get_num_updates(),
+            trainer.criterion,
+            os.path.abspath(trainer.cfg.checkpoint.save_dir),
+        )
     yield
     with one_line_errors(OSError):
         probe.end(trainer.get_num_updates())
 
 
-#: What fairseq says when a number is not finite. With several ranks it lists the norms of their gradients.
-_MESSAGES = re.compile(r"gradients are (Nan/Inf|inconsistent.*\b(nan|inf)\b)|Minimum loss scale reached", re.S)
+#: What fairseq says when a number is not finite. With several ranks it lists the norms of their
+#: gradients.
+_MESSAGES = re.compile(
+    r"gradients are (Nan/Inf|inconsistent.*\b(nan|inf)\b)|Minimum loss scale reached", re.S
+)
 #: What the detectors found in this update, in words.
 _first_modules: list[str] = []
 
@@ -133,7 +152,9 @@ def add_hooks(_, detector, module):
 def detect(original, detector, tensor, name, backward):
     if message := original(detector, tensor, name, backward):
         gradient = "the gradient of " if backward else ""
-        _first_modules.append(f"{message.split()[0]} first in {gradient}the output of {name or 'the model'}")
+        _first_modules.append(
+            f"{message.split()[0]} first in {gradient}the output of {name or 'the model'}"
+        )
     return message
 
 
@@ -151,4 +172,6 @@ def explained(trainer: Trainer) -> Iterator[None]:
         if not isinstance(fault, FloatingPointError) or not _MESSAGES.search(str(fault)):
             raise
         loss_scale = getattr(getattr(trainer.optimizer, "scaler", None), "loss_scale", None)
-        raise NotFiniteError(trainer.get_num_updates() + 1, loss_scale, *_first_modules[:1]) from error
+        raise NotFiniteError(
+            trainer.get_num_updates() + 1, loss_scale, *_first_modules[:1]
+        ) from error

@@ -1,25 +1,26 @@
 """The operators ``torch.ops.pn_fairseq.*``, and functions with a gradient made of them.
 
-:mod:`.reference` defines the arguments and the results of each and serves every device; C++ and Triton compute the same
-on CPU and CUDA. They trust their arguments: the norms check what users give them, once. Tokens and masks may have any
-strides, and the usual ones, such as those of a transposed batch, are read without a copy. Results are contiguous, as
-the results of torch's LayerNorm. An operator whose name ends in ``_`` changes state, which is contiguous, in place; the
-others are pure.
+:mod:`.reference` defines the arguments and the results of each and serves every device; C++ and
+  Triton compute the same
+on CPU and CUDA. They trust their arguments: the norms check what users give them, once. Tokens and
+masks may have any strides, and the usual ones, such as those of a transposed batch, are read
+without a copy. Results are contiguous, as the results of torch's LayerNorm. An operator whose name
+ends in ``_`` changes state, which is contiguous, in place; the others are pure.
 
-===================  ==============================================================================================
-``normalize``        y from given statistics, optionally with the second moment of the batch from the same pass
-``moments``          statistics of the batch
-``gradient``         dx from given vectors, optionally with the sums over tokens from the same pass
-``gradient_sums``    sums over tokens of a backward pass
-``running_average_`` moves the running statistics of a norm that keeps averages
-``power_update_``    moves the state of PN
-``power_step_``      the backward of PN: ``gradient`` and ``power_update_``
-``batch_normalize``  ``moments`` and ``normalize``
+===================
+==============================================================================================
+``normalize``        y from given statistics, optionally with the second moment of the batch from
+the same pass ``moments``          statistics of the batch ``gradient``         dx from given
+vectors, optionally with the sums over tokens from the same pass ``gradient_sums``    sums over
+tokens of a backward pass ``running_average_`` moves the running statistics of a norm that keeps
+averages ``power_update_``    moves the state of PN ``power_step_``      the backward of PN:
+``gradient`` and ``power_update_`` ``batch_normalize``  ``moments`` and ``normalize``
 ``batch_step_``      its backward: ``gradient_sums``, ``gradient`` and ``running_average_``
-``window_statistics`` what a forward of UN or MABN normalizes by; ``window_update_`` moves their state
-``standardize``      y by the statistics of each token; ``standardize_gradient`` is its backward
-``squash``           y by tanh or erf, channel by channel; ``squash_gradient`` is its backward
-===================  ==============================================================================================
+``window_statistics`` what a forward of UN or MABN normalizes by; ``window_update_`` moves their
+state ``standardize``      y by the statistics of each token; ``standardize_gradient`` is its
+backward ``squash``           y by tanh or erf, channel by channel; ``squash_gradient`` is its
+backward ===================
+==============================================================================================
 """
 
 import inspect
@@ -45,16 +46,16 @@ _library = torch.library.Library(NAMESPACE, "DEF")
 def _operator(function: Callable, *state: str) -> Callable:
     """Define ``torch.ops.pn_fairseq.NAME`` with ``function`` as its reference implementation.
 
-    The operator has its name and its arguments, in the types of its annotations, without those that have a default.
-    ``state`` names the arguments that it changes.
+    The operator has its name and its arguments, in the types of its annotations, without those that
+    have a default. ``state`` names the arguments that it changes.
     """
     name = function.__name__
     arguments = torch.library.infer_schema(function, mutates_args=state).replace("SymInt", "int")
     _library.define(name + re.sub(r", \w+ \w+=\w+", "", arguments))
     _library.impl(name, function, "CompositeExplicitAutograd")
-    # Every call whose result needs a gradient is inside a torch.autograd.Function, which defines the gradient. A
-    # fallthrough skips autograd's dispatch key, whose default (warn in a backward that these operators have no
-    # gradient) costs time in every call.
+    # Every call whose result needs a gradient is inside a torch.autograd.Function, which defines
+    # the gradient. A fallthrough skips autograd's dispatch key, whose default (warn in a backward
+    # that these operators have no gradient) costs time in every call.
     _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
     names = list(inspect.signature(function).parameters)
     OPERATORS[name], CHANGED[name] = function, tuple(names.index(argument) for argument in state)
@@ -65,7 +66,9 @@ normalize = _operator(reference.normalize)
 moments = _operator(reference.moments)
 gradient_sums = _operator(reference.gradient_sums)
 gradient = _operator(reference.gradient)
-running_average_ = _operator(reference.running_average_, "moment", "mean", "num_batches", "diagnostics")
+running_average_ = _operator(
+    reference.running_average_, "moment", "mean", "num_batches", "diagnostics"
+)
 power_update_ = _operator(reference.power_update_, "psi2", "nu", "num_batches", "diagnostics")
 power_step_ = _operator(reference.power_step_, "psi2", "running_nu", "num_batches", "diagnostics")
 batch_normalize = _operator(reference.batch_normalize)
@@ -80,7 +83,8 @@ squash = _operator(reference.squash)
 squash_gradient = _operator(reference.squash_gradient)
 
 
-#: Functions with a gradient that the C++ kernels bring, on any device, by their names here; empty without them.
+#: Functions with a gradient that the C++ kernels bring, on any device, by their names here; empty
+#: without them.
 COMPILED: dict[str, Callable] = {}
 
 
@@ -92,9 +96,15 @@ def _with_gradient(name: str, function: type[torch.autograd.Function]) -> Callab
 
 
 def by_reference() -> bool:
-    """Whether the reference computes instead of the operators: in a transform of ``torch.func``, and in a graph that
-    leaves this process (``torch.export``, ``torch.jit.trace``, and ONNX by either), where the operators are unknown."""
-    return torch._C._are_functorch_transforms_active() or torch.compiler.is_exporting() or torch.jit.is_tracing()
+    """Whether the reference computes instead of the operators: in a transform of ``torch.func``,
+    and in a graph that leaves this process (``torch.export``, ``torch.jit.trace``, and ONNX by
+    either), where the operators are unknown.
+    """
+    return (
+        torch._C._are_functorch_transforms_active()
+        or torch.compiler.is_exporting()
+        or torch.jit.is_tracing()
+    )
 
 
 def refuse_second_derivative() -> None:
@@ -119,7 +129,8 @@ class _Normalize(torch.autograd.Function):
     def forward(ctx, x, weight, bias, mean, moment, groups, eps):
         y, inv_rms, _, _ = normalize(x, weight, bias, mean, moment, None, None, groups, eps, False)
         if moment is not None:
-            # The running statistics may change before the backward pass, which needs their values in this forward.
+            # The running statistics may change before the backward pass, which needs their values
+            # in this forward.
             mean, moment = (value if value is None else value.clone() for value in (mean, moment))
         ctx.save_for_backward(x, weight, mean, moment, inv_rms)
         ctx.rest = groups, eps
@@ -131,7 +142,9 @@ class _Normalize(torch.autograd.Function):
         x, weight, mean, moment, inv_rms = ctx.saved_tensors
         needed = ctx.needs_input_grad[1:3]
         nothing = None, None, None, None
-        dx, sums, _ = gradient(dy, x, None, weight, mean, moment, *nothing, inv_rms, *ctx.rest, any(needed))
+        dx, sums, _ = gradient(
+            dy, x, None, weight, mean, moment, *nothing, inv_rms, *ctx.rest, any(needed)
+        )
         return dx, *_parameters(sums, needed, weight), *nothing
 
 
@@ -144,10 +157,13 @@ def evaluate(
     groups: int,
     eps: float,
 ) -> Tensor:
-    """y of :func:`.reference.normalize`, with its gradient: evaluation, and layer-scale by itself."""
+    """y of :func:`.reference.normalize`, with its gradient: evaluation, and layer-scale by
+    itself.
+    """
     if by_reference():
         return reference.normalize(x, weight, bias, mean, moment, None, None, groups, eps, False)[0]
-    if not torch.is_grad_enabled():  # the autograd function would cost as much as the operator on a few tokens
+    # the autograd function would cost as much as the operator on a few tokens
+    if not torch.is_grad_enabled():
         return normalize(x, weight, bias, mean, moment, None, None, groups, eps, False)[0]
     return _with_gradient("evaluate", _Normalize)(x, weight, bias, mean, moment, groups, eps)
 
@@ -189,13 +205,23 @@ def standardized(
     through_divisor: bool = True,
 ) -> Tensor:
     """y of :func:`.reference.standardize`, with its gradient."""
-    divisor_and_gains = centered, square_factor, eps_in_root, eps_outside, min_divisor, gain, gain_slope
+    divisor_and_gains = (
+        centered,
+        square_factor,
+        eps_in_root,
+        eps_outside,
+        min_divisor,
+        gain,
+        gain_slope,
+    )
     through = through_mean, through_divisor
     if by_reference():
         return reference.standardize(x, weight, bias, groups, *divisor_and_gains, *through)[0]
     if not torch.is_grad_enabled():
         return standardize(x, weight, bias, groups, *divisor_and_gains)[0]
-    return _with_gradient("standardized", _Standardize)(x, weight, bias, groups, *divisor_and_gains, *through)
+    return _with_gradient("standardized", _Standardize)(
+        x, weight, bias, groups, *divisor_and_gains, *through
+    )
 
 
 class _Squash(torch.autograd.Function):
@@ -218,7 +244,12 @@ class _Squash(torch.autograd.Function):
 
 
 def squashed(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, alpha: Tensor, shift: Tensor | None, erf: bool
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    alpha: Tensor,
+    shift: Tensor | None,
+    erf: bool,
 ) -> Tensor:
     """y of :func:`.reference.squash`, with its gradient."""
     if by_reference():

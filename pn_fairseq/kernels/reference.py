@@ -1,29 +1,37 @@
-"""What the operators compute, in plain PyTorch. The C++ and Triton implementations are tested against it.
+"""What the operators compute, in plain PyTorch. The C++ and Triton implementations are tested
+against it.
 
-A function whose name ends in ``_`` changes the state that its docstring names, in place, and nothing else; the others
-are pure. Names and shapes, here and in :mod:`.ops`:
+A function whose name ends in ``_`` changes the state that its docstring names, in place, and
+nothing else; the others are pure. Names and shapes, here and in :mod:`.ops`:
 
-================  ==================================================================================================
-``x``, ``dy``     (..., C), any strides, one type: float16, bfloat16, float32 or float64. A row is a token.
-``padding``       (...) bool, the tokens of x in the order of x, any strides; True = padding. None: every token is
+================
+==================================================================================================
+``x``, ``dy``     (..., C), any strides, one type: float16, bfloat16, float32 or float64. A row is a
+token. ``padding``       (...) bool, the tokens of x in the order of x, any strides; True = padding.
+None: every token is
                   real. M denotes the real tokens, N their number.
 ``groups``        number of layer-scale groups G; 0: no layer-scale
-``inv_rms``       (..., G): 1 / sqrt(mean_k(x_k^2) + eps) of each token and group; h = x * inv_rms. G = 0: h = x.
-vectors           (C,), any floating-point type: ``weight``, ``bias``, ``mean``, ``moment`` (the second moment about
+``inv_rms``       (..., G): 1 / sqrt(mean_k(x_k^2) + eps) of each token and group; h = x * inv_rms.
+G = 0: h = x. vectors           (C,), any floating-point type: ``weight``, ``bias``, ``mean``,
+``moment`` (the second moment about
                   the mean), ``nu``, ``offset``
 ``eps``           added to every mean square before the root
 ``loss_scale``    one element, any floating-point type: what the loss is multiplied by. None: 1
 ``count``         0-d, N in the accumulation dtype
-================  ==================================================================================================
+================
+==================================================================================================
 
-With D = sqrt(moment + eps), x_hat = (h - mean) / D and dx_hat = weight * dy; what is None is left out.
+With D = sqrt(moment + eps), x_hat = (h - mean) / D and dx_hat = weight * dy; what is None is left
+out.
 
-A token whose dy is 0 in all channels, and that gets no correction by the statistics of the batch, is *unused*: the loss
-does not depend on it. Its dx is 0 and it is left out of all sums over tokens, also where its x is not finite. So NaN
-and infinity at padding do not reach the gradients of parameters as 0 * NaN.
+A token whose dy is 0 in all channels, and that gets no correction by the statistics of the batch,
+is *unused*: the loss does not depend on it. Its dx is 0 and it is left out of all sums over tokens,
+also where its x is not finite. So NaN and infinity at padding do not reach the gradients of
+parameters as 0 * NaN.
 
-Arithmetic, sums and vectors that are returned have the *accumulation dtype*: float64 for float64, else float32. Results
-in the type of x are rounded once, and contiguous for all strides of x, as the results of torch's LayerNorm.
+Arithmetic, sums and vectors that are returned have the *accumulation dtype*: float64 for float64,
+else float32. Results in the type of x are rounded once, and contiguous for all strides of x, as the
+results of torch's LayerNorm.
 """
 
 import math
@@ -54,7 +62,9 @@ def _layer_scaled(x: Tensor, inv_rms: Tensor, groups: int) -> Tensor:
     return h if groups == 0 else (_grouped(h, groups) * inv_rms.unsqueeze(-1)).flatten(-2)
 
 
-def _factors(weight: Tensor | None, moment: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor | None:
+def _factors(
+    weight: Tensor | None, moment: Tensor | None, eps: float, dtype: torch.dtype
+) -> Tensor | None:
     """weight / D, (C,); None: 1."""
     if moment is None:
         return None if weight is None else weight.to(dtype)
@@ -66,11 +76,17 @@ def _affine(values: Tensor, factors: Tensor | None, shift: Tensor | None) -> Ten
     """factors * values + shift, in one pass."""
     if factors is None:
         return values if shift is None else values + shift.to(values.dtype)
-    return values * factors if shift is None else torch.addcmul(shift.to(values.dtype), values, factors)
+    return (
+        values * factors
+        if shift is None
+        else torch.addcmul(shift.to(values.dtype), values, factors)
+    )
 
 
 def _result(values: Tensor, like: Tensor) -> Tensor:
-    """``values`` in the type of ``like``, contiguous, and not in its memory: results share none with arguments."""
+    """``values`` in the type of ``like``, contiguous, and not in its memory: results share none
+    with arguments.
+    """
     result = values.to(like.dtype).contiguous()
     return result.clone() if result is like else result
 
@@ -80,9 +96,11 @@ _BITS = {torch.float64: torch.int64, torch.float32: torch.int32}
 
 
 def _only(values: Tensor, tokens: Tensor | None, in_place: bool = False) -> Tensor:
-    """``values`` (..., C), with zeros except at ``tokens`` (...); None: at all. In float32 or float64.
+    """``values`` (..., C), with zeros except at ``tokens`` (...); None: at all. In float32 or
+    float64.
 
-    A product with 0 would keep NaN and infinity. Bits are cut out in a third of the time that ``masked_fill`` takes.
+    A product with 0 would keep NaN and infinity. Bits are cut out in a third of the time that
+    ``masked_fill`` takes.
     """
     if tokens is None:
         return values
@@ -127,9 +145,9 @@ def normalize(
     """Normalize by given statistics: y = weight * x_hat + bias.
 
     Returns:
-        y; ``inv_rms`` (empty if it was given); and, in the same pass if ``sums``, the second moment about 0 of the
-        batch, mean_M(h^2) (C,), 0 if N = 0, and N (0-d). Without ``sums`` these two are empty and ``padding`` is
-        unused.
+        y; ``inv_rms`` (empty if it was given); and, in the same pass if ``sums``, the second moment
+        about 0 of the batch, mean_M(h^2) (C,), 0 if N = 0, and N (0-d). Without ``sums`` these two
+        are empty and ``padding`` is unused.
     """
     scales = _inverse_rms(x, groups, eps) if inv_rms is None else inv_rms
     h = _layer_scaled(x, scales, groups)
@@ -149,8 +167,8 @@ def moments(
     """Statistics of the batch before anything is normalized.
 
     Returns:
-        ``inv_rms``; mean_M(h) (C,) if ``centered``, else empty; the second moment mean_M((h - mean)^2) (C,), about 0
-        unless ``centered``; N (0-d). Means over no token are 0.
+        ``inv_rms``; mean_M(h) (C,) if ``centered``, else empty; the second moment mean_M((h -
+        mean)^2) (C,), about 0 unless ``centered``; N (0-d). Means over no token are 0.
     """
     inv_rms, mean, _, moment, count = _moments(x, padding, groups, eps, centered)
     return inv_rms, mean, moment, count
@@ -184,15 +202,20 @@ def gradient_sums(
     """Sums over tokens of a backward pass.
 
     Returns:
-        ``parameters`` (2, C): the sums of dy * x_hat and of dy over *all* tokens, the gradients of weight and bias;
-        ``products`` (2, C): the sums of dx_hat * x_hat and of dx_hat over the *real* tokens, over the loss scale.
+        ``parameters`` (2, C): the sums of dy * x_hat and of dy over *all* tokens, the gradients of
+        weight and bias; ``products`` (2, C): the sums of dx_hat * x_hat and of dx_hat over the
+        *real* tokens, over the loss scale.
     """
     h = _layer_scaled(x, inv_rms, groups)
     centered = h if mean is None else h - mean.to(h.dtype)
-    return _gradient_sums(dy.to(h.dtype), centered, _used(dy), padding, weight, moment, loss_scale, eps)
+    return _gradient_sums(
+        dy.to(h.dtype), centered, _used(dy), padding, weight, moment, loss_scale, eps
+    )
 
 
-def _gradient_sums(dy, centered, used, padding, weight, moment, loss_scale, eps) -> tuple[Tensor, Tensor]:
+def _gradient_sums(
+    dy, centered, used, padding, weight, moment, loss_scale, eps
+) -> tuple[Tensor, Tensor]:
     """``used``: the tokens that are not left out of all sums; None: all."""
     real, products = _real(padding), _only(dy * centered, used, in_place=True)
     parameters = torch.stack([_sum_over_tokens(products), _sum_over_tokens(dy)])
@@ -209,7 +232,9 @@ def _gradient_sums(dy, centered, used, padding, weight, moment, loss_scale, eps)
     return parameters, of_real if loss_scale is None else of_real / loss_scale.to(dy.dtype)
 
 
-def _correction(vector: Tensor, count: Tensor | None, loss_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _correction(
+    vector: Tensor, count: Tensor | None, loss_scale: Tensor | None, dtype: torch.dtype
+) -> Tensor:
     """``nu`` or ``offset`` of :func:`gradient` as dx_hat is reduced by it."""
     vector = vector.to(dtype)
     if count is not None:
@@ -233,24 +258,35 @@ def gradient(
     eps: float,
     sums: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradient with respect to x, and :func:`gradient_sums` from the same pass if ``sums`` (else empty).
+    """Gradient with respect to x, and :func:`gradient_sums` from the same pass if ``sums`` (else
+    empty).
 
-    dh = (dx_hat - 1_M (nu * x_hat + offset)) / D, where 1_M is 1 on real tokens and 0 on padding; ``offset`` goes with
-    ``nu``. Both are first divided by max(``count``, 1), if there is a count, and multiplied by the loss scale. Through
-    layer-scale, per token and group, dx = (dh - h mean_k(dh_k h_k)) * inv_rms.
+    dh = (dx_hat - 1_M (nu * x_hat + offset)) / D, where 1_M is 1 on real tokens and 0 on padding;
+    ``offset`` goes with ``nu``. Both are first divided by max(``count``, 1), if there is a count,
+    and multiplied by the loss scale. Through layer-scale, per token and group, dx = (dh - h
+    mean_k(dh_k h_k)) * inv_rms.
     """
     h = _layer_scaled(x, inv_rms, groups)
     centered = h if mean is None else h - mean.to(h.dtype)
     used = _used(dy)
     corrections = nu, offset, count, loss_scale
-    dx, used = _gradient(dy, h, centered, used, padding, weight, moment, corrections, inv_rms, groups, eps)
+    dx, used = _gradient(
+        dy, h, centered, used, padding, weight, moment, corrections, inv_rms, groups, eps
+    )
     if not sums:
         return dx, h.new_empty(0), h.new_empty(0)
-    return dx, *_gradient_sums(dy.to(h.dtype), centered, used, padding, weight, moment, loss_scale, eps)
+    return dx, *_gradient_sums(
+        dy.to(h.dtype), centered, used, padding, weight, moment, loss_scale, eps
+    )
 
 
-def _gradient(dy, h, centered, used, padding, weight, moment, corrections, inv_rms, groups, eps) -> tuple:
-    """dx, and the tokens that are not left out of all sums; None: all. ``used`` are those whose dy is not 0."""
+def _gradient(
+    dy, h, centered, used, padding, weight, moment, corrections, inv_rms, groups, eps
+) -> tuple:
+    """dx, and the tokens that are not left out of all sums; None: all.
+
+    ``used`` are those whose dy is not 0.
+    """
     nu, offset, count, loss_scale = corrections
     factors = _factors(None, moment, eps, h.dtype)
     dh = _affine(dy.to(h.dtype), _factors(weight, moment, eps, h.dtype), None)
@@ -264,15 +300,18 @@ def _gradient(dy, h, centered, used, padding, weight, moment, corrections, inv_r
         used = None if padding is None else used | ~padding
     if groups:
         projection = _grouped(dh * h, groups).mean(-1, keepdim=True)
-        dh = ((_grouped(dh, groups) - _grouped(h, groups) * projection) * inv_rms.unsqueeze(-1)).flatten(-2)
+        dh = (
+            (_grouped(dh, groups) - _grouped(h, groups) * projection) * inv_rms.unsqueeze(-1)
+        ).flatten(-2)
     return _result(_only(dh, used, in_place=dh is not dy), dy), used
 
 
 def share_of_batch(num_batches: Tensor, warmup: int, alpha: float, dtype: torch.dtype) -> Tensor:
-    """Weight w of a batch in a running statistic, s <- s + w (s_B - s); ``num_batches`` are in it already (0-d).
+    """Weight w of a batch in a running statistic, s <- s + w (s_B - s); ``num_batches`` are in it
+    already (0-d).
 
-    1 / (num_batches + 1) while ``num_batches < warmup``, which gives the mean of the batches; then 1 - alpha, which
-    gives an exponential average.
+    1 / (num_batches + 1) while ``num_batches < warmup``, which gives the mean of the batches; then
+    1 - alpha, which gives an exponential average.
     """
     return torch.where(num_batches < warmup, 1.0 / (num_batches + 1).to(dtype), 1.0 - alpha)
 
@@ -282,7 +321,9 @@ def _all_finite(*values: Tensor) -> Tensor:
     return torch.cat([value.float().flatten() for value in values]).isfinite().all()
 
 
-def _note(diagnostics: Tensor, running: Tensor, batch: Tensor, count: Tensor, counted: Tensor) -> None:
+def _note(
+    diagnostics: Tensor, running: Tensor, batch: Tensor, count: Tensor, counted: Tensor
+) -> None:
     """The entries 0 and 2 of ``diagnostics``; see :func:`running_average_`."""
     tiny = torch.finfo(torch.float32).tiny
     distance = batch.float().clamp(min=tiny).log() - running.clamp(min=tiny).log()
@@ -308,15 +349,16 @@ def running_average_(
 ) -> None:
     """Running statistics move by a batch, as exponential averages.
 
-    ``moment``, ``mean`` (C,) float32, ``num_batches`` 0-d int64 and ``diagnostics`` are changed; the other arguments
-    belong to the batch. ``unbiased``: ``batch_moment`` enters times N / (N - 1). The statistics stay as they are if N
-    is 0 or a number of the batch is not finite, among them the ``products`` (2, C) of its gradient and, where it is
-    unbiased, the moment of one token.
+    ``moment``, ``mean`` (C,) float32, ``num_batches`` 0-d int64 and ``diagnostics`` are changed;
+    the other arguments belong to the batch. ``unbiased``: ``batch_moment`` enters times N / (N -
+    1). The statistics stay as they are if N is 0 or a number of the batch is not finite, among them
+    the ``products`` (2, C) of its gradient and, where it is unbiased, the moment of one token.
 
-    ``diagnostics`` (4,) float32, or None: [0] grows by 1 if the batch has a real token and does not count; [1] by 1 if
-    max(0, .) acts in :func:`power_update_` and the batch counts; [2] becomes the mean over the channels of
-    0.5 |log(moment of the batch) - log(running moment before it)|, where a moment is float32's smallest normal number
-    at least; [3] becomes the largest Gamma of a channel. [1] and [3] are of :func:`power_update_` alone.
+    ``diagnostics`` (4,) float32, or None: [0] grows by 1 if the batch has a real token and does not
+    count; [1] by 1 if max(0, .) acts in :func:`power_update_` and the batch counts; [2] becomes the
+    mean over the channels of 0.5 |log(moment of the batch) - log(running moment before it)|, where
+    a moment is float32's smallest normal number at least; [3] becomes the largest Gamma of a
+    channel. [1] and [3] are of :func:`power_update_` alone.
     """
     if unbiased:
         batch_moment = batch_moment * (count / (count - 1.0))
@@ -344,11 +386,12 @@ def power_update_(
     alpha_bwd: float,
     has_gradient: bool,
 ) -> None:
-    """psi^2, nu and num_batches of PN move by a batch (Shen et al. 2020, line 4 of both passes of Algorithm 2).
+    """psi^2, nu and num_batches of PN move by a batch (Shen et al. 2020, line 4 of both passes of
+    Algorithm 2).
 
-    They and ``diagnostics`` (:func:`running_average_`) are changed; without ``has_gradient`` nu stays. The state stays
-    as it is if N is 0 or a number of the batch is not finite. ``used_psi2`` is the psi^2 in D, and ``products`` (2, C)
-    are the sums over M of dx_hat * x_hat and of dx_hat.
+    They and ``diagnostics`` (:func:`running_average_`) are changed; without ``has_gradient`` nu
+    stays. The state stays as it is if N is 0 or a number of the batch is not finite. ``used_psi2``
+    is the psi^2 in D, and ``products`` (2, C) are the sums over M of dx_hat * x_hat and of dx_hat.
     """
     gamma = batch_psi2 / (used_psi2.to(batch_psi2.dtype) + eps)
     counted = (count > 0) & _all_finite(batch_psi2, products, gamma)
@@ -386,14 +429,18 @@ def power_step_(
     alpha_fwd: float,
     alpha_bwd: float,
 ) -> tuple[Tensor, Tensor]:
-    """The backward of PN: :func:`gradient` by ``used_psi2`` and ``nu``, and :func:`power_update_` with its sums.
+    """The backward of PN: :func:`gradient` by ``used_psi2`` and ``nu``, and :func:`power_update_`
+    with its sums.
 
     Returns:
         dx; the gradients of weight and bias (2, C), in the type of ``weight``.
     """
     given = dy, x, padding, weight, None, used_psi2, nu, None, None, loss_scale, inv_rms
     dx, parameters, products = gradient(*given, groups, eps, True)
-    state, batch = (psi2, running_nu, num_batches, diagnostics), (batch_psi2, used_psi2, products, count)
+    state, batch = (
+        (psi2, running_nu, num_batches, diagnostics),
+        (batch_psi2, used_psi2, products, count),
+    )
     power_update_(*state, *batch, eps, warmup, alpha_fwd, alpha_bwd, True)
     return dx, parameters if weight is None else parameters.to(weight.dtype)
 
@@ -407,7 +454,10 @@ def batch_normalize(
     eps: float,
     centered: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """y, normalized by the :func:`moments` of the batch, and these: ``inv_rms``, mean, moment and N."""
+    """y, normalized by the :func:`moments` of the batch, and these:
+
+    ``inv_rms``, mean, moment and N.
+    """
     inv_rms, mean, h, moment, count = _moments(x, padding, groups, eps, centered)
     y = _affine(h, _factors(weight, moment, eps, h.dtype), bias)
     return _result(y, x), inv_rms, mean, moment, count
@@ -432,9 +482,11 @@ def batch_step_(
     alpha: float,
     unbiased: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The backward of a norm by the statistics of the batch with its exact gradient, and :func:`running_average_`.
+    """The backward of a norm by the statistics of the batch with its exact gradient, and
+    :func:`running_average_`.
 
-    The :func:`gradient` has the products of :func:`gradient_sums` for ``nu`` and, if there is a ``mean``, ``offset``.
+    The :func:`gradient` has the products of :func:`gradient_sums` for ``nu`` and, if there is a
+    ``mean``, ``offset``.
 
     Returns:
         dx; the gradients of weight and bias (2, C), in the type of ``weight``.
@@ -442,10 +494,14 @@ def batch_step_(
     h = _layer_scaled(x, inv_rms, groups)
     centered, used = h if mean is None else h - mean.to(h.dtype), _used(dy)
     wide = dy.to(h.dtype)
-    parameters, products = _gradient_sums(wide, centered, used, padding, weight, moment, loss_scale, eps)
+    parameters, products = _gradient_sums(
+        wide, centered, used, padding, weight, moment, loss_scale, eps
+    )
     nu, offset = products.unbind()
     corrections = nu, None if mean is None else offset, count, loss_scale
-    dx, _ = _gradient(dy, h, centered, used, padding, weight, moment, corrections, inv_rms, groups, eps)
+    dx, _ = _gradient(
+        dy, h, centered, used, padding, weight, moment, corrections, inv_rms, groups, eps
+    )
     state = running_moment, running_mean, num_batches, diagnostics
     running_average_(*state, moment, mean, products, count, alpha, unbiased)
     return dx, parameters if weight is None else parameters.to(weight.dtype)
@@ -464,16 +520,18 @@ def window_statistics(
     geometric: bool,
     filtration: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What a forward of UN (``geometric``) or MABN normalizes by; see their docstrings for the symbols.
+    """What a forward of UN (``geometric``) or MABN normalizes by; see their docstrings for the
+    symbols.
 
-    ``psi2_window`` (M, C), ``running_psi2`` (C,) float32 and ``num_batches`` 0-d int64 are the state, which does not
-    change; ``batch_psi2`` (C,) is psi_B^2. ``completed`` 0-d int64: completed optimizer updates; None: the steps are
-    counted. A step is early up to number M, and before update ``warmup``; r is 1 up to update ``ratio_warmup``. With
-    M = 1 every step of UN is skipped; otherwise only with ``filtration``.
+    ``psi2_window`` (M, C), ``running_psi2`` (C,) float32 and ``num_batches`` 0-d int64 are the
+    state, which does not change; ``batch_psi2`` (C,) is psi_B^2. ``completed`` 0-d int64: completed
+    optimizer updates; None: the steps are counted. A step is early up to number M, and before
+    update ``warmup``; r is 1 up to update ``ratio_warmup``. With M = 1 every step of UN is skipped;
+    otherwise only with ``filtration``.
 
     Returns:
-        psi^2 in D; r * weight, r being 1 if the step is skipped; both (C,) in the accumulation dtype; and whether the
-        step is early and whether it is skipped, (2,) bool.
+        psi^2 in D; r * weight, r being 1 if the step is skipped; both (C,) in the accumulation
+        dtype; and whether the step is early and whether it is skipped, (2,) bool.
     """
     dtype, rows = batch_psi2.dtype, len(psi2_window)
     updates = (num_batches if completed is None else completed) + 1
@@ -493,9 +551,13 @@ def window_statistics(
 
 
 def _with_row(window: Tensor, row: Tensor, num_batches: Tensor) -> Tensor:
-    """The ring buffer after the next step with the value ``row``, (M, C), in the type of ``row``."""
+    """The ring buffer after the next step with the value ``row``, (M, C), in the type of
+    ``row``.
+    """
     rows = torch.arange(len(window), device=window.device)
-    return torch.where((rows == (num_batches + 1) % len(window))[:, None], row, window.to(row.dtype))
+    return torch.where(
+        (rows == (num_batches + 1) % len(window))[:, None], row, window.to(row.dtype)
+    )
 
 
 def window_update_(
@@ -520,25 +582,33 @@ def window_update_(
 ) -> Tensor:
     """The state of UN, or of MABN, which has no ``nu``, moves by a step.
 
-    The arguments up to ``diagnostics`` (:func:`running_average_`) are changed; those named ``seen`` are nu, the window
-    of lambda and the number of batches as the forward saw them. ``psi2`` and ``marks`` come from
-    :func:`window_statistics`, ``products`` from :func:`gradient_sums` with its gain. ``counted_tokens``: the number
-    of tokens in psi_B^2 and lambda_B, which is N = ``count`` unless padding counts. Without ``has_gradient`` nu and
-    the window of lambda stay. Nothing moves if N is 0 or a number of the step is not finite.
+    The arguments up to ``diagnostics`` (:func:`running_average_`) are changed; those named ``seen``
+    are nu, the window of lambda and the number of batches as the forward saw them. ``psi2`` and
+    ``marks`` come from
+    :func:`window_statistics`, ``products`` from :func:`gradient_sums` with its gain.
+      ``counted_tokens``: the number
+    of tokens in psi_B^2 and lambda_B, which is N = ``count`` unless padding counts. Without
+    ``has_gradient`` nu and the window of lambda stay. Nothing moves if N is 0 or a number of the
+    step is not finite.
 
     Returns:
-        what x_hat is multiplied by in dx, (C,): nu_t, or lambda_B of a skipped step; of MABN lambda.
+        what x_hat is multiplied by in dx, (C,): nu_t, or lambda_B of a skipped step; of MABN
+        lambda.
     """
     early, skip = marks.unbind()
     own = products[0] / counted_tokens.clamp(min=1.0)
     average = torch.where(early | skip, own, _with_row(seen_lambda, own, seen_batches).mean(0))
     correction = average
     if nu is not None:
-        correction = torch.where(skip, own, alpha_bwd * seen_nu.to(own.dtype) + (1.0 - alpha_bwd) * average)
+        correction = torch.where(
+            skip, own, alpha_bwd * seen_nu.to(own.dtype) + (1.0 - alpha_bwd) * average
+        )
     counted = (count > 0) & _all_finite(psi2, batch_psi2, products, average)
     if diagnostics is not None:
         _note(diagnostics, running_psi2, batch_psi2, count, counted)
-    places = torch.arange(len(psi2_window), device=psi2.device) == (num_batches + 1) % len(psi2_window)
+    places = torch.arange(len(psi2_window), device=psi2.device) == (num_batches + 1) % len(
+        psi2_window
+    )
     moves = (places & counted)[:, None]
     entering = torch.where(skip, running_psi2.to(own.dtype), batch_psi2)
     psi2_window.copy_(torch.where(moves, entering.to(psi2_window.dtype), psi2_window))
@@ -569,13 +639,14 @@ def standardize(
 ) -> tuple[Tensor, Tensor]:
     """Normalize each group of channels of each token by its own statistics.
 
-    y = weight * z (gain + gain_slope z) + bias, z = (x - mean) / divisor, divisor = max(sqrt(square_factor * m +
-    eps_in_root) + eps_outside, min_divisor), where m is the mean square of x - mean over the group's channels, and mean
-    is 0 unless ``centered``. For torch's own differentiation, gain + gain_slope z is a constant, and so is what no
-    gradient goes ``through``.
+    y = weight * z (gain + gain_slope z) + bias, z = (x - mean) / divisor, divisor =
+    max(sqrt(square_factor * m + eps_in_root) + eps_outside, min_divisor), where m is the mean
+    square of x - mean over the group's channels, and mean is 0 unless ``centered``. For torch's own
+    differentiation, gain + gain_slope z is a constant, and so is what no gradient goes ``through``.
 
     Returns:
-        y, and ``stats`` (3, ..., G): mean, 1 / divisor, and the share c of :func:`standardize_gradient`.
+        y, and ``stats`` (3, ..., G): mean, 1 / divisor, and the share c of
+        :func:`standardize_gradient`.
     """
     h = _grouped(x.to(acc_dtype(x)), groups)
     mean = h.mean(-1, keepdim=True) if centered else h.new_zeros(*h.shape[:-1], 1)
@@ -584,7 +655,9 @@ def standardize(
     tiny = torch.finfo(h.dtype).tiny  # the root has a derivative from here on
     root = second.clamp(min=tiny).sqrt()
     divisor = (root + eps_outside).clamp(min=min_divisor)
-    share = torch.where((second > tiny) & (root + eps_outside >= min_divisor), square_factor * divisor / root, 0.0)
+    share = torch.where(
+        (second > tiny) & (root + eps_outside >= min_divisor), square_factor * divisor / root, 0.0
+    )
     z = deviation / (divisor if through_divisor else divisor.detach())
     y = (z * (gain + gain_slope * z.detach())).flatten(-2)
     if weight is not None:
@@ -606,13 +679,15 @@ def standardize_gradient(
     through_divisor: bool,
     sums: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Gradient of :func:`standardize`, where gain + gain_slope z, and what no gradient goes ``through``, are constants.
+    """Gradient of :func:`standardize`, where gain + gain_slope z, and what no gradient goes
+    ``through``, are constants.
 
     With dz = weight * dy * (gain + gain_slope z) and means over the channels of a group,
     dx = (dz - [through_mean] mean(dz) - [through_divisor] c z mean(dz z)) / divisor.
 
     Returns:
-        dx; and the gradients of weight and bias (2, C), over all tokens, if ``sums``, else an empty tensor.
+        dx; and the gradients of weight and bias (2, C), over all tokens, if ``sums``, else an empty
+        tensor.
     """
     mean, inverse, share = stats.unsqueeze(-1)
     z = (_grouped(x.to(stats.dtype), groups) - mean) * inverse
@@ -633,9 +708,16 @@ def standardize_gradient(
 
 
 def squash(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, alpha: Tensor, shift: Tensor | None, erf: bool
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    alpha: Tensor,
+    shift: Tensor | None,
+    erf: bool,
 ) -> Tensor:
-    """y = weight * f(alpha x + shift) + bias with f = tanh, or ``erf``; alpha and shift have one element."""
+    """y = weight * f(alpha x + shift) + bias with f = tanh, or ``erf``; alpha and shift have one
+    element.
+    """
     return _result(_squashed(x, alpha, shift, erf, weight, bias)[0], x)
 
 
@@ -653,7 +735,9 @@ def _squashed(x, alpha, shift, erf, weight, bias) -> tuple[Tensor, Tensor, Tenso
 def squash_gradient(
     dy: Tensor, x: Tensor, weight: Tensor | None, alpha: Tensor, shift: Tensor | None, erf: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of :func:`squash`: dx (..., C); of weight and bias (2, C); of alpha and shift (2,)."""
+    """Gradients of :func:`squash`: dx (..., C); of weight and bias (2, C); of alpha and shift
+    (2,).
+    """
     x = _only(x.to(acc_dtype(x)), _used(dy))
     _, value, argument = _squashed(x, alpha, shift, erf, None, None)
     wide = dy.to(value.dtype)

@@ -21,13 +21,16 @@ VARIABLE = "PN_FAIRSEQ_KERNELS"
 #: Implementation -> dispatch key of the device that it is for; None: any.
 IMPLEMENTATIONS = {"reference": None, "triton": "CUDA", "cpp": "CPU"}
 
-#: One more whenever the schema of an operator changes. torch would end the process that loads kernels of other schemas.
+#: One more whenever the schema of an operator changes. torch would end the process that loads
+#: kernels of other schemas.
 SCHEMAS = 5
 
-#: The compiled kernels, which fit one version of torch and these schemas; setup.py gives them the same name.
+#: The compiled kernels, which fit one version of torch and these schemas; setup.py gives them the
+#: same name.
 EXTENSION = "pn_fairseq.kernels._cpp_" + re.sub(r"\W", "_", f"{torch.__version__}_{SCHEMAS}")
 
-#: Lowest compute capability on which the Triton kernels are used. The tests compile them for 8.0 and 9.0.
+#: Lowest compute capability on which the Triton kernels are used. The tests compile them for 8.0
+#: and 9.0.
 LOWEST_CAPABILITY = (7, 0)
 
 
@@ -36,7 +39,8 @@ def _load_cpp() -> str | None:
     spec = importlib.util.find_spec(EXTENSION)
     if spec is None:
         missing = (
-            f"they are not compiled for torch {torch.__version__} and this version of pn_fairseq; install it again "
+            f"they are not compiled for torch {torch.__version__} and this version of pn_fairseq; "
+            "install it again "
             "(pip install --no-build-isolation) where there is a C++ compiler"
         )
     else:
@@ -63,25 +67,32 @@ def _triton_operators() -> ModuleType:
 
 @cache
 def _no_triton_on(device: torch.device) -> str:
-    """Why Triton cannot compute on ``device``; empty if it can. Launches a small kernel: not before a GPU is used."""
+    """Why Triton cannot compute on ``device``; empty if it can.
+
+    Launches a small kernel: not before a GPU is used.
+    """
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET", "0") in ("", "0"):
         return "triton computes on CUDA, and on the CPU only with TRITON_INTERPRET=1"
     try:
         module = _triton_operators()
-    except Exception as error:  # an installation that does not fit this torch or this machine raises any error
+    except Exception as error:
+        # an installation that does not fit this torch or this machine raises any error
         return f"triton cannot be used ({_first_line(error)})"
     if module.INTERPRETED:
         return ""
     try:
         capability = torch.cuda.get_device_capability(device)
         if torch.version.cuda and capability < LOWEST_CAPABILITY:
-            needed, offered = (".".join(map(str, version)) for version in (LOWEST_CAPABILITY, capability))
+            needed, offered = (
+                ".".join(map(str, version)) for version in (LOWEST_CAPABILITY, capability)
+            )
             name = torch.cuda.get_device_name(device)
             return f"the kernels need compute capability {needed}, and {name} has {offered}"
         # Some versions of triton cannot compile bfloat16 for older GPUs.
         x = torch.ones((1, 1), dtype=torch.bfloat16, device=device)
         module.normalize(x, *[None] * 6, 0, 1e-5, False)
-    except Exception as error:  # triton compiles with a C compiler and Python's headers, which may be missing
+    except Exception as error:
+        # triton compiles with a C compiler and Python's headers, which may be missing
         return f"the installed triton cannot launch a kernel ({_first_line(error)})"
     return ""
 
@@ -91,7 +102,10 @@ _compared: dict[torch.device, str] = {}
 
 
 def _wrong_on(x: torch.Tensor) -> str:
-    """In what the results of Triton are wrong on the GPU of ``x``; empty if they are right. Compares them once."""
+    """In what the results of Triton are wrong on the GPU of ``x``; empty if they are right.
+
+    Compares them once.
+    """
     module = _triton_operators()
     if module.INTERPRETED or x.device in _compared:
         return _compared.get(x.device, "")
@@ -111,7 +125,9 @@ def _first_line(error: Exception) -> str:
 
 @cache
 def _warn_without_triton(reason: str) -> None:
-    warnings.warn(f"pn_fairseq computes by plain PyTorch on CUDA, which is slow: {reason}", stacklevel=4)
+    warnings.warn(
+        f"pn_fairseq computes by plain PyTorch on CUDA, which is slow: {reason}", stacklevel=4
+    )
 
 
 def _by_triton(name: str) -> Callable:
@@ -134,9 +150,11 @@ def _refuse_cuda(*_) -> None:
 
 
 def _select() -> tuple[str | None, str | None]:
-    """Register what the environment variable allows: the name that it forces, and why there are no C++ kernels.
+    """Register what the environment variable allows: the name that it forces, and why there are no
+    C++ kernels.
 
-    torch has to know the operators before the first call, so this runs on import. Triton is imported at the first call.
+    torch has to know the operators before the first call, so this runs on import. Triton is
+    imported at the first call.
     """
     forced = os.environ.get(VARIABLE) or None
     if forced not in (None, *IMPLEMENTATIONS):
@@ -170,7 +188,9 @@ def missing(name: str) -> str:
     if FORCED not in (None, "triton"):
         return f"{VARIABLE}={FORCED}"
     gpu = torch.cuda.is_available()
-    return _no_triton_on(torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu"))
+    return _no_triton_on(
+        torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+    )
 
 
 def available() -> list[str]:
@@ -183,7 +203,9 @@ def describe() -> dict[str, tuple[str, str]]:
     why = f"{VARIABLE}={FORCED}" if FORCED else "automatically"
     if FORCED == "reference":
         return dict.fromkeys(("CPU", "CUDA", *_without_kernels()), ("reference", why))
-    return _with_kernels(why) | dict.fromkeys(_without_kernels(), ("reference", "there are no kernels for this device"))
+    return _with_kernels(why) | dict.fromkeys(
+        _without_kernels(), ("reference", "there are no kernels for this device")
+    )
 
 
 def _without_kernels() -> list[str]:
@@ -194,7 +216,11 @@ def _without_kernels() -> list[str]:
 
 def _with_kernels(why: str) -> dict[str, tuple[str, str]]:
     if FORCED == "triton":
-        cpu = ("none", why) if _no_triton_on(torch.device("cpu")) else ("triton", f"{why}, interpreted")
+        cpu = (
+            ("none", why)
+            if _no_triton_on(torch.device("cpu"))
+            else ("triton", f"{why}, interpreted")
+        )
     elif CPP_MISSING:
         cpu = ("reference", f"no C++ kernels: {CPP_MISSING}")
     else:
@@ -206,7 +232,10 @@ def _with_kernels(why: str) -> dict[str, tuple[str, str]]:
     reason = missing("triton") or _wrong_on(torch.empty(0, device="cuda"))
     if not reason:
         return {"CPU": cpu, "CUDA": ("triton", why)}
-    return {"CPU": cpu, "CUDA": ("none", f"{why}, but {reason}") if FORCED else ("reference", reason)}
+    return {
+        "CPU": cpu,
+        "CUDA": ("none", f"{why}, but {reason}") if FORCED else ("reference", reason),
+    }
 
 
 #: The implementation that :func:`using` has chosen, and its registration.
@@ -231,7 +260,9 @@ def using(name: str) -> Iterator[None]:
 
 
 def _choose(name: str | None) -> None:
-    """Register the functions of an implementation before all others; None: as the machine selects."""
+    """Register the functions of an implementation before all others; None: as the machine
+    selects.
+    """
     global _chosen
     if _chosen[1] is not None:
         _chosen[1]._destroy()

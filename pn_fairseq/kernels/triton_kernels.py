@@ -1,18 +1,22 @@
 """The Triton kernels that :mod:`.triton_ops` launches. :mod:`.reference` defines what they compute.
 
-:func:`norm_forward` and :func:`norm_backward`, :func:`standardize`, :func:`squash` and their gradients are the passes
-over the tokens. Each program takes every ``num_programs``-th tile of ``BLOCK_N`` tokens. A tile is (BLOCK_N, BLOCK_G,
-BLOCK_K): tokens, all groups, all channels of a group. BLOCK_G and BLOCK_K are powers of two; masks cut elements past
-the end. Without groups all channels are one group. Sums over tokens stay in registers until the program ends and
-writes them to
+:func:`norm_forward` and :func:`norm_backward`, :func:`standardize`, :func:`squash` and their
+  gradients are the passes
+over the tokens. Each program takes every ``num_programs``-th tile of ``BLOCK_N`` tokens. A tile is
+(BLOCK_N, BLOCK_G, BLOCK_K): tokens, all groups, all channels of a group. BLOCK_G and BLOCK_K are
+powers of two; masks cut elements past the end. Without groups all channels are one group. Sums over
+tokens stay in registers until the program ends and writes them to
 
-    partials: (slots, programs, C), then (programs,) of each sum that is one number, such as that of the real tokens
+    partials: (slots, programs, C), then (programs,) of each sum that is one number, such as that of
+        the real tokens
 
-in the accumulation dtype. :func:`finish_moments` and :func:`finish_gradient_sums` add these up in the order of the
-programs, so that equal inputs give equal bits. :func:`running_average_` and :func:`power_update_` are one program each.
+in the accumulation dtype. :func:`finish_moments` and :func:`finish_gradient_sums` add these up in
+the order of the programs, so that equal inputs give equal bits. :func:`running_average_` and
+:func:`power_update_` are one program each.
 
-``rows`` is the number of tokens, 32 bit; offsets in memory are 64 bit. A kernel is compiled without the arguments that
-are None. What is read need not be contiguous: see :func:`_places`. What is written is.
+``rows`` is the number of tokens, 32 bit; offsets in memory are 64 bit. A kernel is compiled without
+the arguments that are None. What is read need not be contiguous: see :func:`_places`. What is
+written is.
 """
 
 import triton
@@ -52,10 +56,18 @@ def _vector(pointer, channel, inside, default: tl.constexpr, ACC: tl.constexpr):
 
 
 @triton.jit
-def _channels(GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The groups (BLOCK_G,) and channels (BLOCK_G, BLOCK_K) of a tile, and which of these channels there are."""
+def _channels(
+    GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """The groups (BLOCK_G,) and channels (BLOCK_G, BLOCK_K) of a tile, and which of these
+    channels there are.
+    """
     group, k = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_K)
-    return group, group[:, None] * GROUP_SIZE + k[None, :], (group < GROUPS)[:, None] & (k < GROUP_SIZE)[None, :]
+    return (
+        group,
+        group[:, None] * GROUP_SIZE + k[None, :],
+        (group < GROUPS)[:, None] & (k < GROUP_SIZE)[None, :],
+    )
 
 
 @triton.jit
@@ -65,7 +77,9 @@ def _offsets(row, channel, C: tl.constexpr):
 
 @triton.jit
 def _places(row, channel, inner, outer_stride, inner_stride, C: tl.constexpr):
-    """Offsets of a tile in a tensor (outer, inner, C) with these strides; without strides it is contiguous."""
+    """Offsets of a tile in a tensor (outer, inner, C) with these strides; without strides it is
+    contiguous.
+    """
     if outer_stride is None:
         return _offsets(row, channel, C)
     else:
@@ -73,7 +87,17 @@ def _places(row, channel, inner, outer_stride, inner_stride, C: tl.constexpr):
 
 
 @triton.jit
-def _read(tokens, row, channel, exists, inner, outer_stride, inner_stride, C: tl.constexpr, ACC: tl.constexpr):
+def _read(
+    tokens,
+    row,
+    channel,
+    exists,
+    inner,
+    outer_stride,
+    inner_stride,
+    C: tl.constexpr,
+    ACC: tl.constexpr,
+):
     """A tile in the accumulation dtype, 0 where there is nothing."""
     places = _places(row, channel, inner, outer_stride, inner_stride, C)
     return tl.load(tokens + places, mask=exists, other=0.0).to(ACC)
@@ -113,8 +137,12 @@ def _unused(dy):
 
 
 @triton.jit
-def _inv_rms(h, inv_rms, row, valid, group, GROUPS: tl.constexpr, K: tl.constexpr, EPS: tl.constexpr, GIVEN):
-    """1 / rms of each token and group of a tile, (BLOCK_N, BLOCK_G, 1): read if GIVEN, else computed and written."""
+def _inv_rms(
+    h, inv_rms, row, valid, group, GROUPS: tl.constexpr, K: tl.constexpr, EPS: tl.constexpr, GIVEN
+):
+    """1 / rms of each token and group of a tile, (BLOCK_N, BLOCK_G, 1): read if GIVEN, else
+    computed and written.
+    """
     places = inv_rms + row.to(tl.int64)[:, None] * GROUPS + group[None, :]
     exists = valid[:, None] & (group < GROUPS)[None, :]
     if GIVEN:
@@ -127,9 +155,11 @@ def _inv_rms(h, inv_rms, row, valid, group, GROUPS: tl.constexpr, K: tl.constexp
 
 @triton.jit
 def _add_tile(h, real, count, mean, squares):
-    """Count, mean and sum of squared deviations of the tokens so far, with the real ones of a tile added.
+    """Count, mean and sum of squared deviations of the tokens so far, with the real ones of a tile
+    added.
 
-    Chan, Golub & LeVeque 1983, Eq. 2.1. Squares about a fixed point would cancel where that is far from the mean.
+    Chan, Golub & LeVeque 1983, Eq. 2.1. Squares about a fixed point would cancel where that is far
+    from the mean.
     """
     added = tl.sum(real.to(h.dtype), 0)
     keep = real[:, None, None]
@@ -177,9 +207,11 @@ def norm_forward(
     GIVEN: tl.constexpr,
     CENTERED: tl.constexpr,
 ):
-    """y = weight (h - mean) / sqrt(moment + eps) + bias, and each program's sums over its real tokens.
+    """y = weight (h - mean) / sqrt(moment + eps) + bias, and each program's sums over its real
+    tokens.
 
-    They are the sums of h^2; if CENTERED, of h and of the squared deviations from the program's mean.
+    They are the sums of h^2; if CENTERED, of h and of the squared deviations from the program's
+    mean.
     """
     C: tl.constexpr = GROUPS * GROUP_SIZE
     group, channel, inside = _channels(GROUPS, GROUP_SIZE, BLOCK_G, BLOCK_K)
@@ -235,7 +267,9 @@ def norm_backward(
     count,  # () ACC, or None: what nu and offset are divided by
     loss_scale,  # (1,) or None: what they are multiplied by
     padding,  # (rows) bool, or None: all tokens are real
-    partials,  # slots 0: dy (h - mean), 1: dy; with padding 2, 3: of real tokens; then a 0; written. None: only dx
+    # slots 0: dy (h - mean), 1: dy; with padding 2, 3: of real tokens; then a 0; written. None:
+    # only dx
+    partials,
     rows,
     inner,  # as in norm_forward, and so are the strides
     dy_outer,
@@ -269,7 +303,11 @@ def norm_backward(
         if moment is not None:
             divisor2 = _vector(moment, channel, inside, 1.0, ACC) + EPS
             divisor = _sqrt(divisor2)
-            scale, slope, shift = _divide(scale, divisor), _divide(slope, divisor2), _divide(shift, divisor)
+            scale, slope, shift = (
+                _divide(scale, divisor),
+                _divide(slope, divisor2),
+                _divide(shift, divisor),
+            )
     products, plain = tl.zeros([BLOCK_G, BLOCK_K], ACC), tl.zeros([BLOCK_G, BLOCK_K], ACC)
     real_products, real_plain = tl.zeros([BLOCK_G, BLOCK_K], ACC), tl.zeros([BLOCK_G, BLOCK_K], ACC)
     for start in range(tl.program_id(0) * BLOCK_N, rows, tl.num_programs(0) * BLOCK_N):
@@ -315,7 +353,9 @@ def norm_backward(
 
 @triton.jit
 def _stat(stats, number: tl.constexpr, rows, row, group, GROUPS: tl.constexpr):
-    """Where one of the three statistics of each token and group of a tile lies, (BLOCK_N, BLOCK_G)."""
+    """Where one of the three statistics of each token and group of a tile lies, (BLOCK_N,
+    BLOCK_G).
+    """
     return stats + (number * rows.to(tl.int64) + row)[:, None] * GROUPS + group[None, :]
 
 
@@ -362,7 +402,9 @@ def standardize(
         second = tl.sum(z * z, 2) / GROUP_SIZE * SQUARE_FACTOR + EPS_IN_ROOT
         root = _sqrt(tl.where(second < TINY, TINY, second))  # unlike tl.maximum, this keeps NaN
         divisor = root + EPS_OUTSIDE
-        share = tl.where((second > TINY) & (divisor >= MIN_DIVISOR), SQUARE_FACTOR * divisor / root, 0.0)
+        share = tl.where(
+            (second > TINY) & (divisor >= MIN_DIVISOR), SQUARE_FACTOR * divisor / root, 0.0
+        )
         inverse = 1.0 / tl.where(divisor < MIN_DIVISOR, MIN_DIVISOR, divisor)
         group_exists = valid[:, None] & (group < GROUPS)[None, :]
         tl.store(_stat(stats, 0, rows, row, group, GROUPS), mean, mask=group_exists)
@@ -402,7 +444,10 @@ def standardize_gradient(
     THROUGH_MEAN: tl.constexpr,
     THROUGH_DIVISOR: tl.constexpr,
 ):
-    """dx through the statistics of each group of a token, and each program's sums over its tokens."""
+    """dx through the statistics of each group of a token,
+
+    and each program's sums over its tokens.
+    """
     C: tl.constexpr = GROUPS * GROUP_SIZE
     group, channel, inside = _channels(GROUPS, GROUP_SIZE, BLOCK_G, BLOCK_K)
     scale = _vector(weight, channel, inside, 1.0, ACC)
@@ -415,7 +460,9 @@ def standardize_gradient(
         grad = _read(dy, row, channel, exists, inner, dy_outer, dy_inner, C, ACC)
         h = _read(x, row, channel, exists, inner, x_outer, x_inner, C, ACC)
         mean = tl.load(_stat(stats, 0, rows, row, group, GROUPS), mask=group_exists, other=0.0)
-        inverse = tl.load(_stat(stats, 1, rows, row, group, GROUPS), mask=group_exists, other=0.0)[:, :, None]
+        inverse = tl.load(_stat(stats, 1, rows, row, group, GROUPS), mask=group_exists, other=0.0)[
+            :, :, None
+        ]
         z = tl.where(_unused(grad), 0.0, (h - mean[:, :, None]) * inverse)
         curve = GAIN + GAIN_SLOPE * z
         if partials is not None:
@@ -427,7 +474,9 @@ def standardize_gradient(
             if THROUGH_MEAN:
                 through = through - (tl.sum(dz, 2) / GROUP_SIZE)[:, :, None]
             if THROUGH_DIVISOR:
-                share = tl.load(_stat(stats, 2, rows, row, group, GROUPS), mask=group_exists, other=0.0)
+                share = tl.load(
+                    _stat(stats, 2, rows, row, group, GROUPS), mask=group_exists, other=0.0
+                )
                 through = through - z * (share * (tl.sum(dz * z, 2) / GROUP_SIZE))[:, :, None]
             through = tl.where(_unused(grad), 0.0, through * inverse)
             tl.store(dx + _offsets(row, channel, C), through.to(dx.dtype.element_ty), mask=exists)
@@ -438,8 +487,9 @@ def standardize_gradient(
 
 @triton.jit
 def _tanh(value):
-    """tanh. Near 0, where the formula by exp cancels, it is Lambert's x / (1 + x^2 / (3 + x^2 / (5 + ...))) up to 13,
-    which is 2e-16 off there at most."""
+    """tanh. Near 0, where the formula by exp cancels, it is Lambert's x / (1 + x^2 / (3 + x^2 / (5
+    + ...))) up to 13, which is 2e-16 off there at most.
+    """
     size = tl.abs(value)
     near = size < 0.5
     square = tl.where(near, value * value, 0.0)
@@ -504,7 +554,8 @@ def squash_gradient(
     weight,  # (C,) or None
     alpha,  # (1,)
     shift,  # (1,) or None
-    partials,  # slots 0: dy f, 1: dy; numbers: weight dy f' x, and weight dy f'; written. None: only dx
+    # slots 0: dy f, 1: dy; numbers: weight dy f' x, and weight dy f'; written. None: only dx
+    partials,
     rows,
     inner,  # as in norm_backward
     dy_outer,
@@ -542,7 +593,11 @@ def squash_gradient(
             stretched += tl.sum(dh * h, 0)
             shifted += tl.sum(dh, 0)
         if dx is not None:
-            tl.store(dx + _offsets(row, channel, C), (dh * scale[None, :, :]).to(dx.dtype.element_ty), mask=exists)
+            tl.store(
+                dx + _offsets(row, channel, C),
+                (dh * scale[None, :, :]).to(dx.dtype.element_ty),
+                mask=exists,
+            )
     if partials is not None:
         _write_partial(partials, 0, channel, inside, products, C)
         _write_partial(partials, 1, channel, inside, plain, C)
@@ -553,11 +608,21 @@ def squash_gradient(
         tl.store(numbers + tl.num_programs(0), tl.sum(tl.sum(shifted, 1), 0))
 
 
-# The sums that the programs of a pass have left, added up for BLOCK_C channels, BLOCK_P programs at a time.
+# The sums that the programs of a pass have left, added up for BLOCK_C channels, BLOCK_P programs at
+# a time.
 
 
 @triton.jit
-def _total(partials, slot, channel, inside, programs, C: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr):
+def _total(
+    partials,
+    slot,
+    channel,
+    inside,
+    programs,
+    C: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
     """The sum of a slot over all programs, (BLOCK_C,)."""
     total = tl.zeros([BLOCK_P, BLOCK_C], partials.dtype.element_ty)
     for start in range(0, programs, BLOCK_P):
@@ -599,7 +664,8 @@ def finish_moments(
     squares = _total(partials, 0, channel, inside, programs, C, BLOCK_P, BLOCK_C)
     if mean is not None:
         center = _total(partials, 1, channel, inside, programs, C, BLOCK_P, BLOCK_C) / divisor
-        between = tl.zeros([BLOCK_P, BLOCK_C], ACC)  # n_p (mean_p - mean)^2: Chan's formula for all programs at once
+        # n_p (mean_p - mean)^2: Chan's formula for all programs at once
+        between = tl.zeros([BLOCK_P, BLOCK_C], ACC)
         for start in range(0, programs, BLOCK_P):
             program = start + tl.arange(0, BLOCK_P)
             added = tl.load(counts + program, mask=program < programs, other=0.0)[:, None]
@@ -638,8 +704,9 @@ def _finished(
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Write the sums of a slot over all tokens, ``parameters`` (2, C) of any type; returns ``products``, over the real
-    ones and over the loss scale."""
+    """Write the sums of a slot over all tokens, ``parameters`` (2, C) of any type; returns
+    ``products``, over the real ones and over the loss scale.
+    """
     over_all = _total(partials, slot, channel, inside, programs, C, BLOCK_P, BLOCK_C)
     over_real = over_all
     if MASKED:
@@ -647,9 +714,15 @@ def _finished(
     parameter = _divide(over_all, divisor)
     if parameters.dtype.element_ty.primitive_bitwidth == 16:
         parameter = parameter.to(tl.float32)  # not every triton rounds float64 to these
-    tl.store(parameters + slot * C + channel, parameter.to(parameters.dtype.element_ty), mask=inside)
+    tl.store(
+        parameters + slot * C + channel, parameter.to(parameters.dtype.element_ty), mask=inside
+    )
     over_real = _divide(over_real, divisor) * _vector(weight, channel, inside, 1.0, over_real.dtype)
-    return over_real if loss_scale is None else _divide(over_real, tl.load(loss_scale).to(over_real.dtype))
+    return (
+        over_real
+        if loss_scale is None
+        else _divide(over_real, tl.load(loss_scale).to(over_real.dtype))
+    )
 
 
 @triton.jit(do_not_specialize=["programs"])
@@ -668,23 +741,41 @@ def finish_gradient_sums(
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """The gradients of weight and bias and their parts from the real tokens; the second axis of the grid is the row."""
+    """The gradients of weight and bias and their parts from the real tokens;
+
+    the second axis of the grid is the row.
+    """
     ACC: tl.constexpr = partials.dtype.element_ty
     channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = channel < C
     slot = tl.program_id(1)
     divisor = tl.where(slot == 0, _divisor(moment, channel, inside, EPS, ACC), 1.0)
     product = _finished(
-        partials, slot, weight, divisor, loss_scale, parameters, channel, inside, programs, C, MASKED, BLOCK_P, BLOCK_C
+        partials,
+        slot,
+        weight,
+        divisor,
+        loss_scale,
+        parameters,
+        channel,
+        inside,
+        programs,
+        C,
+        MASKED,
+        BLOCK_P,
+        BLOCK_C,
     )
     if products is not None:
         tl.store(products + slot * C + channel, product, mask=inside)
     if scalars is not None:
         numbers = partials + (2 * C + slot) * programs.to(tl.int64)
-        tl.store(scalars + slot, _total_number(numbers, programs, BLOCK_P), mask=tl.program_id(0) == 0)
+        tl.store(
+            scalars + slot, _total_number(numbers, programs, BLOCK_P), mask=tl.program_id(0) == 0
+        )
 
 
-# The state after a batch. One program moves all channels, because one number that is not finite keeps the batch out.
+# The state after a batch. One program moves all channels, because one number that is not finite
+# keeps the batch out.
 
 
 @triton.jit
@@ -777,7 +868,9 @@ def running_average_(
 def _gamma(batch_psi2, used_psi2, channel, inside, EPS: tl.constexpr):
     """psi_B^2 and Gamma."""
     batch = tl.load(batch_psi2 + channel, mask=inside, other=0.0)
-    return batch, _divide(batch, tl.load(used_psi2 + channel, mask=inside, other=1.0).to(batch.dtype) + EPS)
+    return batch, _divide(
+        batch, tl.load(used_psi2 + channel, mask=inside, other=1.0).to(batch.dtype) + EPS
+    )
 
 
 @triton.jit
@@ -808,7 +901,9 @@ def _move_power(
         tl.store(psi2 + channel, (old + share * (batch - old)).to(tl.float32), mask=moves)
         if HAS_GRADIENT:
             old = tl.load(nu + channel, mask=moves, other=0.0)
-            product = tl.load(products + channel, mask=moves, other=0.0, cache_modifier=".cg").to(batch.dtype)
+            product = tl.load(products + channel, mask=moves, other=0.0, cache_modifier=".cg").to(
+                batch.dtype
+            )
             lambda_ = _divide(product, tl.maximum(tokens, 1.0).to(batch.dtype))
             moved = old * tl.maximum(1.0 - SHARE_BWD * gamma, 0.0) + SHARE_BWD * lambda_
             tl.store(nu + channel, moved.to(tl.float32), mask=moves)
@@ -830,7 +925,9 @@ def power_update_(
     used_psi2,  # (C,), psi^2 under D
     products,  # (2, C); None with partials
     count,  # ()
-    partials,  # of norm_backward, and room for 3 numbers of each program of this kernel and one a channel; or None
+    # of norm_backward, and room for 3 numbers of each program of this kernel and one a channel; or
+    # None
+    partials,
     weight,  # (C,), or None
     loss_scale,  # (1,), or None
     parameters,  # (2, C), written with partials
@@ -849,8 +946,8 @@ def power_update_(
 ):
     """The operator of this name; the shares are 1 - alpha.
 
-    With ``partials`` each program adds up the sums of BLOCK_C channels, as finish_gradient_sums; the one that comes
-    last moves the state. Without there is one program.
+    With ``partials`` each program adds up the sums of BLOCK_C channels, as finish_gradient_sums;
+    the one that comes last moves the state. Without there is one program.
     """
     ACC: tl.constexpr = batch_psi2.dtype.element_ty
     tokens = tl.load(count)
@@ -871,15 +968,27 @@ def power_update_(
             else:
                 divisor = _divisor(used_psi2 if row == 0 else None, channel, inside, EPS, ACC)
                 product = _finished(
-                    partials, row, weight, divisor, loss_scale, parameters, channel, inside, programs,
-                    C, MASKED, BLOCK_P, BLOCK_C,
-                )  # fmt: skip
+                    partials,
+                    row,
+                    weight,
+                    divisor,
+                    loss_scale,
+                    parameters,
+                    channel,
+                    inside,
+                    programs,
+                    C,
+                    MASKED,
+                    BLOCK_P,
+                    BLOCK_C,
+                )
                 if row == 0:
                     tl.store(products + channel, product, mask=inside)
             counted &= _all_finite(product)
         if diagnostics is not None:
             distance += _distance(tl.load(psi2 + channel, mask=inside, other=1.0), batch, inside)
-            not_numbers = tl.sum(tl.where(gamma == gamma, 0.0, gamma), 0)  # which the maximum leaves out
+            # which the maximum leaves out
+            not_numbers = tl.sum(tl.where(gamma == gamma, 0.0, gamma), 0)
             largest = tl.maximum(largest, tl.max(gamma, 0)) + not_numbers
     last = tl.num_programs(0) == 1
     if partials is not None:
@@ -888,7 +997,9 @@ def power_update_(
         tl.store(notes + tl.num_programs(0) + place, distance.to(ACC))
         tl.store(notes + 2 * tl.num_programs(0) + place, largest)
         tl.debug_barrier()
-        number = tl.atomic_add(arrived.to(tl.pointer_type(tl.int32), bitcast=True), 1, sem="acq_rel")
+        number = tl.atomic_add(
+            arrived.to(tl.pointer_type(tl.int32), bitcast=True), 1, sem="acq_rel"
+        )
         last = number == tl.num_programs(0) - 1
     if last:
         if partials is not None:
@@ -897,19 +1008,38 @@ def power_update_(
             of_all = notes + program
             counted = tl.min(tl.load(of_all, mask=valid, other=1.0, cache_modifier=".cg"), 0) > 0
             of_all += tl.num_programs(0)
-            distance = tl.sum(tl.load(of_all, mask=valid, other=0.0, cache_modifier=".cg"), 0).to(tl.float32)
+            distance = tl.sum(tl.load(of_all, mask=valid, other=0.0, cache_modifier=".cg"), 0).to(
+                tl.float32
+            )
             of_all += tl.num_programs(0)
             gammas = tl.load(of_all, mask=valid, other=0.0, cache_modifier=".cg")
             largest = tl.max(gammas, 0) + tl.sum(tl.where(gammas == gammas, 0.0, gammas), 0)
         _move_power(
-            psi2, nu, num_batches, diagnostics, batch_psi2, used_psi2, products, tokens, share, counted, distance,
-            largest, EPS, SHARE_BWD, HAS_GRADIENT, C, BLOCK_S,
-        )  # fmt: skip
+            psi2,
+            nu,
+            num_batches,
+            diagnostics,
+            batch_psi2,
+            used_psi2,
+            products,
+            tokens,
+            share,
+            counted,
+            distance,
+            largest,
+            EPS,
+            SHARE_BWD,
+            HAS_GRADIENT,
+            C,
+            BLOCK_S,
+        )
 
 
 @triton.jit
 def _window_means(window, own, row, channel, inside, M: tl.constexpr, C: tl.constexpr):
-    """Means over the ring buffer ``window`` (M, C) with ``own`` in a row: of the values, and of their logarithms."""
+    """Means over the ring buffer ``window`` (M, C) with ``own`` in a row: of the values, and of
+    their logarithms.
+    """
     plain, logarithms = tl.zeros(own.shape, own.dtype), tl.zeros(own.shape, own.dtype)
     for number in range(M):
         value = tl.load(window + number * C + channel, mask=inside, other=1.0).to(own.dtype)
@@ -952,17 +1082,23 @@ def window_statistics(
         total, squares, excess = tl.zeros([], ACC), tl.zeros([], ACC), tl.zeros([], ACC)
         for start in range(0, M * C, BLOCK_C):
             place = start + tl.arange(0, BLOCK_C)
-            total += tl.sum(tl.sqrt(tl.load(psi2_window + place, mask=place < M * C, other=0.0).to(ACC)), 0)
+            total += tl.sum(
+                tl.sqrt(tl.load(psi2_window + place, mask=place < M * C, other=0.0).to(ACC)), 0
+            )
         for start in range(0, M * C, BLOCK_C):
             place = start + tl.arange(0, BLOCK_C)
-            root = tl.sqrt(tl.load(psi2_window + place, mask=place < M * C, other=0.0).to(ACC)) - total / (M * C)
+            root = tl.sqrt(
+                tl.load(psi2_window + place, mask=place < M * C, other=0.0).to(ACC)
+            ) - total / (M * C)
             squares += tl.sum(tl.where(place < M * C, root * root, 0.0), 0)
         for start in range(0, C, BLOCK_C):
             channel = start + tl.arange(0, BLOCK_C)
             inside = channel < C
             own = tl.load(batch_psi2 + channel, mask=inside, other=1.0)
             plain, logarithms = _window_means(psi2_window, own, row, channel, inside, M, C)
-            excess = tl.maximum(excess, tl.max(tl.where(inside, plain - tl.exp(logarithms), 0.0), 0))
+            excess = tl.maximum(
+                excess, tl.max(tl.where(inside, plain - tl.exp(logarithms), 0.0), 0)
+            )
         skip = (early == 0) & (excess > squares / (M * C - 1) * M)
     for start in range(0, C, BLOCK_C):
         channel = start + tl.arange(0, BLOCK_C)
@@ -973,7 +1109,8 @@ def window_statistics(
         used = tl.where(early | skip, own, average)
         running = tl.load(running_psi2 + channel, mask=inside, other=1.0).to(ACC)
         ratio = _sqrt(_divide(used + EPS, running + EPS))
-        ratio = tl.where(ratio < 0.2, 0.2, tl.where(ratio > 5.0, 5.0, ratio))  # unlike tl.clamp, this keeps NaN
+        # unlike tl.clamp, this keeps NaN
+        ratio = tl.where(ratio < 0.2, 0.2, tl.where(ratio > 5.0, 5.0, ratio))
         ratio = tl.where(skip | (updates + 1 <= RATIO_WARMUP), 1.0, ratio).to(ACC)
         tl.store(psi2 + channel, used, mask=inside)
         tl.store(gain + channel, ratio * _vector(weight, channel, inside, 1.0, ACC), mask=inside)
@@ -983,7 +1120,15 @@ def window_statistics(
 
 @triton.jit
 def _window_step(
-    products, counted_tokens, seen_lambda, seen_row, alone, channel, inside, M: tl.constexpr, C: tl.constexpr
+    products,
+    counted_tokens,
+    seen_lambda,
+    seen_row,
+    alone,
+    channel,
+    inside,
+    M: tl.constexpr,
+    C: tl.constexpr,
 ):
     """lambda_B, and the mean of lambda over the window; ``alone``: that of this step."""
     own = tl.load(products + channel, mask=inside, other=0.0)
@@ -1042,7 +1187,9 @@ def window_update_(
         for row in tl.static_range(2):
             counted &= _all_finite(tl.load(products + row * C + channel, mask=inside, other=0.0))
         if diagnostics is not None:
-            distance += _distance(tl.load(running_psi2 + channel, mask=inside, other=1.0), batch, inside)
+            distance += _distance(
+                tl.load(running_psi2 + channel, mask=inside, other=1.0), batch, inside
+            )
     written = (batches + 1) % M * C
     for start in range(0, C, BLOCK_C):
         channel = start + tl.arange(0, BLOCK_C)
@@ -1060,7 +1207,11 @@ def window_update_(
             if nu is not None:
                 old = tl.load(nu + channel, mask=moves, other=0.0)
                 entering = tl.where(skip, old, own)
-                tl.store(nu + channel, ((1.0 - SHARE_BWD) * old + SHARE_BWD * average).to(tl.float32), mask=moves)
+                tl.store(
+                    nu + channel,
+                    ((1.0 - SHARE_BWD) * old + SHARE_BWD * average).to(tl.float32),
+                    mask=moves,
+                )
             tl.store(lambda_window + written + channel, entering.to(tl.float32), mask=moves)
     if diagnostics is not None:
         _note(diagnostics, distance, tokens > 0, counted, C)

@@ -1,4 +1,5 @@
-"""What ``--user-dir`` loads: the models with these norms, their architectures and tasks, and the patches of fairseq.
+"""What ``--user-dir`` loads: the models with these norms, their architectures and tasks, and the
+patches of fairseq.
 
 Importing it registers all of them, whether fairseq was imported before or not.
 """

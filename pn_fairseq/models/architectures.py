@@ -29,23 +29,44 @@ def _defaults(args, **values) -> None:
 
 
 def _tiny(args):
-    _defaults(args, encoder_embed_dim=128, encoder_ffn_embed_dim=256, encoder_attention_heads=4, encoder_layers=3)
+    _defaults(
+        args,
+        encoder_embed_dim=128,
+        encoder_ffn_embed_dim=256,
+        encoder_attention_heads=4,
+        encoder_layers=3,
+    )
     _defaults(args, decoder_attention_heads=4, decoder_layers=3)
     base_architecture(args)
 
 
 #: Name of a size -> the function that fills in its defaults. The big one is tensor2tensor's.
-SIZES = {"iwslt": transformer_iwslt_de_en, "wmt_en_de_big": transformer_wmt_en_de_big_t2t, "tiny": _tiny}
+SIZES = {
+    "iwslt": transformer_iwslt_de_en,
+    "wmt_en_de_big": transformer_wmt_en_de_big_t2t,
+    "tiny": _tiny,
+}
 
 
 def _lm_tiny(args):
-    _defaults(args, decoder_embed_dim=128, decoder_ffn_embed_dim=512, decoder_attention_heads=4, decoder_layers=3)
+    _defaults(
+        args,
+        decoder_embed_dim=128,
+        decoder_ffn_embed_dim=512,
+        decoder_attention_heads=4,
+        decoder_layers=3,
+    )
     _defaults(args, share_decoder_input_output_embed=True)
     base_lm_architecture(args)
 
 
-#: The same for ``transformer_lm_pn``. The last one is that of Baevski & Auli (2019), with fairseq's name for it.
-LM_SIZES = {"tiny": _lm_tiny, "base": base_lm_architecture, "wiki103": transformer_lm_baevski_wiki103}
+#: The same for ``transformer_lm_pn``. The last one is that of Baevski & Auli (2019), with fairseq's
+#: name for it.
+LM_SIZES = {
+    "tiny": _lm_tiny,
+    "base": base_lm_architecture,
+    "wiki103": transformer_lm_baevski_wiki103,
+}
 
 
 def _tensorized_tiny(args):
@@ -56,8 +77,17 @@ def _tensorized_tiny(args):
 
 def _tensorized_ptb(args):
     """The settings of run_ptb.sh in the authors' code, but for the place of the norms."""
-    _defaults(args, decoder_embed_dim=256, decoder_ffn_embed_dim=2100, decoder_layers=3, core_rank=40, cores=1)
-    _defaults(args, dropout=0.3, post_norm=False, decoder_final_norm=False, adaptive_softmax_cutoff="")
+    _defaults(
+        args,
+        decoder_embed_dim=256,
+        decoder_ffn_embed_dim=2100,
+        decoder_layers=3,
+        core_rank=40,
+        cores=1,
+    )
+    _defaults(
+        args, dropout=0.3, post_norm=False, decoder_final_norm=False, adaptive_softmax_cutoff=""
+    )
     _defaults(args, core_softmax=True, tensorized_unmasked=False, activation_dropout=args.dropout)
     _defaults(args, checkpoint_activations=False, offload_activations=False)
     _defaults(args, min_params_to_wrap=DEFAULT_MIN_PARAMS_TO_WRAP)
@@ -83,7 +113,8 @@ def _decoder_alone(args, norm: str, size) -> None:
     size(args)
 
 
-#: Model -> the stem of its architectures' names, what fills them in, its sizes and the size of the model's own name.
+#: Model -> the stem of its architectures' names, what fills them in, its sizes and the size of the
+#: model's own name.
 MODELS = {
     "transformer_pn": ("transformer", _pre_norm, SIZES, base_architecture),
     "transformer_lm_pn": ("transformer_lm", _decoder_alone, LM_SIZES, base_lm_architecture),
@@ -93,6 +124,8 @@ MODELS = {
 for _model, (_stem, _fill, _sizes, _own_size) in MODELS.items():
     _all = {_model: ("power", _own_size)}
     for _norm, _entry in NORMS.items():
-        _all |= {f"{_stem}_{_entry.short}_{_name}": (_norm, _size) for _name, _size in _sizes.items()}
+        _all |= {
+            f"{_stem}_{_entry.short}_{_name}": (_norm, _size) for _name, _size in _sizes.items()
+        }
     for _name, (_norm, _size) in _all.items():
         register_model_architecture(_model, _name)(partial(_fill, norm=_norm, size=_size))

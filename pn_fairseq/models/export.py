@@ -1,4 +1,6 @@
-"""A trained ``transformer_pn`` as two graphs that need neither fairseq nor this package: encoder, and decoder step."""
+"""A trained ``transformer_pn`` as two graphs that need neither fairseq nor this package:
+encoder, and decoder step.
+"""
 
 from __future__ import annotations
 
@@ -30,17 +32,24 @@ class Positions(nn.Module):
         tokens = torch.full((1, length + 1), self.padding_idx + 1)
         tokens[0, 0] = self.padding_idx
         rows = embedding(tokens)[0].detach()
-        self.register_buffer("table", torch.cat([rows.new_zeros(self.padding_idx, rows.size(1)), rows]))
+        self.register_buffer(
+            "table", torch.cat([rows.new_zeros(self.padding_idx, rows.size(1)), rows])
+        )
 
     def forward(self, tokens: Tensor, incremental_state: dict | None = None) -> Tensor:
         if incremental_state is not None:
-            return self.table.narrow(0, self.padding_idx + tokens.size(1), 1).expand(tokens.size(0), 1, -1)
+            return self.table.narrow(0, self.padding_idx + tokens.size(1), 1).expand(
+                tokens.size(0), 1, -1
+            )
         real = tokens.ne(self.padding_idx).long()
         return nn.functional.embedding(real.cumsum(1) * real + self.padding_idx, self.table)
 
 
 class EncoderGraph(nn.Module):
-    """The encoder, and the keys and values that the attention of each decoder layer makes of its output."""
+    """The encoder,
+
+    and the keys and values that the attention of each decoder layer makes of its output.
+    """
 
     def __init__(self, model: TransformerPNModel):
         super().__init__()
@@ -48,15 +57,22 @@ class EncoderGraph(nn.Module):
         self.attentions = nn.ModuleList(layer.encoder_attn for layer in model.decoder.layers)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``tokens`` (B, T) int64. Keys and values (layers, B, heads, T, C / heads); padding (B, T), True = padding."""
+        """``tokens`` (B, T) int64.
+
+        Keys and values (layers, B, heads, T, C / heads); padding (B, T), True = padding.
+        """
         result = self.encoder.forward_scriptable(tokens)
         memory = result["encoder_out"][0]
 
         def heads(projected: Tensor, attention: nn.Module) -> Tensor:
-            return projected.unflatten(2, (attention.num_heads, attention.head_dim)).permute(1, 2, 0, 3)
+            return projected.unflatten(2, (attention.num_heads, attention.head_dim)).permute(
+                1, 2, 0, 3
+            )
 
         keys, values = (
-            torch.stack([heads(getattr(layer, name)(memory), layer) for layer in self.attentions]).contiguous()
+            torch.stack(
+                [heads(getattr(layer, name)(memory), layer) for layer in self.attentions]
+            ).contiguous()
             for name in ("k_proj", "v_proj")
         )
         return keys, values, result["encoder_padding_mask"][0]
@@ -78,44 +94,64 @@ class DecoderGraph(nn.Module):
         keys: Tensor,
         values: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """``token`` (B, 1), the last one of each prefix; ``keys``, ``values`` (layers, B, heads, t, C / heads) of the t
-        tokens before it, t >= 0. Logits (B, V) of the next token; keys and values of t + 1 tokens."""
-        prefix = torch.cat([token.new_zeros(token.size(0), keys.size(3)), token], 1)  # only its length counts
+        """``token`` (B, 1), the last one of each prefix; ``keys``, ``values`` (layers, B, heads, t,
+        C / heads) of the t tokens before it, t >= 0. Logits (B, V) of the next token; keys and
+        values of t + 1 tokens.
+        """
+        # only its length counts
+        prefix = torch.cat([token.new_zeros(token.size(0), keys.size(3)), token], 1)
         state: dict = {}
         for layer, memory_key, memory_value, key, value in zip(
             self.decoder.layers, memory_keys, memory_values, keys, values, strict=True
         ):
-            of_memory = {"prev_key": memory_key, "prev_value": memory_value, "prev_key_padding_mask": padding}
+            of_memory = {
+                "prev_key": memory_key,
+                "prev_value": memory_value,
+                "prev_key_padding_mask": padding,
+            }
             layer.encoder_attn._set_input_buffer(state, of_memory)
             layer.self_attn._set_input_buffer(state, {"prev_key": key, "prev_value": value})
         memory = memory_keys[0].permute(2, 0, 1, 3).flatten(2)  # only its shape counts
-        logits, _ = self.decoder(prefix, {"encoder_out": [memory], "encoder_padding_mask": [padding]}, state)
+        logits, _ = self.decoder(
+            prefix, {"encoder_out": [memory], "encoder_padding_mask": [padding]}, state
+        )
         cached = [layer.self_attn._get_input_buffer(state) for layer in self.decoder.layers]
-        new_keys, new_values = (torch.stack([layer[name] for layer in cached]) for name in ("prev_key", "prev_value"))
+        new_keys, new_values = (
+            torch.stack([layer[name] for layer in cached]) for name in ("prev_key", "prev_value")
+        )
         return logits[:, -1], new_keys, new_values
 
 
 def exportable(state: dict, name: str) -> tuple[TransformerPNModel, TransformerPNModel, str]:
-    """The model of the checkpoint ``state``, the same with positions from a table and folded norms, a line about these.
+    """The model of the checkpoint ``state``, the same with positions from a table and folded norms,
+    a line about these.
 
     Raises:
-        CheckpointError: it is not a checkpoint of ``transformer_pn``, or has something that the graphs have not.
+        CheckpointError: it is not a checkpoint of ``transformer_pn``, or has something that the
+            graphs have not.
     """
     without_checkpointing = {"checkpoint_activations": False, "offload_activations": False}
     settings = changed(model_settings_of(state, name), **without_checkpointing)
     model = model_of(settings, state["model"], name)
     if not isinstance(model, TransformerPNModel):
-        raise CheckpointError(f"{name}: its model is not one of transformer_pn's, which can be exported")
+        raise CheckpointError(
+            f"{name}: its model is not one of transformer_pn's, which can be exported"
+        )
     for lacks, option in (
         (model.decoder.adaptive_softmax is not None, "--adaptive-softmax-cutoff"),
         (any(layer.encoder_attn is None for layer in model.decoder.layers), "--no-cross-attention"),
     ):
         if lacks:
-            raise CheckpointError(f"{name}: a model that was trained with {option} cannot be exported")
+            raise CheckpointError(
+                f"{name}: a model that was trained with {option} cannot be exported"
+            )
     try:
         state, outcomes, _ = fold_checkpoint(state, name)
         settings = changed(model_settings_of(state, name), **without_checkpointing)
-        line = f"{sum('folded into' in outcome for outcome in outcomes)} of {len(outcomes)} norms folded"
+        line = (
+            f"{sum('folded into' in outcome for outcome in outcomes)} of {len(outcomes)} norms "
+            f"folded"
+        )
     except CheckpointError as reason:
         line = f"no norms folded: {reason}"
     folded = model_of(settings, state["model"], name).requires_grad_(False)
@@ -127,7 +163,10 @@ def exportable(state: dict, name: str) -> tuple[TransformerPNModel, TransformerP
 
 @torch.no_grad()
 def export_graphs(model: TransformerPNModel) -> tuple[ExportedProgram, ExportedProgram]:
-    """Encoder and decoder step of a model from :func:`exportable`, for all numbers of sentences and all lengths."""
+    """Encoder and decoder step of a model from :func:`exportable`,
+
+    for all numbers of sentences and all lengths.
+    """
     encoder, decoder = EncoderGraph(model).eval(), DecoderGraph(model).eval()
     tokens = torch.full((3, 5), 4)
     memory = encoder(tokens)
@@ -143,8 +182,12 @@ def export_graphs(model: TransformerPNModel) -> tuple[ExportedProgram, ExportedP
     )
 
 
-def save_onnx(encoder: ExportedProgram, decoder: ExportedProgram, folder: Path) -> tuple[Callable, Callable]:
-    """Write ``encoder.onnx`` and ``decoder.onnx``; both as onnxruntime computes them, functions of tensors."""
+def save_onnx(
+    encoder: ExportedProgram, decoder: ExportedProgram, folder: Path
+) -> tuple[Callable, Callable]:
+    """Write ``encoder.onnx`` and ``decoder.onnx``; both as onnxruntime computes them, functions
+    of tensors.
+    """
     import onnxruntime
 
     def run(session, *inputs: Tensor) -> list[Tensor]:
@@ -155,7 +198,10 @@ def save_onnx(encoder: ExportedProgram, decoder: ExportedProgram, folder: Path) 
     functions, level = [], logging.root.manager.disable
     logging.disable(logging.WARNING)  # onnxscript logs every operator
     try:
-        for name, program, results in (("encoder", encoder, ENCODER_RESULTS), ("decoder", decoder, DECODER_RESULTS)):
+        for name, program, results in (
+            ("encoder", encoder, ENCODER_RESULTS),
+            ("decoder", decoder, DECODER_RESULTS),
+        ):
             file = folder / f"{name}.onnx"
             torch.onnx.export(program, output_names=results, verbose=False).save(file)
             functions.append(partial(run, onnxruntime.InferenceSession(file)))
@@ -164,7 +210,9 @@ def save_onnx(encoder: ExportedProgram, decoder: ExportedProgram, folder: Path) 
     return tuple(functions)
 
 
-def save_pt2(encoder: ExportedProgram, decoder: ExportedProgram, folder: Path) -> tuple[Callable, Callable]:
+def save_pt2(
+    encoder: ExportedProgram, decoder: ExportedProgram, folder: Path
+) -> tuple[Callable, Callable]:
     """Write ``encoder.pt2`` and ``decoder.pt2``; both as torch loads them, functions of tensors."""
     files = folder / "encoder.pt2", folder / "decoder.pt2"
     for file, program in zip(files, (encoder, decoder), strict=True):
@@ -176,7 +224,9 @@ def compare_graphs(model: TransformerPNModel, encoder: Callable, decoder: Callab
     """How far the logits of the two graphs are from those that fairseq computes with ``model``."""
 
     def graphs(src_tokens: Tensor, _, prev_output_tokens: Tensor) -> tuple[Tensor]:
-        """Logits (B, t, V) after each token of the prefixes ``prev_output_tokens`` (B, t), step by step."""
+        """Logits (B, t, V) after each token of the prefixes ``prev_output_tokens`` (B, t), step
+        by step.
+        """
         memory = encoder(src_tokens)
         layers, batch, heads, _, channels = memory[0].shape
         keys = values = torch.zeros(layers, batch, heads, 0, channels)

@@ -1,4 +1,6 @@
-"""Folding the norms of a checkpoint into the projections that follow them: the same function, with less to compute."""
+"""Folding the norms of a checkpoint into the projections that follow them: the same function,
+with less to compute.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +12,23 @@ from torch import Tensor, nn
 
 from pn_fairseq.common.checkpoints import CheckpointError
 from pn_fairseq.models import architectures  # noqa: F401 (registers what is looked up below)
-from pn_fairseq.models.from_checkpoint import changed, model_of, model_settings_of, with_model_settings
+from pn_fairseq.models.from_checkpoint import (
+    changed,
+    model_of,
+    model_settings_of,
+    with_model_settings,
+)
 from pn_fairseq.models.normed_model import FOLDED_MARK
 from pn_fairseq.models.transformer_pn import TransformerPNModel
 from pn_fairseq.norms.base import ChannelNorm, RunningNorm
 from pn_fairseq.norms.fold import folded_linear
 
-#: Accepted difference of logits, as part of the largest logit. Folding in exact arithmetic would change none.
+#: Accepted difference of logits, as part of the largest logit. Folding in exact arithmetic would
+#: change none.
 TOLERANCE = 1e-4
 
-#: Norm of a layer -> the projections of the layer that read it; nothing else does, in a pre-norm transformer.
+#: Norm of a layer -> the projections of the layer that read it; nothing else does, in a pre-norm
+#: transformer.
 _IN_LAYER = {
     "self_attn_layer_norm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "encoder_attn_layer_norm": ("encoder_attn.q_proj",),
@@ -49,7 +58,8 @@ class Difference:
 
     def __str__(self) -> str:
         return (
-            f"maximum logit difference {self.logits:.2g} (largest logit {self.largest:.3g}, random tokens, float32); "
+            f"maximum logit difference {self.logits:.2g} (largest logit {self.largest:.3g}, random "
+            "tokens, float32); "
             f"the same greedy choice at {self.same_choice} of {self.positions} positions"
         )
 
@@ -66,7 +76,9 @@ def projections_after(model: TransformerPNModel) -> dict[str, list[str]]:
             for norm, projections in _IN_LAYER.items():
                 if _folds(getattr(layer, norm, None)):
                     prefix = f"{side}.layers.{number}"
-                    after[f"{prefix}.{norm}"] = [f"{prefix}.{projection}" for projection in projections]
+                    after[f"{prefix}.{norm}"] = [
+                        f"{prefix}.{projection}" for projection in projections
+                    ]
     if _folds(model.encoder.layer_norm):
         after["encoder.layer_norm"] = [
             f"decoder.layers.{number}.encoder_attn.{projection}_proj"
@@ -80,7 +92,8 @@ def projections_after(model: TransformerPNModel) -> dict[str, list[str]]:
 
 
 def fold_weights(model: TransformerPNModel) -> tuple[dict[str, Tensor], set[str]]:
-    """The weights, float64, that differ in the folded form of ``model``, and the names of those that it lacks.
+    """The weights, float64, that differ in the folded form of ``model``, and the names of those
+    that it lacks.
 
     Raises:
         TypeError: a projection is not a plain linear one; the message names it.
@@ -93,18 +106,24 @@ def fold_weights(model: TransformerPNModel) -> tuple[dict[str, Tensor], set[str]
         for projection in projections:
             linear = model.get_submodule(projection)
             if type(linear) is not nn.Linear:
-                raise TypeError(f"{projection} is a {type(linear).__name__} and not a plain linear projection")
+                raise TypeError(
+                    f"{projection} is a {type(linear).__name__} and not a plain linear projection"
+                )
             weight, bias = folded_linear(norm, linear.weight, linear.bias)
             weights[f"{projection}.weight"], weights[f"{projection}.bias"] = weight, bias
     return weights, gone
 
 
 @torch.no_grad()
-def compare(model: nn.Module, other: nn.Module, sentences: int = 16, length: int = 32, seed: int = 0) -> Difference:
-    """Compare the logits of two transformers in evaluation on random sentences, some of them padded.
+def compare(
+    model: nn.Module, other: nn.Module, sentences: int = 16, length: int = 32, seed: int = 0
+) -> Difference:
+    """Compare the logits of two transformers in evaluation on random sentences, some of them
+    padded.
 
-    A sentence has at most ``length`` tokens, drawn from the vocabularies with ``seed``; sources are padded on the left,
-    targets on the right. All real target positions count, each with the tokens before it given.
+    A sentence has at most ``length`` tokens, drawn from the vocabularies with ``seed``; sources are
+    padded on the left, targets on the right. All real target positions count, each with the tokens
+    before it given.
     """
     generator = torch.Generator().manual_seed(seed)
     length = min(length, *model.max_positions())
@@ -122,7 +141,9 @@ def compare(model: nn.Module, other: nn.Module, sentences: int = 16, length: int
     prev, prev_lengths = draw(model.decoder.dictionary)
     real = position < prev_lengths
     prev = prev.masked_fill(~real, model.decoder.padding_idx)
-    first, second = (decode(src, src_lengths.flatten(), prev)[0][real].double() for decode in (model, other))
+    first, second = (
+        decode(src, src_lengths.flatten(), prev)[0][real].double() for decode in (model, other)
+    )
     return Difference(
         logits=(first - second).abs().max().item(),
         largest=first.abs().max().item(),
@@ -134,20 +155,23 @@ def compare(model: nn.Module, other: nn.Module, sentences: int = 16, length: int
 def fold_checkpoint(state: dict, name: str) -> tuple[dict, list[str], Difference]:
     """The checkpoint ``state`` with its norms folded, for decoding.
 
-    Folded weights are computed in float64 and stored in float32 (or what is wider), also in a checkpoint of half
-    precision: the norms' statistics are also float32 in it, and fairseq casts all weights to the precision that it
-    decodes in. The state of the optimizer and a moving average of the weights (``--store-ema``) are left out.
+    Folded weights are computed in float64 and stored in float32 (or what is wider), also in a
+    checkpoint of half precision: the norms' statistics are also float32 in it, and fairseq casts
+    all weights to the precision that it decodes in. The state of the optimizer and a moving average
+    of the weights (``--store-ema``) are left out.
 
     Args:
         state: what :func:`pn_fairseq.common.checkpoints.load_checkpoint` read.
         name: of the checkpoint in error messages.
 
     Returns:
-        The new checkpoint, one line for each norm, and the difference between the logits of the two models.
+        The new checkpoint, one line for each norm, and the difference between the logits of the two
+        models.
 
     Raises:
-        CheckpointError: it is not a checkpoint of ``transformer_pn``, was folded already, has nothing to fold or
-            something that cannot be folded, or its logits change by more than :data:`TOLERANCE` of the largest.
+        CheckpointError: it is not a checkpoint of ``transformer_pn``, was folded already, has
+            nothing to fold or something that cannot be folded, or its logits change by more than
+            :data:`TOLERANCE` of the largest.
     """
     settings = model_settings_of(state, name)
     _check(settings, state, name)
@@ -156,9 +180,13 @@ def fold_checkpoint(state: dict, name: str) -> tuple[dict, list[str], Difference
     for side in ("encoder", "decoder"):
         if not getattr(model, side).placement.folds:
             placement = getattr(settings, f"{side}_norm_placement")
-            raise CheckpointError(f"{name}: {side}_norm_placement={placement}: such norms cannot be folded")
+            raise CheckpointError(
+                f"{name}: {side}_norm_placement={placement}: such norms cannot be folded"
+            )
     after = projections_after(model)
-    norms = {key: module for key, module in model.named_modules() if isinstance(module, ChannelNorm)}
+    norms = {
+        key: module for key, module in model.named_modules() if isinstance(module, ChannelNorm)
+    }
     if not after:
         kinds = ", ".join(sorted({type(norm).__name__ for norm in norms.values()}))
         raise CheckpointError(f"{name}: there is nothing to fold, all of its norms are {kinds}")
@@ -167,32 +195,45 @@ def fold_checkpoint(state: dict, name: str) -> tuple[dict, list[str], Difference
     except TypeError as error:
         raise CheckpointError(f"{name}: cannot be folded, {error}") from error
 
-    weights = {key: file.get(key, value) for key, value in model.state_dict().items() if key not in gone}
+    weights = {
+        key: file.get(key, value) for key, value in model.state_dict().items() if key not in gone
+    }
     for key, value in folded.items():
-        weights[key] = value.to(torch.promote_types(file[key].dtype if key in file else torch.float32, torch.float32))
+        weights[key] = value.to(
+            torch.promote_types(file[key].dtype if key in file else torch.float32, torch.float32)
+        )
     weights[FOLDED_MARK] = torch.ones((), dtype=torch.int64)
     difference = compare(model, model_of(changed(settings, **{FOLDED_MARK: True}), weights, name))
     if not difference.accepted:
         raise CheckpointError(
-            f"{name}: cannot be folded in float32: {difference}; at most {TOLERANCE:g} of the largest logit is accepted"
+            f"{name}: cannot be folded in float32: {difference}; at most {TOLERANCE:g} of the "
+            "largest logit is accepted"
         )
-    return _new_state(state, weights), [_outcome(key, norm, after.get(key)) for key, norm in norms.items()], difference
+    return (
+        _new_state(state, weights),
+        [_outcome(key, norm, after.get(key)) for key, norm in norms.items()],
+        difference,
+    )
 
 
 def _check(settings, state: dict, name: str) -> None:
     arch = getattr(settings, "_name", None) or getattr(settings, "arch", None)
     if not issubclass(ARCH_MODEL_REGISTRY.get(arch, object), TransformerPNModel):
-        raise CheckpointError(f"{name}: its architecture {arch} is not one of transformer_pn's, which can be folded")
+        raise CheckpointError(
+            f"{name}: its architecture {arch} is not one of transformer_pn's, which can be folded"
+        )
     if FOLDED_MARK in state["model"]:
         raise CheckpointError(f"{name}: was folded already")
     if getattr(settings, "quant_noise_scalar", 0):
         raise CheckpointError(
-            f"{name}: decodes with weights rounded to 8 bits (quant_noise_scalar); it cannot be folded"
+            f"{name}: decodes with weights rounded to 8 bits (quant_noise_scalar); it cannot be "
+            "folded"
         )
     for key in ("encoder_layers_to_keep", "decoder_layers_to_keep"):
         if kept := getattr(settings, key, None):
             raise CheckpointError(
-                f"{name}: its settings prune layers ({key} is {kept}); fold the whole model and prune when it decodes"
+                f"{name}: its settings prune layers ({key} is {kept}); fold the whole model and "
+                "prune when it decodes"
             )
 
 
@@ -210,5 +251,7 @@ def _new_state(state: dict, weights: dict[str, Tensor]) -> dict:
     new = {key: value for key, value in state.items() if key != "last_optimizer_state"}
     new["model"] = weights
     if isinstance(new.get("extra_state"), dict):
-        new["extra_state"] = {key: value for key, value in new["extra_state"].items() if not key.startswith("ema")}
+        new["extra_state"] = {
+            key: value for key, value in new["extra_state"].items() if not key.startswith("ema")
+        }
     return with_model_settings(new, **{FOLDED_MARK: True})

@@ -1,4 +1,6 @@
-"""What the tools need to build the model of a checkpoint that they have read: its settings, and dictionaries."""
+"""What the tools need to build the model of a checkpoint that they have read: its settings, and
+dictionaries.
+"""
 
 import copy
 from argparse import Namespace
@@ -23,7 +25,10 @@ def make_dictionary(size: int) -> Dictionary:
 
 
 def task_of(settings, weights: dict[str, Tensor]) -> Namespace:
-    """A task without data, with dictionaries as large as the embeddings in a checkpoint's ``weights``."""
+    """A task without data,
+
+    with dictionaries as large as the embeddings in a checkpoint's ``weights``.
+    """
 
     def dictionary(side: str) -> Dictionary:
         embedding = weights.get(f"{side}.embed_tokens.weight")
@@ -31,11 +36,15 @@ def task_of(settings, weights: dict[str, Tensor]) -> Namespace:
 
     source = dictionary("encoder")
     shared = getattr(settings, "share_all_embeddings", False)
-    return Namespace(source_dictionary=source, target_dictionary=source if shared else dictionary("decoder"))
+    return Namespace(
+        source_dictionary=source, target_dictionary=source if shared else dictionary("decoder")
+    )
 
 
 def changed(settings, **values):
-    """A copy of a model's settings, a Namespace, a node of hydra's or a dict, with other ``values``."""
+    """A copy of a model's settings, a Namespace, a node of hydra's or a dict, with other
+    ``values``.
+    """
     settings = copy.deepcopy(settings)
     if isinstance(settings, dict):
         return {**settings, **values}
@@ -46,7 +55,10 @@ def changed(settings, **values):
 
 
 def with_model_settings(state: dict, **values) -> dict:
-    """The checkpoint ``state`` with other ``values`` in the settings of its model; ``state`` itself is unchanged."""
+    """The checkpoint ``state`` with other ``values`` in the settings of its model;
+
+    ``state`` itself is unchanged.
+    """
     if state.get("args") is not None:
         return {**state, "args": changed(state["args"], **values)}
     cfg = state.get("cfg") or {}
@@ -56,7 +68,10 @@ def with_model_settings(state: dict, **values) -> dict:
 
 
 def with_norm_module(state: dict, norm_module: str | None) -> dict:
-    """The checkpoint ``state`` with another path of the files that register its norms, if one is given."""
+    """The checkpoint ``state`` with another path of the files that register its norms,
+
+    if one is given.
+    """
     return with_model_settings(state, norm_module=norm_module) if norm_module else state
 
 
@@ -69,18 +84,24 @@ def settings_of(state: dict, name: str) -> DictConfig:
     if state.get("args") is not None:
         return convert_namespace_to_omegaconf(state["args"])
     if state.get("cfg") is None:
-        raise CheckpointError(f"{name}: holds no settings (neither cfg nor args), so its model cannot be built")
+        raise CheckpointError(
+            f"{name}: holds no settings (neither cfg nor args), so its model cannot be built"
+        )
     return OmegaConf.create(state["cfg"], flags={"allow_objects": True})
 
 
 def model_settings_of(state: dict, name: str) -> Namespace | DictConfig:
-    """The settings of a checkpoint's model; errors as in :func:`settings_of`, and for what fairseq does not take."""
+    """The settings of a checkpoint's model; errors as in :func:`settings_of`, and for what
+    fairseq does not take.
+    """
     try:
         settings = settings_of(state, name).get("model")
     except CheckpointError:
         raise
     except Exception as error:
-        raise CheckpointError(f"{name}: fairseq does not take its settings ({one_line(error)})") from error
+        raise CheckpointError(
+            f"{name}: fairseq does not take its settings ({one_line(error)})"
+        ) from error
     if settings is None:
         raise CheckpointError(f"{name}: holds no settings of a model")
     return settings
@@ -97,29 +118,37 @@ def model_of(settings: Namespace | DictConfig, weights: dict[str, Tensor], name:
     Raises:
         CheckpointError: the model cannot be built, or the weights do not fit it.
     """
-    # The embeddings are in the file; fairseq would look for the file that they were initialized from.
+    # The embeddings are in the file; fairseq would look for the file that they were initialized
+    # from.
     settings = changed(settings, encoder_embed_path=None, decoder_embed_path=None)
     model = empty_model(settings, weights, name)
     load_weights(model, weights, name)
     return model.eval()
 
 
-def empty_model(settings: Namespace | DictConfig, weights: dict[str, Tensor], name: str) -> nn.Module:
-    """The model for ``weights``, which it does not have yet; arguments and errors as of :func:`model_of`."""
+def empty_model(
+    settings: Namespace | DictConfig, weights: dict[str, Tensor], name: str
+) -> nn.Module:
+    """The model for ``weights``, which it does not have yet; arguments and errors as of
+    :func:`model_of`.
+    """
     try:
         return build_model(settings, task_of(settings, weights), from_checkpoint=True)
     except Exception as error:
         raise CheckpointError(f"{name}: its model cannot be built ({one_line(error)})") from error
 
 
-def load_weights(model: nn.Module, weights: dict[str, Tensor], name: str | PathLike, cfg=None) -> None:
+def load_weights(
+    model: nn.Module, weights: dict[str, Tensor], name: str | PathLike, cfg=None
+) -> None:
     """Load the ``"model"`` of the checkpoint ``name``; ``cfg``: the settings of the model.
 
     Raises:
         CheckpointError: they do not fit the model.
     """
     try:
-        model.load_state_dict(dict(weights), strict=True, model_cfg=cfg)  # a copy: fairseq edits the dict
+        # a copy: fairseq edits the dict
+        model.load_state_dict(dict(weights), strict=True, model_cfg=cfg)
     except Exception as error:  # also of fairseq's conversion of old weights
         raise CheckpointError(f"{name}: {explain_misfit(error) or type(error).__name__}") from error
 

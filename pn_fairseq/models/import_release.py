@@ -1,4 +1,6 @@
-"""Checkpoints of the authors' release (a fork of fairseq 0.8) as checkpoints of ``transformer_pn``."""
+"""Checkpoints of the authors' release (a fork of fairseq 0.8) as checkpoints of
+``transformer_pn``.
+"""
 
 from __future__ import annotations
 
@@ -15,36 +17,42 @@ from pn_fairseq.models import architectures  # noqa: F401 (registers what is loo
 from pn_fairseq.models.from_checkpoint import empty_model, one_line
 from pn_fairseq.norms import NORMS, PowerNormRelease
 
-#: Beginning of an architecture's name in the release -> the size of ours. All other numbers are in the settings.
+#: Beginning of an architecture's name in the release -> the size of ours. All other numbers are in
+#: the settings.
 _SIZES = {"transformer_iwslt_de_en": "iwslt", "transformer_wmt_en_de_big": "wmt_en_de_big"}
 
 #: The norms whose state and place are known, under the same names here.
 _NORMS = ("layer", "power")
 
-#: Our buffers of a PN -> their names in the release, where the statistics are (1, C, 1, 1) and the counter is (1).
+#: Our buffers of a PN -> their names in the release, where the statistics are (1, C, 1, 1) and the
+#: counter is (1).
 _STATISTICS = {"running_psi2": "running_phi", "nu": "ema_gz", "num_batches_tracked": "iters"}
 
 _SIDES = ("encoder", "decoder")
 
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj")  # the order in which fairseq 0.8 stacks them in in_proj
+# the order in which fairseq 0.8 stacks them in in_proj
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
 def import_release(state: dict, name: str, alpha_fwd: float = 0.9, alpha_bwd: float = 0.9) -> dict:
-    """The checkpoint ``state`` of the release in the form in which fairseq loads it with this plugin.
+    """The checkpoint ``state`` of the release in the form in which fairseq loads it with this
+    plugin.
 
     Args:
         state: what :func:`pn_fairseq.common.checkpoints.load_checkpoint` read.
         name: of the checkpoint in error messages.
-        alpha_fwd, alpha_bwd: decays of the statistics in its training. nu is (1 - alpha_bwd) ema_gz.
+        alpha_fwd, alpha_bwd: decays of the statistics in its training. nu is (1 - alpha_bwd)
+            ema_gz.
 
     Returns:
-        ``args``, ``model``, ``optimizer_history`` (the last entry) and ``extra_state`` (epoch, validation loss, our
-        mark). The optimizer's own state is left out: it belongs to parameters in the order of another model.
+        ``args``, ``model``, ``optimizer_history`` (the last entry) and ``extra_state`` (epoch,
+        validation loss, our mark). The optimizer's own state is left out: it belongs to parameters
+        in the order of another model.
 
     Raises:
-        CheckpointError: it is not a checkpoint of the release, has norms that one model here cannot have, or its
-            tensors do not fit the model that its settings describe; tensors that are missing, unknown or of
-            another shape are named.
+        CheckpointError: it is not a checkpoint of the release, has norms that one model here cannot
+            have, or its tensors do not fit the model that its settings describe; tensors that are
+            missing, unknown or of another shape are named.
     """
     args = _convert_settings(state, name, alpha_fwd, alpha_bwd)
     file = _split_projections(state["model"])
@@ -57,38 +65,57 @@ def import_release(state: dict, name: str, alpha_fwd: float = 0.9, alpha_bwd: fl
     imported = {
         "args": args,
         "optimizer_history": history[-1:],
-        "extra_state": {key: extra[key] for key in ("train_iterator", "val_loss", KEY) if key in extra},
+        "extra_state": {
+            key: extra[key] for key in ("train_iterator", "val_loss", KEY) if key in extra
+        },
     }
     try:
-        checkpoint_utils._upgrade_state_dict(copy.deepcopy(imported))  # what fairseq does to the file that it loads
+        # what fairseq does to the file that it loads
+        checkpoint_utils._upgrade_state_dict(copy.deepcopy(imported))
     except Exception as error:
-        raise CheckpointError(f"{name}: fairseq does not take its settings ({one_line(error)})") from error
+        raise CheckpointError(
+            f"{name}: fairseq does not take its settings ({one_line(error)})"
+        ) from error
     return {**imported, "model": weights}
 
 
 def _convert_settings(state: dict, name: str, alpha_fwd: float, alpha_bwd: float) -> Namespace:
     if not isinstance(state.get("args"), Namespace):
-        raise CheckpointError(f"{name}: is not a checkpoint of the authors' release (it holds no args)")
+        raise CheckpointError(
+            f"{name}: is not a checkpoint of the authors' release (it holds no args)"
+        )
     args = Namespace(**vars(state["args"]))
-    # Everything else is checked by the shapes of tensors, which do not depend on the number of heads.
-    wanted = [f"{side}_{what}" for side in _SIDES for what in ("norm_self", "norm_ff", "attention_heads")]
+    # Everything else is checked by the shapes of tensors, which do not depend on the number of
+    # heads.
+    wanted = [
+        f"{side}_{what}" for side in _SIDES for what in ("norm_self", "norm_ff", "attention_heads")
+    ]
     if missing := [key for key in ("arch", *wanted) if getattr(args, key, None) is None]:
         raise CheckpointError(
-            f"{name}: is not a checkpoint of the authors' release ({_counted(missing)} missing in its args)"
+            f"{name}: is not a checkpoint of the authors' release ({_counted(missing)} missing in "
+            "its args)"
         )
-    size = next((size for beginning, size in _SIZES.items() if args.arch.startswith(beginning)), None)
+    size = next(
+        (size for beginning, size in _SIZES.items() if args.arch.startswith(beginning)), None
+    )
     if size is None:
-        raise CheckpointError(f"{name}: unknown architecture {args.arch}; known: {', '.join(f'{b}*' for b in _SIZES)}")
+        raise CheckpointError(
+            f"{name}: unknown architecture {args.arch}; known: {', '.join(f'{b}*' for b in _SIZES)}"
+        )
     settings = vars(args)
     for side in _SIDES:
         norm, ff = settings.pop(f"{side}_norm_self"), settings.pop(f"{side}_norm_ff")
         if norm != ff:
             raise CheckpointError(
-                f"{name}: {side}_norm_self is {norm} and {side}_norm_ff is {ff}; transformer_pn has one norm per side"
+                f"{name}: {side}_norm_self is {norm} and {side}_norm_ff is {ff}; transformer_pn "
+                "has one norm per side"
             )
         if norm not in _NORMS:
-            raise CheckpointError(f"{name}: {side}_norm_self is {norm}; only {' and '.join(_NORMS)} can be imported")
-        # The embeddings are in the file; fairseq would look for the file that they were initialized from.
+            raise CheckpointError(
+                f"{name}: {side}_norm_self is {norm}; only {' and '.join(_NORMS)} can be imported"
+            )
+        # The embeddings are in the file; fairseq would look for the file that they were initialized
+        # from.
         settings |= {f"{side}_norm": norm, f"{side}_embed_path": None}
     args.arch = f"transformer_{NORMS[args.encoder_norm].short}_{size}"
     args.norm_variant = "release"
@@ -100,13 +127,17 @@ def _convert_settings(state: dict, name: str, alpha_fwd: float, alpha_bwd: float
 
 
 def _split_projections(model: dict[str, Tensor]) -> dict[str, Tensor]:
-    """``model`` with ``in_proj_weight`` and ``in_proj_bias`` as q, k and v, as fairseq has had them since 0.9."""
+    """``model`` with ``in_proj_weight`` and ``in_proj_bias`` as q, k and v, as fairseq has had
+    them since 0.9.
+    """
     split = {}
     for key, value in model.items():
         prefix, _, last = key.rpartition(".")
         kind = last.removeprefix("in_proj_")
         targets = [f"{prefix}.{projection}.{kind}" for projection in _PROJECTIONS]
-        stacked = last in ("in_proj_weight", "in_proj_bias") and value.dim() and value.size(0) % 3 == 0
+        stacked = (
+            last in ("in_proj_weight", "in_proj_bias") and value.dim() and value.size(0) % 3 == 0
+        )
         if stacked and not any(target in model for target in targets):
             # Copies: three views would each be saved with the storage of all.
             split.update(zip(targets, (part.clone() for part in value.chunk(3)), strict=True))
@@ -115,7 +146,9 @@ def _split_projections(model: dict[str, Tensor]) -> dict[str, Tensor]:
     return split
 
 
-def _convert_weights(model: nn.Module, file: dict[str, Tensor], alpha_bwd: float, name: str) -> dict[str, Tensor]:
+def _convert_weights(
+    model: nn.Module, file: dict[str, Tensor], alpha_bwd: float, name: str
+) -> dict[str, Tensor]:
     expected = model.state_dict()
     theirs = _names_in_release(model, file)
     # fairseq 0.8 saves one unused number for sinusoidal positions.
@@ -132,14 +165,18 @@ def _convert_weights(model: nn.Module, file: dict[str, Tensor], alpha_bwd: float
     }
     if any(problems.values()):
         text = "; ".join(f"{_counted(items)} {kind}" for kind, items in problems.items() if items)
-        raise CheckpointError(f"{name}: its tensors do not fit the model that its args describe: {text}")
+        raise CheckpointError(
+            f"{name}: its tensors do not fit the model that its args describe: {text}"
+        )
 
     weights = {}
     for ours, old in theirs.items():
         value = file[old]
         if old.endswith((".running_phi", ".ema_gz")):
             value = value.flatten().to(torch.float64)
-            value = ((1.0 - alpha_bwd) * value if old.endswith(".ema_gz") else value).to(torch.float32)
+            value = ((1.0 - alpha_bwd) * value if old.endswith(".ema_gz") else value).to(
+                torch.float32
+            )
         elif old.endswith(".iters"):
             value = value.flatten()[0].to(torch.int64)
         elif old.endswith(".version") and value.item() < 3:
@@ -154,8 +191,11 @@ def _names_in_release(model: nn.Module, file: dict[str, Tensor]) -> dict[str, st
     names = {key: key for key in model.state_dict()}
     for prefix, module in model.named_modules():
         if isinstance(module, PowerNormRelease):
-            names.update((f"{prefix}.{ours}", f"{prefix}.{old}") for ours, old in _STATISTICS.items())
-    # A module of its own since 0.9; before, a bare parameter, or nothing if the embeddings are shared.
+            names.update(
+                (f"{prefix}.{ours}", f"{prefix}.{old}") for ours, old in _STATISTICS.items()
+            )
+    # A module of its own since 0.9; before, a bare parameter, or nothing if the embeddings are
+    # shared.
     output = "decoder.output_projection.weight"
     if output in names and output not in file:
         shared = model.decoder.output_projection.weight is model.decoder.embed_tokens.weight
@@ -169,14 +209,17 @@ def _release_shape(ours: str, old: str, shape: torch.Size) -> tuple[int, ...]:
     return (1, shape[0], 1, 1) if len(shape) else (1,)
 
 
-def _check_ties(model: nn.Module, weights: dict[str, Tensor], theirs: dict[str, str], name: str) -> None:
+def _check_ties(
+    model: nn.Module, weights: dict[str, Tensor], theirs: dict[str, str], name: str
+) -> None:
     """What the model shares has to be the same in the file."""
     first: dict[int, str] = {}
     for key, parameter in model.named_parameters(remove_duplicate=False):
         shared = first.setdefault(id(parameter), key)
         if key != shared and not torch.equal(weights[key], weights[shared]):
             raise CheckpointError(
-                f"{name}: {theirs[key]} and {theirs[shared]} differ, though its args say that they are shared"
+                f"{name}: {theirs[key]} and {theirs[shared]} differ, though its args say that they "
+                "are shared"
             )
         weights[key] = weights[shared]
 

@@ -1,7 +1,8 @@
 """``--init-seed`` and ``--attention-init``: how the initial weights of a model are drawn.
 
-fairseq's ``--seed`` decides the initial weights, the order of the batches and dropout. With ``--init-seed`` it decides
-the order of the batches and dropout only. ``--init-seed N --seed N`` is the same training as ``--seed N``.
+fairseq's ``--seed`` decides the initial weights, the order of the batches and dropout. With
+``--init-seed`` it decides the order of the batches and dropout only. ``--init-seed N --seed N`` is
+the same training as ``--seed N``.
 """
 
 import argparse
@@ -18,18 +19,27 @@ ATTENTION_INIT = ("fairseq", "torch")
 
 def add_flags(parser: argparse.ArgumentParser, attention: bool = True) -> None:
     """Add the flags; ``attention=False``: the model has no attention of fairseq."""
-    text = "seed of the initial weights; --seed then decides the order of the batches and dropout only"
-    parser.add_argument("--init-seed", type=int, metavar="N", help=f"{text} (default: --seed decides all three)")
+    text = (
+        "seed of the initial weights; --seed then decides the order of the batches and dropout only"
+    )
+    parser.add_argument(
+        "--init-seed", type=int, metavar="N", help=f"{text} (default: --seed decides all three)"
+    )
     if attention:
-        text = "initial weights of attention: fairseq's (default), or torch.nn.Linear's, as AdaNorm's authors advise"
+        text = (
+            "initial weights of attention: fairseq's (default), or torch.nn.Linear's, as AdaNorm's "
+            "authors advise"
+        )
         parser.add_argument("--attention-init", choices=ATTENTION_INIT, help=text)
 
 
 @contextmanager
 def initial_weights(args) -> Iterator[None]:
-    """In this block the random numbers of the CPU, where weights are drawn, follow the setting ``init_seed``.
+    """In this block the random numbers of the CPU, where weights are drawn, follow the setting
+    ``init_seed``.
 
-    After the block they continue as if nothing had been drawn. Without the setting the block changes nothing.
+    After the block they continue as if nothing had been drawn. Without the setting the block
+    changes nothing.
     """
     if (seed := safe_getattr(args, "init_seed")) is None:
         yield
@@ -40,10 +50,12 @@ def initial_weights(args) -> Iterator[None]:
 
 
 def init_attention(cfg, attentions: Iterable[nn.Module]) -> None:
-    """Give the projections to queries, keys, values and output the initial weights of ``cfg.attention_init``.
+    """Give the projections to queries, keys, values and output the initial weights of
+    ``cfg.attention_init``.
 
-    None or "fairseq": they stay as fairseq drew them, Xavier uniform and biases of torch (0 for the output). "torch":
-    torch.nn.Linear's, "Kaiming uniform", between -1/sqrt(inputs) and 1/sqrt(inputs), also for biases.
+    None or "fairseq": they stay as fairseq drew them, Xavier uniform and biases of torch (0 for the
+    output). "torch": torch.nn.Linear's, "Kaiming uniform", between -1/sqrt(inputs) and
+    1/sqrt(inputs), also for biases.
 
     Raises:
         ValueError: the setting has another value.

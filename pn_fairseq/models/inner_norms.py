@@ -1,4 +1,6 @@
-"""Norms inside attention and feed-forward networks, whose modules get x only: the padding mask is in the scope."""
+"""Norms inside attention and feed-forward networks, whose modules get x only: the padding mask
+is in the scope.
+"""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -10,7 +12,10 @@ from pn_fairseq.norms.padding import Scope, current_scope
 
 
 class InnerMasks(Scope):
-    """The padding (B, T) of the input of a module, and of the keys of an attention. Converted norms do not see it."""
+    """The padding (B, T) of the input of a module, and of the keys of an attention.
+
+    Converted norms do not see it.
+    """
 
     def __init__(self, queries: Tensor | None, keys: Tensor | None):
         super().__init__()
@@ -18,7 +23,9 @@ class InnerMasks(Scope):
 
 
 class NormedInput(nn.Module):
-    """``linear`` after ``norm`` of x (T, B, C), in a module around which :func:`inner_masks` holds."""
+    """``linear`` after ``norm`` of x (T, B, C), in a module around which :func:`inner_masks`
+    holds.
+    """
 
     def __init__(self, norm: nn.Module, linear: nn.Module):
         super().__init__()
@@ -29,12 +36,20 @@ class NormedInput(nn.Module):
 
 
 class HeadNorm(nn.Module):
-    """A projection to ``side``, "queries" or "keys", and N over the channels of each head of its output, times
-    ``scaling``; in an attention around which :func:`inner_masks` holds. x is (T, B, C)."""
+    """A projection to ``side``, "queries" or "keys", and N over the channels of each head of its
+    output, times ``scaling``; in an attention around which :func:`inner_masks` holds. x is (T, B,
+    C).
+    """
 
     def __init__(self, linear: nn.Module, norm: nn.Module, heads: int, scaling: float, side: str):
         super().__init__()
-        self.linear, self.norm, self.heads, self.scaling, self.side = linear, norm, heads, scaling, side
+        self.linear, self.norm, self.heads, self.scaling, self.side = (
+            linear,
+            norm,
+            heads,
+            scaling,
+            side,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         projected = self.linear(x)
@@ -45,10 +60,16 @@ class HeadNorm(nn.Module):
         return (self.norm(heads, mask) * self.scaling).view(length, batch, channels)
 
 
-def inner_masks(module: nn.Module, mask: Tensor | None, keys: Tensor | None = None) -> AbstractContextManager:
-    """Holds while ``module``, an attention or a projection, runs on tokens with the padding ``mask`` (B, T); ``keys``
-    is the padding of an attention's keys."""
-    for candidate in (module, *(getattr(module, name, None) for name in ("q_proj", "k_proj", "out_proj"))):
+def inner_masks(
+    module: nn.Module, mask: Tensor | None, keys: Tensor | None = None
+) -> AbstractContextManager:
+    """Holds while ``module``, an attention or a projection, runs on tokens with the padding
+    ``mask`` (B, T); ``keys`` is the padding of an attention's keys.
+    """
+    for candidate in (
+        module,
+        *(getattr(module, name, None) for name in ("q_proj", "k_proj", "out_proj")),
+    ):
         if isinstance(candidate, (NormedInput, HeadNorm)) and candidate.norm.training:
             return InnerMasks(mask, keys)
     return nullcontext()
@@ -57,12 +78,18 @@ def inner_masks(module: nn.Module, mask: Tensor | None, keys: Tensor | None = No
 def add_qk_norm(attention: MultiheadAttention, build: Callable[[int], nn.Module]) -> None:
     """Give an attention norms of its queries and keys, from ``build(channels of a head)``.
 
-    softmax(N_q(q) N_k(k)^T / sqrt(d)) for a head with d channels. Henry et al. 2020, arXiv 2010.04245, normalize by the
-    L2 norm and learn the scale: ``scale``, whose gain g, sqrt(d) at first, stands in N_q and in N_k. (They have one
-    gain, with another initial value.) Today's language models use ``rms``.
+    softmax(N_q(q) N_k(k)^T / sqrt(d)) for a head with d channels. Henry et al. 2020, arXiv
+    2010.04245, normalize by the L2 norm and learn the scale: ``scale``, whose gain g, sqrt(d) at
+    first, stands in N_q and in N_k. (They have one gain, with another initial value.) Today's
+    language models use ``rms``.
     """
     for name, side, scaling in (("q_proj", "queries", attention.scaling), ("k_proj", "keys", 1.0)):
         norm = build(attention.head_dim)
-        setattr(attention, name, HeadNorm(getattr(attention, name), norm, attention.num_heads, scaling, side))
+        setattr(
+            attention,
+            name,
+            HeadNorm(getattr(attention, name), norm, attention.num_heads, scaling, side),
+        )
     attention.scaling = 1.0
-    attention.skip_embed_dim_check = True  # else torch's own function reads the weights of q_proj and k_proj
+    # else torch's own function reads the weights of q_proj and k_proj
+    attention.skip_embed_dim_check = True

@@ -5,7 +5,10 @@ from functools import partial
 import torch
 from fairseq.distributed import fsdp_wrap
 from fairseq.modules.checkpoint_activations import checkpoint_wrapper
-from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
+from fairseq.modules.transformer_layer import (
+    TransformerDecoderLayerBase,
+    TransformerEncoderLayerBase,
+)
 from torch import Tensor, nn
 
 from pn_fairseq.models.initial_weights import init_attention
@@ -18,15 +21,19 @@ def wrap_layer(layer: nn.Module, cfg) -> nn.Module:
     if cfg.checkpoint_activations:
         layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
     # FSDP always wraps a checkpointed layer, also a small one.
-    return fsdp_wrap(layer, min_num_params=0 if cfg.checkpoint_activations else cfg.min_params_to_wrap)
+    return fsdp_wrap(
+        layer, min_num_params=0 if cfg.checkpoint_activations else cfg.min_params_to_wrap
+    )
 
 
 def mask_of(tokens: Tensor, padding_idx: int) -> Tensor | None:
-    """The padding mask (B, T), True = padding, for the layers: None if there is no padding, which is faster.
+    """The padding mask (B, T), True = padding, for the layers: None if there is no padding, which
+    is faster.
 
-    A graph that is compiled, traced or exported always takes the mask, because the same graph also serves batches with
-    padding. Otherwise ``tokens.has_padding``, which :mod:`pn_fairseq.fairseq_patches.training` notes before a batch is
-    copied to a GPU, saves looking at its values there.
+    A graph that is compiled, traced or exported always takes the mask, because the same graph also
+    serves batches with padding. Otherwise ``tokens.has_padding``, which
+    :mod:`pn_fairseq.fairseq_patches.training` notes before a batch is copied to a GPU, saves
+    looking at its values there.
     """
     padding = tokens.eq(padding_idx)
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
@@ -47,16 +54,21 @@ def placement_of(cfg, side: str, number: int = 1, cross_attention: bool = True) 
 
 
 class NormedLayer:
-    """The sublayers of a layer of fairseq with their norms; must precede fairseq's class in the bases.
+    """The sublayers of a layer of fairseq with their norms; must precede fairseq's class in the
+    bases.
 
-    ``x``, (T, B, C), is the stream before a sublayer, ``entry`` the stream before the layer, and ``mask``, (B, T) bool,
-    True = padding, or None, the padding of both, which every norm gets.
+    ``x``, (T, B, C), is the stream before a sublayer, ``entry`` the stream before the layer, and
+    ``mask``, (B, T) bool, True = padding, or None, the padding of both, which every norm gets.
     """
 
     def add_norms(self, cfg, side: str, number: int, cross_attention: bool = True) -> None:
-        """Replace fairseq's norms, and initialize the attention, of layer ``number`` of the "encoder" or "decoder"."""
+        """Replace fairseq's norms, and initialize the attention, of layer ``number`` of the
+        "encoder" or "decoder".
+        """
         attentions = {name: getattr(self, name, None) for name in ("self_attn", "encoder_attn")}
-        attentions = {name: attention for name, attention in attentions.items() if attention is not None}
+        attentions = {
+            name: attention for name, attention in attentions.items() if attention is not None
+        }
         init_attention(cfg, attentions.values())
         build = partial(cfg.norms.build, side, heads=getattr(cfg, side).attention_heads)
         for sublayer in (*attentions, "final"):
@@ -66,17 +78,21 @@ class NormedLayer:
         for attention in attentions.values() if cfg.norms.qk_norm else ():
             add_qk_norm(attention, cfg.norms.build_qk_norm)
 
-    def attend(self, name: str, x: Tensor, mask: Tensor | None, entry: Tensor, memory=None, **options):
+    def attend(
+        self, name: str, x: Tensor, mask: Tensor | None, entry: Tensor, memory=None, **options
+    ):
         """The stream after the attention ``name``, and its weights.
 
-        ``memory``: keys, and their padding as fairseq's attention gets it; by default those of x. ``options`` are
-        further arguments of the attention.
+        ``memory``: keys, and their padding as fairseq's attention gets it; by default those of x.
+        ``options`` are further arguments of the attention.
         """
         attention = getattr(self, name)
         h = self.placement.before(self, name, x, mask)
         keys, key_mask = (h, mask) if memory is None else memory
         with inner_masks(attention, mask, key_mask):
-            h, weights = attention(query=h, key=keys, value=keys, key_padding_mask=key_mask, **options)
+            h, weights = attention(
+                query=h, key=keys, value=keys, key_padding_mask=key_mask, **options
+            )
         return self.placement.after(self, name, x, self.dropout_module(h), mask, entry), weights
 
     def feed_forward(self, x: Tensor, mask: Tensor | None, entry: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,11 +101,16 @@ class NormedLayer:
         h = self.activation_dropout_module(self.activation_fn(self.fc1(h)))
         with inner_masks(self.fc2, mask):
             output = self.fc2(h)
-        return self.placement.after(self, "final", x, self.dropout_module(output), mask, entry), output
+        return self.placement.after(
+            self, "final", x, self.dropout_module(output), mask, entry
+        ), output
 
 
 class TransformerPNEncoderLayer(NormedLayer, TransformerEncoderLayerBase):
-    """fairseq's encoder layer with its norms built by ``cfg.norms``; ``number`` is 1 for the first layer."""
+    """fairseq's encoder layer with its norms built by ``cfg.norms``;
+
+    ``number`` is 1 for the first layer.
+    """
 
     def __init__(self, cfg, return_fc: bool = False, number: int = 1):
         super().__init__(cfg, return_fc=return_fc)
@@ -104,7 +125,10 @@ class TransformerPNEncoderLayer(NormedLayer, TransformerEncoderLayerBase):
 
 
 class TransformerPNDecoderLayer(NormedLayer, TransformerDecoderLayerBase):
-    """fairseq's decoder layer with its norms built by ``cfg.norms``; ``number`` is 1 for the first layer."""
+    """fairseq's decoder layer with its norms built by ``cfg.norms``;
+
+    ``number`` is 1 for the first layer.
+    """
 
     def __init__(self, cfg, no_encoder_attn: bool = False, number: int = 1):
         super().__init__(cfg, no_encoder_attn)
@@ -121,16 +145,21 @@ class TransformerPNDecoderLayer(NormedLayer, TransformerDecoderLayerBase):
         need_attn: bool = False,
         need_head_weights: bool = False,
     ):
-        """Arguments and results as in fairseq's layer, without the arguments for ONNX; ``x`` is (T, B, C).
+        """Arguments and results as in fairseq's layer, without the arguments for ONNX; ``x`` is (T,
+        B, C).
 
         ``self_attn_padding_mask`` (B, T) bool, True = padding, is also the mask of the norms.
         """
         need_attn = need_attn or need_head_weights or (not self.training and self.need_attn)
         entry, mask, state = x, self_attn_padding_mask, {"incremental_state": incremental_state}
-        x, attn = self.attend("self_attn", x, mask, entry, need_weights=False, attn_mask=self_attn_mask, **state)
+        x, attn = self.attend(
+            "self_attn", x, mask, entry, need_weights=False, attn_mask=self_attn_mask, **state
+        )
         if self.encoder_attn is not None and encoder_out is not None:
             weights = {"need_weights": need_attn, "need_head_weights": need_head_weights}
             memory = (encoder_out, encoder_padding_mask)
-            x, attn = self.attend("encoder_attn", x, mask, entry, memory, static_kv=True, **weights, **state)
+            x, attn = self.attend(
+                "encoder_attn", x, mask, entry, memory, static_kv=True, **weights, **state
+            )
         x, _ = self.feed_forward(x, mask, entry)
         return x, attn, None

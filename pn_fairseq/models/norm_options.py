@@ -1,4 +1,6 @@
-"""The norms of a transformer: the command-line flags, their defaults, and the construction of each norm."""
+"""The norms of a transformer: the command-line flags, their defaults, and the construction of
+each norm.
+"""
 
 import argparse
 import inspect
@@ -14,7 +16,15 @@ from pn_fairseq.common.norm_report import dashboard_interval
 from pn_fairseq.common.old_settings import RENAMED
 from pn_fairseq.common.run_settings import learning_rate_warmup, run_setting, writable
 from pn_fairseq.models.placements import PLACEMENTS, find_placement
-from pn_fairseq.norms import NORMS, VARIANTS, ChannelNorm, LayerScale, RunningNorm, build_norm, load_norms
+from pn_fairseq.norms import (
+    NORMS,
+    VARIANTS,
+    ChannelNorm,
+    LayerScale,
+    RunningNorm,
+    build_norm,
+    load_norms,
+)
 from pn_fairseq.norms.options import options_of, parse_options, read_pairs
 from pn_fairseq.norms.registry import FIXED, SHARED, FromRun, NormEntry, find_norm
 
@@ -38,89 +48,117 @@ _whole = {"type": int, "metavar": "N"}
 class NormOptions:
     """The norms of one transformer: the values of the flags of these names, and ``norms_folded``.
 
-    None: the norm's own default, or the default in the help of the flag. ``encoder_norm`` is None in a model that has
-    only a decoder: there ``layer_scale_groups`` applies to all norms.
+    None: the norm's own default, or the default in the help of the flag. ``encoder_norm`` is None
+    in a model that has only a decoder: there ``layer_scale_groups`` applies to all norms.
 
-    ``norms_folded``: the norms with running statistics are part of the projections that follow them, and only their
-    layer-scale is left (see :mod:`pn_fairseq.models.fold_checkpoint`). There is no flag for it: ``pn fold`` writes it
-    into the settings of a checkpoint.
+    ``norms_folded``: the norms with running statistics are part of the projections that follow
+    them, and only their layer-scale is left (see :mod:`pn_fairseq.models.fold_checkpoint`). There
+    is no flag for it: ``pn fold`` writes it into the settings of a checkpoint.
     """
 
     norm_module: str | None = flag(
-        "Python files that register your own norms; it must precede the flags that name them", _modules
+        "Python files that register your own norms; it must precede the flags that name them",
+        _modules,
     )
     encoder_norm: str | None = flag(
         "norm of every encoder layer: {norms} (default: the architecture's)", _norm, "power"
     )
-    decoder_norm: str = flag("norm of every decoder layer: {norms} (default: {of_decoder})", _norm, "layer")
-    encoder_norm_last: str | None = flag("norm after the last encoder layer (default: that of --encoder-norm)", _norm)
-    decoder_norm_last: str | None = flag("norm after the last decoder layer (default: that of --decoder-norm)", _norm)
+    decoder_norm: str = flag(
+        "norm of every decoder layer: {norms} (default: {of_decoder})", _norm, "layer"
+    )
+    encoder_norm_last: str | None = flag(
+        "norm after the last encoder layer (default: that of --encoder-norm)", _norm
+    )
+    decoder_norm_last: str | None = flag(
+        "norm after the last decoder layer (default: that of --decoder-norm)", _norm
+    )
     encoder_norm_placement: str = flag(
-        "where the norms of encoder layers go: {placements} (default: {default}; docs/placements.md)",
+        "where the norms of encoder layers go: {placements} (default: {default}; "
+        "docs/placements.md)",
         _placement,
         "pre",
     )
     decoder_norm_placement: str = flag(
         "where the norms of decoder layers go: {placements} (default: {default})", _placement, "pre"
     )
-    qk_norm: str | None = flag("norm of the queries and keys of each attention head (default: none)", _norm)
+    qk_norm: str | None = flag(
+        "norm of the queries and keys of each attention head (default: none)", _norm
+    )
     norm_options: Mapping[str, object] | None = flag(
-        "options of single norms, which 'pn norms NAME' lists; NAME.KEY=VALUE is for the norm NAME only, "
+        "options of single norms, which 'pn norms NAME' lists; NAME.KEY=VALUE is for the norm NAME "
+        "only, "
         "KEY=VALUE for every norm of the model that has the option",
         checked(read_pairs, "KEY=VALUE[,KEY=VALUE]"),
     )
     norm_variant: str = flag(
-        "compute norms as their papers define them, or as their authors' released code does (docs/release.md lists the "
+        "compute norms as their papers define them, or as their authors' released code does "
+        "(docs/release.md lists the "
         "differences; default: {default})",
         {"choices": VARIANTS},
         VARIANTS[0],
     )
-    norm_eps: float | None = flag("epsilon of every norm (default: 1e-5)", {"type": float, "metavar": "E"})
+    norm_eps: float | None = flag(
+        "epsilon of every norm (default: 1e-5)", {"type": float, "metavar": "E"}
+    )
     norm_alpha_fwd: float | None = flag(
-        "decay of the running statistics of the forward pass, such as PN's psi^2 and BN's averages for evaluation "
+        "decay of the running statistics of the forward pass, such as PN's psi^2 and BN's averages "
+        "for evaluation "
         "(default: the norm's own)",
         {"type": float, "metavar": "A"},
     )
     norm_alpha_bwd: float | None = flag(
-        "decay of running statistics of the backward pass, such as PN's correction nu (default: the norm's own)",
+        "decay of running statistics of the backward pass, such as PN's correction nu (default: "
+        "the norm's own)",
         {"type": float, "metavar": "A"},
     )
     layer_scale_groups: int | None = flag(
-        "number of groups of channels, each of which layer-scale divides by its root mean square before {scaled}; 0: "
+        "number of groups of channels, each of which layer-scale divides by its root mean square "
+        "before {scaled}; 0: "
         "off (default: the norm's own)",
         {"type": int, "metavar": "G"},
     )
     psi_warmup_updates: int | None = flag(
-        "updates (with --norm-variant release, training forwards) during which PN normalizes with the batch's own psi, "
-        "and UN and MABN with the statistics of the batch only (default: the warm-up of the learning rate)",
+        "updates (with --norm-variant release, training forwards) during which PN normalizes with "
+        "the batch's own psi, "
+        "and UN and MABN with the statistics of the batch only (default: the warm-up of the "
+        "learning rate)",
         _whole,
     )
     norm_sync: str = flag(
-        "compute statistics over the tokens of all ranks (default: auto, the norm's own)", {"choices": SYNC}, SYNC[0]
+        "compute statistics over the tokens of all ranks (default: auto, the norm's own)",
+        {"choices": SYNC},
+        SYNC[0],
     )
     no_average_norm_stats: bool = flag(
-        "do not average unsynchronized statistics over the ranks before validation and saving; each rank then "
+        "do not average unsynchronized statistics over the ranks before validation and saving; "
+        "each rank then "
         "validates with its own statistics, and the statistics of rank 0 are saved",
         {"action": "store_true"},
         False,
     )
     norm_stats_interval: int | None = flag(
-        "log a summary of the norms' statistics every N updates; 0: never (default: --log-interval with "
+        "log a summary of the norms' statistics every N updates; 0: never (default: --log-interval "
+        "with "
         "--tensorboard-logdir or --wandb-project, else never)",
         _whole,
     )
     norm_probe: str | None = flag(
-        "record statistics of batches and gradients for the norms in FILE, a folder of Parquet files (docs/figures.md)",
+        "record statistics of batches and gradients for the norms in FILE, a folder of Parquet "
+        "files (docs/figures.md)",
         {"metavar": "FILE"},
     )
-    norm_probe_interval: int = flag("updates from record to record (default: {default})", _whole, 50)
+    norm_probe_interval: int = flag(
+        "updates from record to record (default: {default})", _whole, 50
+    )
     norm_probe_layers: str | None = flag(
-        "names of the norms that --norm-probe records, or patterns such as 'encoder.layers.0.*' (default: the norms "
+        "names of the norms that --norm-probe records, or patterns such as 'encoder.layers.0.*' "
+        "(default: the norms "
         "of the encoder, or all in a model without one)",
         {"metavar": "NAME[,NAME]"},
     )
     compile_layers: bool = flag(
-        "train with the layers of encoder and decoder compiled by torch.compile, one graph for all lengths; "
+        "train with the layers of encoder and decoder compiled by torch.compile, one graph for all "
+        "lengths; "
         "checkpoints and decoding stay as they are",
         {"action": "store_true"},
         False,
@@ -137,7 +175,9 @@ class NormOptions:
             "norms": f"{', '.join(NORMS)}; 'pn norms' describes them",
             "placements": ", ".join(PLACEMENTS),
             "of_decoder": "layer" if encoder else "the architecture's",
-            "scaled": "an encoder norm, and a decoder norm whose own default is not 0" if encoder else "each norm",
+            "scaled": "an encoder norm, and a decoder norm whose own default is not 0"
+            if encoder
+            else "each norm",
         }
         for option in fields(NormOptions):
             if option.metadata and (encoder or not option.name.startswith("encoder")):
@@ -147,24 +187,36 @@ class NormOptions:
 
     def names(self) -> dict[str, NormEntry]:
         """The norms of the model: their names and entries in the registry."""
-        norms = (self.encoder_norm, self.encoder_norm_last, self.decoder_norm, self.decoder_norm_last, self.qk_norm)
+        norms = (
+            self.encoder_norm,
+            self.encoder_norm_last,
+            self.decoder_norm,
+            self.decoder_norm_last,
+            self.qk_norm,
+        )
         return {name: find_norm(name) for name in norms if name is not None}
 
     @classmethod
     def from_args(cls, args, encoder: bool = True) -> "NormOptions":
-        """Read the options from fairseq's model settings: a flat Namespace, or hydra's ``model`` node.
+        """Read the options from fairseq's model settings: a flat Namespace, or hydra's ``model``
+        node.
 
         ``encoder=False``: those of a model that has only a decoder.
 
-        Warm-ups, schedules, options and the paths of norm modules are resolved here and written back, so that a
-        checkpoint contains what was used. Keys of earlier versions are replaced by today's.
+        Warm-ups, schedules, options and the paths of norm modules are resolved here and written
+        back, so that a checkpoint contains what was used. Keys of earlier versions are replaced by
+        today's.
 
         Raises:
             ValueError: a norm or an option of norms is unknown, or a value does not fit.
         """
         settings, resolved = args if OmegaConf.is_config(args) else vars(args), {}
         with writable(args):
-            old = {new: settings.pop(key) for key, new in RENAMED.items() if settings.get(key) is not None}
+            old = {
+                new: settings.pop(key)
+                for key, new in RENAMED.items()
+                if settings.get(key) is not None
+            }
         given = {key.name: safe_getattr(args, key.name, old.get(key.name)) for key in fields(cls)}
         options = cls(**{name: value for name, value in given.items() if value is not None})
         if not encoder:
@@ -174,13 +226,16 @@ class NormOptions:
         if options.psi_warmup_updates is None:
             resolved["psi_warmup_updates"] = learning_rate_warmup(args)
         if int(options.norm_probe_interval) < 1:
-            raise ValueError(f"--norm-probe-interval {options.norm_probe_interval} must be at least 1")
+            raise ValueError(
+                f"--norm-probe-interval {options.norm_probe_interval} must be at least 1"
+            )
         if options.norm_probe_layers and not options.norm_probe:
             raise ValueError("--norm-probe-layers needs --norm-probe FILE")
         if options.norm_probe:
             resolved["norm_probe"] = to_absolute_path(options.norm_probe)
         if options.norm_module:
-            # Absolute in the checkpoint, which is also loaded from other folders; hydra works in a folder of the run.
+            # Absolute in the checkpoint, which is also loaded from other folders; hydra works in a
+            # folder of the run.
             paths = [to_absolute_path(path) for path in options.norm_module.split(",") if path]
             resolved["norm_module"] = ",".join(paths)
             for path in paths:
@@ -189,9 +244,15 @@ class NormOptions:
             name = getattr(options, f"{side}_norm_placement")
             placement = find_placement(name)
             if getattr(options, f"{side}_norm_last") and not placement.last_norm:
-                raise ValueError(f"--{side}-norm-last: {name} has no norm after the last layer; leave the flag out")
+                raise ValueError(
+                    f"--{side}-norm-last: {name} has no norm after the last layer; leave the flag "
+                    "out"
+                )
             if getattr(args, f"{side}_layers_to_keep", None) and not placement.prunes:
-                raise ValueError(f"--{side}-layers-to-keep: layers of {name} compute something else in a smaller model")
+                raise ValueError(
+                    f"--{side}-layers-to-keep: layers of {name} compute something else in a "
+                    "smaller model"
+                )
         resolved["norm_options"] = options.resolved_options(args, old)
         with writable(args):
             for name, value in resolved.items():
@@ -201,31 +262,39 @@ class NormOptions:
         return replace(options, **resolved)
 
     def resolved_options(self, args, old: Mapping[str, object]) -> dict[str, object]:
-        """The options of the norms, with the schedules that depend on the run unless they are given.
+        """The options of the norms, with the schedules that depend on the run unless they are
+        given.
 
         Args:
             args: the settings of the model.
-            old: ``norm_options.KEY`` -> value, from settings of an earlier version. It had a flag for each option,
-                which norms without the option ignored.
+            old: ``norm_options.KEY`` -> value, from settings of an earlier version. It had a flag
+                for each option, which norms without the option ignored.
 
         Raises:
-            ValueError: no norm of the model has an option, a value has another type, or an option is needed.
+            ValueError: no norm of the model has an option, a value has another type, or an option
+                is needed.
         """
         given, norms = self.norm_options or {}, self.names()
         options = parse_options(
-            OmegaConf.to_container(given, resolve=True) if OmegaConf.is_config(given) else given, norms
+            OmegaConf.to_container(given, resolve=True) if OmegaConf.is_config(given) else given,
+            norms,
         )
         for key, value in old.items():
             option = key.removeprefix("norm_options.")
             if any(option in entry.own_options for entry in norms.values()):
                 options.setdefault(option, value)
-        warmup, updates = learning_rate_warmup(args), int(run_setting(args, "optimization", "max_update"))
+        warmup, updates = (
+            learning_rate_warmup(args),
+            int(run_setting(args, "optimization", "max_update")),
+        )
         for name, entry in norms.items():
             for option in entry.own_options.keys() - options_of(name, options).keys():
                 default = entry.default(option, self.norm_variant)
                 if default is inspect.Parameter.empty:
                     raise ValueError(f"the norm {name} needs the norm option {option}")
-                value = default.value(None, warmup, updates) if isinstance(default, FromRun) else None
+                value = (
+                    default.value(None, warmup, updates) if isinstance(default, FromRun) else None
+                )
                 if value is not None:
                     options[option] = value
         return options
@@ -233,13 +302,21 @@ class NormOptions:
     def build(
         self, side: str, num_features: int, heads: int, last: bool = False, folds: bool = True
     ) -> ChannelNorm | LayerScale:
-        """A norm of the "encoder" or "decoder" over ``num_features`` channels, next to attention with ``heads`` heads.
+        """A norm of the "encoder" or "decoder" over ``num_features`` channels, next to attention
+        with ``heads`` heads.
 
-        ``last``: it is the norm after the last layer. ``folds``: it can be fused with the layers after it.
+        ``last``: it is the norm after the last layer. ``folds``: it can be fused with the layers
+        after it.
         """
-        name = (getattr(self, f"{side}_norm_last") if last else None) or getattr(self, f"{side}_norm")
+        name = (getattr(self, f"{side}_norm_last") if last else None) or getattr(
+            self, f"{side}_norm"
+        )
         beside_encoder = side == "decoder" and self.encoder_norm is not None
-        groups = 0 if beside_encoder and not self._default_groups(name, heads) else self.layer_scale_groups
+        groups = (
+            0
+            if beside_encoder and not self._default_groups(name, heads)
+            else self.layer_scale_groups
+        )
         return self._build(name, num_features, heads, groups, last and side == "encoder", folds)
 
     def build_qk_norm(self, head_dim: int) -> ChannelNorm:
@@ -251,7 +328,13 @@ class NormOptions:
         return default.value(heads, 0, 0) if isinstance(default, FromRun) else default
 
     def _build(
-        self, name: str, num_features: int, heads: int, groups: int | None, last: bool = False, folds: bool = True
+        self,
+        name: str,
+        num_features: int,
+        heads: int,
+        groups: int | None,
+        last: bool = False,
+        folds: bool = True,
     ) -> ChannelNorm | LayerScale:
         entry = find_norm(name)
         given = {key: getattr(self, flag[2:].replace("-", "_")) for key, flag in SHARED.items()}

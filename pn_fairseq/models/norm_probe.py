@@ -1,7 +1,8 @@
-r"""``--norm-probe``: the statistics of batches and of their gradients, norm by norm, while a model trains.
+r"""``--norm-probe``: the statistics of batches and of their gradients, norm by norm, while a model
+trains.
 
-Hooks from outside the norms compute them, in updates that are recorded and the ten before; at other times there are no
-hooks.
+Hooks from outside the norms compute them, in updates that are recorded and the ten before; at other
+times there are no hooks.
 """
 
 from collections import deque
@@ -23,11 +24,13 @@ from pn_fairseq.norms import NORMS, ChannelNorm, RunningNorm
 from pn_fairseq.norms.converted import ConvertedNorm
 from pn_fairseq.norms.distributed import all_reduce_sum, world_size
 
-#: Updates whose batches the probe averages for the statistics that a norm has no running ones of, and the decay.
+#: Updates whose batches the probe averages for the statistics that a norm has no running ones of,
+#: and the decay.
 WINDOW = 10
 ALPHA = 0.9
 
-#: The vectors over channels that a use of a norm adds to: sums over real tokens of h, h^2, dy and dy * h.
+#: The vectors over channels that a use of a norm adds to: sums over real tokens of h, h^2, dy and
+#: dy * h.
 _SUMS = 4
 
 
@@ -38,7 +41,8 @@ class _Forward:
     recorded: bool
     loss: Tensor | float = 0.0
     sample_size: Tensor | float = 0.0
-    #: d(what is differentiated) / d(loss of the criterion): the loss scale of fp16; 0: a batch of a rank without data.
+    #: d(what is differentiated) / d(loss of the criterion): the loss scale of fp16; 0: a batch of a
+    #: rank without data.
     scale: Tensor | None = None
     #: Norm -> count and sums of this rank, (1 + 4 C,) float64.
     sums: dict[str, Tensor] = field(default_factory=dict)
@@ -47,44 +51,54 @@ class _Forward:
 
 
 class NormProbe:
-    r"""Records the norms in every ``interval``-th update of a training run under fairseq's trainer (``--norm-probe``).
+    r"""Records the norms in every ``interval``-th update of a training run under fairseq's trainer
+    (``--norm-probe``).
 
-    h, (tokens, C), is what a norm's layer-scale hands on, without padding; y is the norm's output; d = C.
+    h, (tokens, C), is what a norm's layer-scale hands on, without padding; y is the norm's output;
+    d = C.
     :math:`\mu_B, \sigma_B^2, \psi_B^2` are mean, biased variance and second moment of the batch,
     :math:`\mu, \sigma^2, \psi^2` the running ones before the batch, :math:`\epsilon` is the norm's.
-    L is the mean loss per token in nats (per unit of the criterion's sample size). A gradient is divided by the loss
-    scale of fp16 and by the sample size. One row per update, norm and forward:
+    L is the mean loss per token in nats (per unit of the criterion's sample size). A gradient is
+    divided by the loss scale of fp16 and by the sample size. One row per update, norm and forward:
 
-    - ``update`` counts from 1. ``forward`` counts from 0 in the update (``--update-freq``); where there are several, a
-      row with ``forward`` null compares all tokens of the update, as one batch, with the running statistics before it.
-    - ``norm`` is the module's name, ``kind`` the name in ``NORMS``. ``running`` names the statistics that the norm
-      keeps itself, separated by commas. For the others the probe computes an exponential average over the batches of
-      the ten updates before (in a row with ``forward`` null, over these updates) with the norm's decay (0.9 if it has
-      none), so that per-token norms can be compared.
-    - ``channels`` is d, ``tokens`` counts the real tokens of the batch; ``sample_size``, ``loss`` (L), ``loss_scale``.
-    - ``mu_distance``, ``sigma2_distance``, ``psi2_distance``: the running minus the batch statistics.
-    - ``g_mu`` = mean of dL/dy; ``g_sigma2`` = mean of dL/dy * (h - mu_B) / sqrt(sigma_B^2 + eps); ``g_psi2`` = mean of
-      dL/dy * h / sqrt(psi_B^2 + eps): d-vectors, means over the real tokens of the batch (dy is before the gain).
-      Each of these six vectors v has columns ``v_l1`` = sum(abs(v)) / d and ``v_l2`` = sqrt(sum(v^2)) / d.
-    - ``nu_xhat_l2`` = sqrt(sum_c nu_c^2 psi_B,c^2 / (psi_c^2 + eps)) / d: PN's correction per token, root mean square
-      over tokens. nu includes the gain. It is an average over updates and is divided by the sample size of this one.
-    - ``tid_mean`` = mean_c abs(mu - mu_B) / sigma_B and ``tid_var`` = mean_c abs(sigma / sigma_B - 1): the
-      training-inference discrepancy of RBN's paper, where sigma is sqrt(sigma^2 + eps).
-    - ``gamma_over_psi_batch`` and ``psi_batch_over_psi``: per channel gain / sqrt(psi_B^2 + eps), and
-      sqrt(psi_B^2 + eps) / sqrt(psi^2 + eps).
+    - ``update`` counts from 1. ``forward`` counts from 0 in the update (``--update-freq``); where
+      there are several, a row with ``forward`` null compares all tokens of the update, as one
+      batch, with the running statistics before it.
+    - ``norm`` is the module's name, ``kind`` the name in ``NORMS``. ``running`` names the
+      statistics that the norm keeps itself, separated by commas. For the others the probe computes
+      an exponential average over the batches of the ten updates before (in a row with ``forward``
+      null, over these updates) with the norm's decay (0.9 if it has none), so that per-token norms
+      can be compared.
+    - ``channels`` is d, ``tokens`` counts the real tokens of the batch; ``sample_size``, ``loss``
+      (L), ``loss_scale``.
+    - ``mu_distance``, ``sigma2_distance``, ``psi2_distance``: the running minus the batch
+      statistics.
+    - ``g_mu`` = mean of dL/dy; ``g_sigma2`` = mean of dL/dy * (h - mu_B) / sqrt(sigma_B^2 + eps);
+      ``g_psi2`` = mean of dL/dy * h / sqrt(psi_B^2 + eps): d-vectors, means over the real tokens of
+      the batch (dy is before the gain). Each of these six vectors v has columns ``v_l1`` =
+      sum(abs(v)) / d and ``v_l2`` = sqrt(sum(v^2)) / d.
+    - ``nu_xhat_l2`` = sqrt(sum_c nu_c^2 psi_B,c^2 / (psi_c^2 + eps)) / d: PN's correction per
+      token, root mean square over tokens. nu includes the gain. It is an average over updates and
+      is divided by the sample size of this one.
+    - ``tid_mean`` = mean_c abs(mu - mu_B) / sigma_B and ``tid_var`` = mean_c abs(sigma / sigma_B -
+      1): the training-inference discrepancy of RBN's paper, where sigma is sqrt(sigma^2 + eps).
+    - ``gamma_over_psi_batch`` and ``psi_batch_over_psi``: per channel gain / sqrt(psi_B^2 + eps),
+      and sqrt(psi_B^2 + eps) / sqrt(psi^2 + eps).
 
-    A value that does not exist is null. On several ranks the batch contains the tokens of all ranks; for a norm that
-    is not synchronized, those of rank 0. A skipped update (an overflow) is not recorded.
+    A value that does not exist is null. On several ranks the batch contains the tokens of all
+    ranks; for a norm that is not synchronized, those of rank 0. A skipped update (an overflow) is
+    not recorded.
 
     Args:
         model: the model whose norms are recorded.
         folder: see :mod:`pn_fairseq.common.probe_files`.
         interval: updates.
-        layers: shell patterns of module names, separated by commas; None: the norms of the encoder, or all in a
-            model without one.
+        layers: shell patterns of module names, separated by commas; None: the norms of the encoder,
+            or all in a model without one.
 
     Raises:
-        ValueError: a pattern fits no norm, or a norm of :func:`convert_norms` does not normalize images (B, C, H, W).
+        ValueError: a pattern fits no norm, or a norm of :func:`convert_norms` does not normalize
+            images (B, C, H, W).
     """
 
     def __init__(self, model: nn.Module, folder: str, interval: int, layers: str | None = None):
@@ -100,12 +114,15 @@ class NormProbe:
         for pattern in map(str.strip, layers.split(",")):
             matching = {name: norm for name, norm in names.items() if fnmatch(name, pattern)}
             if not matching:
-                raise ValueError(f"--norm-probe-layers {pattern} fits no norm; the model has {', '.join(names)}")
+                raise ValueError(
+                    f"--norm-probe-layers {pattern} fits no norm; the model has {', '.join(names)}"
+                )
             self.norms |= matching
         for name, norm in self.norms.items():
             if isinstance(norm, ConvertedNorm) and norm.layout.name != "BCHW":
                 raise ValueError(
-                    f"{name} was converted and takes its mask from the context, which the probe cannot read"
+                    f"{name} was converted and takes its mask from the context, which the probe "
+                    "cannot read"
                 )
         self._window: deque[list[_Forward]] = deque(maxlen=WINDOW)
         self._forwards: list[_Forward] = []
@@ -119,7 +136,9 @@ class NormProbe:
         """
         with one_line_errors(ValueError):
             if not patches_enabled():
-                raise ValueError(f"--norm-probe needs the patches of fairseq, which {SWITCH} turns off")
+                raise ValueError(
+                    f"--norm-probe needs the patches of fairseq, which {SWITCH} turns off"
+                )
 
     # What the trainer calls (pn_fairseq.fairseq_patches.training).
 
@@ -154,12 +173,18 @@ class NormProbe:
 
             output[0].register_hook(at_gradient)
 
-        self._handles = [criterion.register_forward_pre_hook(start), criterion.register_forward_hook(at_loss)]
+        self._handles = [
+            criterion.register_forward_pre_hook(start),
+            criterion.register_forward_hook(at_loss),
+        ]
         for name, norm in self.norms.items():
-            self._handles.append(norm.register_forward_hook(partial(self._at_forward, name), with_kwargs=True))
+            self._handles.append(
+                norm.register_forward_hook(partial(self._at_forward, name), with_kwargs=True)
+            )
 
     def end(self, completed: int) -> None:
-        """After an update: every rank calls it. An update that was skipped leaves ``completed`` as it was.
+        """After an update: every rank calls it. An update that was skipped leaves ``completed`` as
+        it was.
 
         Raises:
             OSError: the update cannot be written.
@@ -181,22 +206,30 @@ class NormProbe:
 
     # Hooks.
 
-    def _at_forward(self, name: str, norm: ChannelNorm, args: tuple, kwargs: dict, y: Tensor) -> None:
-        if not y.requires_grad:  # the first computation of a checkpointed layer; the second one has a gradient
+    def _at_forward(
+        self, name: str, norm: ChannelNorm, args: tuple, kwargs: dict, y: Tensor
+    ) -> None:
+        # the first computation of a checkpointed layer; the second one has a gradient
+        if not y.requires_grad:
             return
         forward = self._forwards[-1]
         x, mask = (*args, *kwargs.values(), None)[:2]
         x = _channels_last(norm, x)
         if forward.recorded and name not in forward.states:
             forward.states[name] = _state(norm)
-        # Once per backward, however often a forward is recomputed; and the loss scale is known there.
+        # Once per backward, however often a forward is recomputed; and the loss scale is known
+        # there.
         y.register_hook(partial(_at_gradient, forward, name, norm, x.detach(), mask))
 
     # Recording.
 
     def _record(self, update: int, forwards: list[_Forward]) -> None:
         everything = [forward for past in [*self._window, forwards] for forward in past]
-        device = next(iter(forwards[0].sums.values())).device if forwards[0].sums else forwards[0].loss.device
+        device = (
+            next(iter(forwards[0].sums.values())).device
+            if forwards[0].sums
+            else forwards[0].loss.device
+        )
         own = torch.cat([self._flat(forward, device) for forward in everything])
         total = all_reduce_sum(own) if world_size() > 1 else own
         if not _first_rank():
@@ -208,33 +241,54 @@ class NormProbe:
             own_statistics = isinstance(norm, RunningNorm) and not norm.synchronises()
             source = own_table if own_statistics else table
             sums, scalars = source[:, start:end], source[:, :4]
-            rows += self._rows(name, norm, forwards, sums, scalars, [len(past) for past in self._window])
+            rows += self._rows(
+                name, norm, forwards, sums, scalars, [len(past) for past in self._window]
+            )
             start = end
-        probe_files.write_update(self.folder, update, [{"update": update, **row} for row in rows], self._training)
+        probe_files.write_update(
+            self.folder, update, [{"update": update, **row} for row in rows], self._training
+        )
 
     def _flat(self, forward: _Forward, device) -> Tensor:
-        """Whether the batch counts, its sample size, loss and loss scale; the sums of all norms, 0 without a run."""
-        scale = torch.zeros((), dtype=torch.float64, device=device) if forward.scale is None else forward.scale
+        """Whether the batch counts, its sample size, loss and loss scale; the sums of all norms,
+        0 without a run.
+        """
+        scale = (
+            torch.zeros((), dtype=torch.float64, device=device)
+            if forward.scale is None
+            else forward.scale
+        )
         counts = (scale != 0).double()
         scalars = [counts, forward.sample_size * counts, forward.loss.double() * counts, scale]
         sums = [
-            forward.sums[name] if name in forward.sums else torch.zeros(1 + _SUMS * norm.num_features, device=device)
+            forward.sums[name]
+            if name in forward.sums
+            else torch.zeros(1 + _SUMS * norm.num_features, device=device)
             for name, norm in self.norms.items()
         ]
-        return torch.cat([torch.stack([torch.as_tensor(s, device=device).double() for s in scalars]), *sums])
+        return torch.cat(
+            [torch.stack([torch.as_tensor(s, device=device).double() for s in scalars]), *sums]
+        )
 
     def _rows(self, name, norm, forwards, sums, scalars, window: list[int]) -> list[dict]:
-        """The rows of one norm; ``sums`` and ``scalars`` begin with the forwards of the updates before, as many as
-        ``window`` says of each."""
+        """The rows of one norm; ``sums`` and ``scalars`` begin with the forwards of the updates
+        before, as many as ``window`` says of each.
+        """
         past = sum(window)
         decay = norm.alpha_fwd if isinstance(norm, RunningNorm) else ALPHA
         own = [forward.states.get(name) for forward in forwards]
-        batches = [(index, sums[past + index], scalars[past + index]) for index in range(len(forwards))]
+        batches = [
+            (index, sums[past + index], scalars[past + index]) for index in range(len(forwards))
+        ]
         if len(forwards) > 1:
             batches.append((None, sums[past:].sum(0), scalars[past:].sum(0)))
         rows = []
         for index, batch, (counts, sample_size, loss, scale) in batches:
-            state = own[index] if index is not None else next((kept for kept in own if kept is not None), None)
+            state = (
+                own[index]
+                if index is not None
+                else next((kept for kept in own if kept is not None), None)
+            )
             if state is None or not batch[0] or not sample_size:
                 continue  # layer-drop, or no real token
             state = {key: _numpy(value) for key, value in state.items()}
@@ -243,8 +297,17 @@ class NormProbe:
                 before = np.add.reduceat(before, np.cumsum([0, *window[:-1]]))
             average = _average(before, decay)
             row = quantities(batch, state, average, norm.eps, sample_size)
-            row |= {"forward": index, "norm": name, "kind": _kind(norm), "channels": norm.num_features}
-            row |= {"sample_size": sample_size, "loss": loss / sample_size, "loss_scale": scale / counts}
+            row |= {
+                "forward": index,
+                "norm": name,
+                "kind": _kind(norm),
+                "channels": norm.num_features,
+            }
+            row |= {
+                "sample_size": sample_size,
+                "loss": loss / sample_size,
+                "loss_scale": scale / counts,
+            }
             rows.append(row)
         return rows
 
@@ -253,8 +316,9 @@ def quantities(batch, state: dict, average: dict, eps: float, sample_size: float
     """The columns of one batch, see :class:`NormProbe`.
 
     Args:
-        batch: number of real tokens and their sums of h, h^2, dy / loss scale and dy * h / loss scale, (1 + 4 C,).
-        state: ``mu``, ``sigma2``, ``psi2`` that the norm keeps, ``nu``, and its ``gain``, each (C,); a norm may
+        batch: number of real tokens and their sums of h, h^2, dy / loss scale and dy * h / loss
+            scale, (1 + 4 C,). state: ``mu``, ``sigma2``, ``psi2`` that the norm keeps, ``nu``, and
+            its ``gain``, each (C,); a norm may
             lack some of them.
         average: statistics in the place of statistics that the norm does not keep.
         sample_size: what the criterion's loss is divided by.
@@ -265,11 +329,18 @@ def quantities(batch, state: dict, average: dict, eps: float, sample_size: float
     running = average | {key: value for key, value in state.items() if key in now}
     vectors = {f"{key}_distance": running[key] - now[key] for key in now if key in running}
     sigma, psi = (np.sqrt(now[key] + eps) for key in ("sigma2", "psi2"))
-    gradients = {"g_mu": mean_dy, "g_sigma2": (mean_dyh - mean_h * mean_dy) / sigma, "g_psi2": mean_dyh / psi}
+    gradients = {
+        "g_mu": mean_dy,
+        "g_sigma2": (mean_dyh - mean_h * mean_dy) / sigma,
+        "g_psi2": mean_dyh / psi,
+    }
     vectors |= {key: value / sample_size for key, value in gradients.items()}
     row = {"tokens": count, "running": ",".join(key for key in now if key in state)}
     for key, vector in vectors.items():
-        row[f"{key}_l1"], row[f"{key}_l2"] = np.abs(vector).mean(), np.linalg.norm(vector) / len(vector)
+        row[f"{key}_l1"], row[f"{key}_l2"] = (
+            np.abs(vector).mean(),
+            np.linalg.norm(vector) / len(vector),
+        )
     if "mu" in running:
         row["tid_mean"] = (np.abs(running["mu"] - now["mu"]) / sigma).mean()
     if "sigma2" in running:
@@ -286,18 +357,29 @@ def quantities(batch, state: dict, average: dict, eps: float, sample_size: float
     return row
 
 
-def _at_gradient(forward: _Forward, name: str, norm: ChannelNorm, x: Tensor, mask: Tensor | None, dy: Tensor) -> None:
-    """Add the sums of one use of a norm to ``forward``, as the gradient of its y is known. Changes no gradient."""
+def _at_gradient(
+    forward: _Forward, name: str, norm: ChannelNorm, x: Tensor, mask: Tensor | None, dy: Tensor
+) -> None:
+    """Add the sums of one use of a norm to ``forward``, as the gradient of its y is known.
+
+    Changes no gradient.
+    """
     if mask is not None:  # from (B, T) to the order of x
         mask = (mask.t() if mask.dim() == 2 and not norm.batch_first else mask).contiguous()
     groups, eps = norm.layer_scale_groups, norm.eps
     inv_rms, mean, variance, count = kernels.moments(x, mask, groups, eps, True)
     wide_mean, wide_count = mean.double(), count.double()
-    sums = [wide_count[None], wide_mean * wide_count, (variance.double() + wide_mean.square()) * wide_count]
+    sums = [
+        wide_count[None],
+        wide_mean * wide_count,
+        (variance.double() + wide_mean.square()) * wide_count,
+    ]
     scale = forward.scale
     if forward.recorded:
         dy = _channels_last(norm, dy.detach().to(x.dtype))
-        _, products = kernels.gradient_sums(dy, x, mask, None, mean, variance, None, inv_rms, groups, eps)
+        _, products = kernels.gradient_sums(
+            dy, x, mask, None, mean, variance, None, inv_rms, groups, eps
+        )
         dy_xhat, sum_dy = products.double() / torch.where(scale == 0, 1.0, scale)
         sums += [sum_dy, dy_xhat * (variance.double() + eps).sqrt() + wide_mean * sum_dy]
     else:
@@ -307,7 +389,9 @@ def _at_gradient(forward: _Forward, name: str, norm: ChannelNorm, x: Tensor, mas
 
 
 def _channels_last(norm: ChannelNorm, x: Tensor) -> Tensor:
-    """(N H W, C) instead of (N, C, H, W), which a norm in an image model takes after :func:`convert_norms`."""
+    """(N H W, C) instead of (N, C, H, W), which a norm in an image model takes after
+    :func:`convert_norms`.
+    """
     return x.movedim(1, -1).flatten(0, -2) if isinstance(norm, ConvertedNorm) else x
 
 
@@ -328,19 +412,28 @@ def _state(norm: ChannelNorm) -> dict[str, Tensor]:
 
 
 def _average(sums: np.ndarray, decay: float) -> dict[str, np.ndarray]:
-    """The exponential average of the statistics of batches, (n, 1 + 4 C), the last one being the newest."""
+    """The exponential average of the statistics of batches, (n, 1 + 4 C), the last one being the
+    newest.
+    """
     sums = sums[sums[:, 0] > 0]
     if not len(sums):
         return {}
     weights = decay ** np.arange(len(sums) - 1, -1, -1)
     weights = (weights / weights.sum())[:, None]
-    mean_h, psi2 = (sums[:, 1:].reshape(len(sums), _SUMS, -1)[:, :2] / sums[:, :1, None]).swapaxes(0, 1)
+    mean_h, psi2 = (sums[:, 1:].reshape(len(sums), _SUMS, -1)[:, :2] / sums[:, :1, None]).swapaxes(
+        0, 1
+    )
     variance = psi2 - mean_h**2
-    return {key: (weights * value).sum(0) for key, value in (("mu", mean_h), ("sigma2", variance), ("psi2", psi2))}
+    return {
+        key: (weights * value).sum(0)
+        for key, value in (("mu", mean_h), ("sigma2", variance), ("psi2", psi2))
+    }
 
 
 def _kind(norm: ChannelNorm) -> str:
-    classes = {cls: name for name, entry in NORMS.items() for cls in (entry.cls, *entry.variants.values())}
+    classes = {
+        cls: name for name, entry in NORMS.items() for cls in (entry.cls, *entry.variants.values())
+    }
     return next((classes[cls] for cls in type(norm).__mro__ if cls in classes), type(norm).__name__)
 
 

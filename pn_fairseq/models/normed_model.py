@@ -1,4 +1,6 @@
-"""What every model with these norms does: averaging statistics, logging diagnostics, folding for decoding."""
+"""What every model with these norms does: averaging statistics, logging diagnostics, folding for
+decoding.
+"""
 
 import logging
 
@@ -15,10 +17,13 @@ FOLDED_MARK = "norms_folded"
 
 
 class NormedModel:
-    """Mixin; must precede fairseq's class in the bases of a model, whose ``__init__`` ends with :meth:`use_norms`."""
+    """Mixin; must precede fairseq's class in the bases of a model, whose ``__init__`` ends with
+    :meth:`use_norms`.
+    """
 
     def use_norms(self, norms: NormOptions) -> None:
-        #: Whether :mod:`pn_fairseq.fairseq_patches.training` averages its statistics over the ranks.
+        #: Whether :mod:`pn_fairseq.fairseq_patches.training` averages its statistics over the
+        #: ranks.
         self.averages_norm_stats = not norms.no_average_norm_stats
         interval = norms.norm_stats_interval
         self.norm_report = NormReport(running_norms(self), interval) if interval else None
@@ -26,8 +31,11 @@ class NormedModel:
         if norms.norm_probe and not norms.norms_folded:
             from pn_fairseq.models.norm_probe import NormProbe  # imports pyarrow
 
-            self.norm_probe = NormProbe(self, norms.norm_probe, norms.norm_probe_interval, norms.norm_probe_layers)
-        #: Whether the norms are folded into the projections that follow them; such a model can only decode.
+            self.norm_probe = NormProbe(
+                self, norms.norm_probe, norms.norm_probe_interval, norms.norm_probe_layers
+            )
+        #: Whether the norms are folded into the projections that follow them; such a model can only
+        #: decode.
         self.folded = norms.norms_folded
         self._compiles_layers = norms.compile_layers
         self._has_told_of_leak = False
@@ -44,11 +52,14 @@ class NormedModel:
         return super().train(mode)
 
     def _tell_of_leak(self) -> None:
-        norms = {name: module for name, module in self.named_modules() if isinstance(module, ChannelNorm)}
+        norms = {
+            name: module for name, module in self.named_modules() if isinstance(module, ChannelNorm)
+        }
         names = in_decoders(self, norms)
         if names:
             logging.getLogger(__name__).warning(
-                f"{leak(names, norms[names[0]])} --decoder-norm layer, for example, never mixes tokens; docs/norms.md "
+                f"{leak(names, norms[names[0]])} --decoder-norm layer, for example, never mixes "
+                "tokens; docs/norms.md "
                 "(Properties) says which norms do."
             )
 

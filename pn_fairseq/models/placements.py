@@ -1,7 +1,8 @@
 """Where the norms of a layer go: before, after or inside its sublayers, for every norm.
 
-x is the residual stream, F a sublayer (self-attention, cross-attention or feed-forward network) with its dropout, N a
-norm with the padding mask, and l = 1 ... L the number of a layer. A file of ``--norm-module`` adds a placement with
+x is the residual stream, F a sublayer (self-attention, cross-attention or feed-forward network)
+with its dropout, N a norm with the padding mask, and l = 1 ... L the number of a layer. A file of
+``--norm-module`` adds a placement with
 :func:`register_placement`.
 """
 
@@ -58,32 +59,46 @@ class Depth:
 class Pre:
     """x + F(N(x)); after the last layer N(x). Wang et al. 2019, arXiv 1906.01787.
 
-    The base of every placement. It belongs to the layer with the ``number`` l; :meth:`enter` and :meth:`leave` are
-    called once for all layers of a side.
+    The base of every placement. It belongs to the layer with the ``number`` l; :meth:`enter` and
+    :meth:`leave` are called once for all layers of a side.
     """
 
     input_norm = False  #: whether a norm follows the embeddings
     last_norm = True  #: whether a norm follows the last layer
     folds = True  #: whether ``pn fold`` can fold the norms into the projections after them
-    prunes = True  #: whether a layer computes the same in a model of another depth (``--encoder-layers-to-keep``)
+    #: whether a layer computes the same in a model of another depth (``--encoder-layers-to-keep``)
+    prunes = True
 
     def __init__(self, depth: Depth, number: int = 1):
         self.depth, self.number = depth, number
 
     def equip(self, layer: nn.Module, build) -> None:
-        """Add further norms, from ``build(channels)``, to a layer of fairseq that has its own norms, and scale its
-        initial weights."""
+        """Add further norms, from ``build(channels)``, to a layer of fairseq that has its own
+        norms, and scale its initial weights.
+        """
 
     def enter(self, x: Tensor) -> Tensor:
         """The stream (T, B, C or more) from the embedded input x (T, B, C)."""
         return x
 
     def before(self, layer: nn.Module, sublayer: str, x: Tensor, mask: Tensor | None) -> Tensor:
-        """Input of a sublayer ("self_attn", "encoder_attn" or "final", the feed-forward network) from the stream."""
+        """Input of a sublayer ("self_attn", "encoder_attn" or "final", the feed-forward network)
+        from the stream.
+        """
         return _norm(layer, sublayer)(x, mask)
 
-    def after(self, layer: nn.Module, sublayer: str, x: Tensor, output: Tensor, mask: Tensor | None, entry: Tensor):
-        """The stream after a sublayer with the output F; ``x`` is the stream before it, ``entry`` before the layer."""
+    def after(
+        self,
+        layer: nn.Module,
+        sublayer: str,
+        x: Tensor,
+        output: Tensor,
+        mask: Tensor | None,
+        entry: Tensor,
+    ):
+        """The stream after a sublayer with the output F; ``x`` is the stream before it,
+        ``entry`` before the layer.
+        """
         return layer.residual_connection(output, x)
 
     def leave(self, x: Tensor, norm: nn.Module | None, mask: Tensor | None) -> Tensor:
@@ -121,10 +136,10 @@ def scale_initial_weights(layer: nn.Module, factor: float, names: str) -> None:
 class Deep(Post):
     """DeepNorm: N(αx + F(x)), with smaller initial weights. Wang et al. 2022, arXiv 2203.00555.
 
-    With N_e encoder layers and M_d decoder layers, α is 0.81 (N_e⁴ M_d)^(1/16) in the encoder and (3 M_d)^(1/4) in the
-    decoder. The weights of fc1, fc2, v_proj and out_proj are multiplied by 1.15 (N_e⁴ M_d)^(-1/16) in the encoder and
-    by (12 M_d)^(-1/4) in the decoder. In a model that has only a decoder, α is (2 M_d)^(1/4), and the weights are
-    multiplied by (8 M_d)^(-1/4).
+    With N_e encoder layers and M_d decoder layers, α is 0.81 (N_e⁴ M_d)^(1/16) in the encoder and
+    (3 M_d)^(1/4) in the decoder. The weights of fc1, fc2, v_proj and out_proj are multiplied by
+    1.15 (N_e⁴ M_d)^(-1/16) in the encoder and by (12 M_d)^(-1/4) in the decoder. In a model that
+    has only a decoder, α is (2 M_d)^(1/4), and the weights are multiplied by (8 M_d)^(-1/4).
     """
 
     prunes = False
@@ -136,7 +151,10 @@ class Deep(Post):
             self.alpha, self.factor = 0.81 * root, 1.15 / root
         else:
             alpha, factor = (3, 12) if depth.encoder else (2, 8)
-            self.alpha, self.factor = (alpha * depth.decoder) ** 0.25, (factor * depth.decoder) ** -0.25
+            self.alpha, self.factor = (
+                (alpha * depth.decoder) ** 0.25,
+                (factor * depth.decoder) ** -0.25,
+            )
 
     def equip(self, layer, build):
         scale_initial_weights(layer, self.factor, _SCALED)
@@ -147,8 +165,9 @@ class Deep(Post):
 
 @register_placement("resi-dual")
 class ResiDual(Post):
-    """Two streams x and r; both start as the embedded input. A sublayer computes x ← N(x + F(x)) and r ← r + F(x), with
-    the old x in F; after the last layer x + N(r). Xie et al. 2023, arXiv 2304.14802.
+    """Two streams x and r; both start as the embedded input. A sublayer computes x ← N(x + F(x))
+    and r ← r + F(x), with the old x in F; after the last layer x + N(r). Xie et al. 2023, arXiv
+    2304.14802.
 
     The streams are halves of the channels: (T, B, 2C).
     """
@@ -163,7 +182,9 @@ class ResiDual(Post):
 
     def after(self, layer, sublayer, x, output, mask, entry):
         x, r = x.chunk(2, dim=-1)
-        return torch.cat((super().after(layer, sublayer, x, output, mask, entry), r + output), dim=-1)
+        return torch.cat(
+            (super().after(layer, sublayer, x, output, mask, entry), r + output), dim=-1
+        )
 
     def leave(self, x, norm, mask):
         x, r = x.chunk(2, dim=-1)
@@ -172,8 +193,10 @@ class ResiDual(Post):
 
 @register_placement("b2t")
 class BottomToTop(Post):
-    """Post-norm, and the layer's input is also added before its last norm; with L layers in a side, its weight matrices
-    are multiplied by 1 / √L, as in the authors' code. Takase et al. 2023, arXiv 2206.00330."""
+    """Post-norm, and the layer's input is also added before its last norm; with L layers in a side,
+    its weight matrices are multiplied by 1 / √L, as in the authors' code. Takase et al. 2023, arXiv
+    2206.00330.
+    """
 
     def equip(self, layer, build):
         scale_initial_weights(layer, self.depth.layers**-0.5, r"^(?!.*layer_norm).*weight$")
@@ -193,7 +216,9 @@ class Sandwich(Pre):
                 layer.add_module(f"{sublayer}_output_layer_norm", build(layer.embed_dim))
 
     def after(self, layer, sublayer, x, output, mask, entry):
-        return super().after(layer, sublayer, x, _norm(layer, sublayer, "_output")(output, mask), mask, entry)
+        return super().after(
+            layer, sublayer, x, _norm(layer, sublayer, "_output")(output, mask), mask, entry
+        )
 
 
 @register_placement("peri")
@@ -205,28 +230,33 @@ class Peri(Sandwich):
 
 @register_placement("sub")
 class Sub(Pre):
-    """Sub-LN: pre-norm, and a second norm before out_proj of the self-attention and before fc2, with larger initial
-    weights. Wang et al. 2022, arXiv 2210.06423.
+    """Sub-LN: pre-norm, and a second norm before out_proj of the self-attention and before fc2,
+    with larger initial weights. Wang et al. 2022, arXiv 2210.06423.
 
-    With N_e encoder layers and M_d decoder layers, the weights of fc1, fc2, v_proj and out_proj are multiplied by
-    √(ln(3 M_d) · ln(2 N_e) / 3) in the encoder and by √ln(3 M_d) in the decoder; in a model that has only a decoder by
-    √ln(2 M_d). The weights of the cross-attention are not multiplied.
+    With N_e encoder layers and M_d decoder layers, the weights of fc1, fc2, v_proj and out_proj are
+    multiplied by √(ln(3 M_d) · ln(2 N_e) / 3) in the encoder and by √ln(3 M_d) in the decoder; in a
+    model that has only a decoder by √ln(2 M_d). The weights of the cross-attention are not
+    multiplied.
     """
 
     def equip(self, layer, build):
         n, m = self.depth.encoder, self.depth.decoder
         of_encoder = self.depth.side == "encoder"
-        square = math.log(3 * m) * math.log(2 * n) / 3 if of_encoder else math.log((3 if n else 2) * m)
+        square = (
+            math.log(3 * m) * math.log(2 * n) / 3 if of_encoder else math.log((3 if n else 2) * m)
+        )
         scale_initial_weights(layer, math.sqrt(square), r"^(?!encoder_attn).*" + _SCALED)
         layer.self_attn.out_proj = NormedInput(build(layer.embed_dim), layer.self_attn.out_proj)
-        layer.self_attn.skip_embed_dim_check = True  # else torch's own function reads the weight of out_proj
+        # else torch's own function reads the weight of out_proj
+        layer.self_attn.skip_embed_dim_check = True
         layer.fc2 = NormedInput(build(layer.fc2.in_features), layer.fc2)
 
 
 @register_placement("mix")
 class Mix(Pre):
-    """``post`` in the first ⌊L / 4⌋ layers, ``pre`` in the others; after the last layer N(x). Li et al. 2024, arXiv
-    2412.13795."""
+    """``post`` in the first ⌊L / 4⌋ layers, ``pre`` in the others; after the last layer N(x). Li et
+    al. 2024, arXiv 2412.13795.
+    """
 
     folds = prunes = False
 

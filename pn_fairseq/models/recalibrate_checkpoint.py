@@ -1,4 +1,7 @@
-"""Re-estimating the running statistics of a fairseq checkpoint on training data, and its validation loss."""
+"""Re-estimating the running statistics of a fairseq checkpoint on training data,
+
+and its validation loss.
+"""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -20,7 +23,9 @@ VALID = "valid"
 
 @dataclass(frozen=True)
 class Loss:
-    """Negative log-likelihood per target token (base 2) over ``sentences`` sentences with ``tokens`` target tokens."""
+    """Negative log-likelihood per target token (base 2) over ``sentences`` sentences with
+    ``tokens`` target tokens.
+    """
 
     bits: float
     sentences: int
@@ -31,13 +36,15 @@ class Loss:
 
 
 class ModelWithData:
-    """The model of a checkpoint with the data to re-estimate its statistics on; float32, on the GPU if there is one.
+    """The model of a checkpoint with the data to re-estimate its statistics on; float32, on the GPU
+    if there is one.
 
     Args:
-        state: a checkpoint as :func:`pn_fairseq.common.checkpoints.load_checkpoint` returns it. Its settings specify
-            the task, the model, the batch size and the seed.
+        state: a checkpoint as :func:`pn_fairseq.common.checkpoints.load_checkpoint` returns it. Its
+            settings specify the task, the model, the batch size and the seed.
         name: of the checkpoint in error messages.
-        data: a folder that fairseq-preprocess made, with the dictionaries that the model was trained with.
+        data: a folder that fairseq-preprocess made, with the dictionaries that the model was
+            trained with.
 
     Raises:
         CheckpointError: model and data do not fit each other, or one of them cannot be used.
@@ -51,13 +58,17 @@ class ModelWithData:
         try:
             self.task = tasks.setup_task(self.cfg.task, from_checkpoint=True)
         except Exception as error:  # fairseq raises plain Exceptions here
-            raise CheckpointError(f"{data}: cannot be used as the data of {name} ({one_line(error)})") from error
+            raise CheckpointError(
+                f"{data}: cannot be used as the data of {name} ({one_line(error)})"
+            ) from error
         if "task_state" in state:
             self.task.load_state_dict(state["task_state"])
         try:
             self.model = self.task.build_model(self.cfg.model, from_checkpoint=True)
         except Exception as error:
-            raise CheckpointError(f"{name}: its model cannot be built ({one_line(error)})") from error
+            raise CheckpointError(
+                f"{name}: its model cannot be built ({one_line(error)})"
+            ) from error
         load_weights(self.model, state["model"], f"{name} with the data in {data}", self.cfg.model)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model.to(self.device).eval()
@@ -68,10 +79,14 @@ class ModelWithData:
         return len(running_norms(self.model))
 
     def batches(self, split: str, train: bool):
-        """The batches of a split: shuffled by the checkpoint's seed for training, else all sentences in order."""
+        """The batches of a split: shuffled by the checkpoint's seed for training, else all
+        sentences in order.
+        """
         dataset = self.cfg.dataset
         longest = utils.resolve_max_positions(
-            self.task.max_positions(), self.model.max_positions(), dataset.max_tokens if train else None
+            self.task.max_positions(),
+            self.model.max_positions(),
+            dataset.max_tokens if train else None,
         )
         try:
             if split not in self.task.datasets:
@@ -81,13 +96,16 @@ class ModelWithData:
                 max_tokens=dataset.max_tokens if train else dataset.max_tokens_valid,
                 max_sentences=dataset.batch_size if train else dataset.batch_size_valid,
                 max_positions=longest,
-                # Training skips what is too long for the model; validation does if the run's settings say so.
+                # Training skips what is too long for the model; validation does if the run's
+                # settings say so.
                 ignore_invalid_inputs=train or dataset.skip_invalid_size_inputs_valid_test,
                 required_batch_size_multiple=1,  # any other drops sentences
                 seed=self.cfg.common.seed,
             ).next_epoch_itr(shuffle=train)
         except Exception as error:
-            raise CheckpointError(f"{self.data}: cannot read the subset '{split}' ({one_line(error)})") from error
+            raise CheckpointError(
+                f"{self.data}: cannot read the subset '{split}' ({one_line(error)})"
+            ) from error
 
     @torch.no_grad()
     def validate(self) -> Loss:
@@ -109,7 +127,9 @@ class ModelWithData:
 
     @torch.no_grad()
     def recalibrate(self, number: int) -> int:
-        """Re-estimate the running statistics on ``number`` training batches, or all; returns how many there were."""
+        """Re-estimate the running statistics on ``number`` training batches, or all; returns how
+        many there were.
+        """
         subset = self.cfg.dataset.train_subset
         batches = self.batches(subset, train=True)
         number = min(number, len(batches))
@@ -121,7 +141,9 @@ class ModelWithData:
         return number
 
     def store(self, weights: dict[str, torch.Tensor]) -> None:
-        """Write the running statistics into ``weights``, the ``"model"`` of a checkpoint, each in its dtype there."""
+        """Write the running statistics into ``weights``, the ``"model"`` of a checkpoint, each
+        in its dtype there.
+        """
         for prefix, norm in self.model.named_modules(remove_duplicate=False):
             if isinstance(norm, RunningNorm):
                 for name, buffer in norm.named_buffers():
@@ -131,5 +153,7 @@ class ModelWithData:
     def on_device(self, samples: Iterable[dict], total: int, what: str) -> Iterator[dict]:
         """The batches on the model's device, with a progress bar that says ``what`` is done."""
         # disable=None: no bar unless it goes to a terminal.
-        for sample in tqdm(samples, desc=what, total=total, unit="batch", leave=False, disable=None):
+        for sample in tqdm(
+            samples, desc=what, total=total, unit="batch", leave=False, disable=None
+        ):
             yield utils.move_to_cuda(sample) if self.device.type == "cuda" else sample

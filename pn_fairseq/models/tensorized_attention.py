@@ -1,34 +1,49 @@
-"""Block-term attention (Ma et al. 2019, "A Tensorized Transformer for Language Modeling"), causal."""
+"""Block-term attention (Ma et al.
+
+2019, "A Tensorized Transformer for Language Modeling"), causal.
+"""
 
 import torch
 from torch import Tensor, nn
 
-#: Rows i of the attention tensor that are computed together: their keys and values end at the last of them.
+#: Rows i of the attention tensor that are computed together: their keys and values end at the last
+#: of them.
 ROWS = 8
 
 
 class TensorizedAttention(nn.Module):
-    r"""Attention whose weights are a tensor over queries i, keys j and values k; there is no softmax over positions.
+    r"""Attention whose weights are a tensor over queries i, keys j and values k; there is no
+    softmax over positions.
 
-    With q, k, v = chunk(x W), each (T, R), positions p = P W_p, (T, R), and one vector g, (R,), the mean of the cores:
+    With q, k, v = chunk(x W), each (T, R), positions p = P W_p, (T, R), and one vector g, (R,), the
+    mean of the cores:
 
-        A_ijk = sum_r g_r [(q_i + u)_r k_jr + (q_i + w)_r p_jr] v_kr       for j <= i and k <= i, else 0
-        y_i = sum_{j, k} A_ijk O_jk,      O: (T_max, T_max, C)
+        A_ijk = sum_r g_r [(q_i + u)_r k_jr + (q_i + w)_r p_jr] v_kr       for j <= i and k <= i,
+        else 0 y_i = sum_{j, k} A_ijk O_jk,      O: (T_max, T_max, C)
 
-    A shorter block uses the first rows and columns of O and of P, so a prefix gives the outputs that it has in the
-    whole block. The mean over cores is exact: A is linear in g (core-2 with g_1 and g_2 is core-1 with their mean).
+    A shorter block uses the first rows and columns of O and of P, so a prefix gives the outputs
+    that it has in the whole block. The mean over cores is exact: A is linear in g (core-2 with g_1
+    and g_2 is core-1 with their mean).
 
     Args:
         dim: channels C.
         rank: R, the size of a core and of queries, keys and values.
         length: T_max, the longest block.
         cores: h, the number of cores.
-        softmax: g_r = softmax(core)_r as in the paper; otherwise the core itself, as in the authors' code.
-        masked: the condition on j and k. Without it the model is not causal: row i sees what comes after it.
+        softmax: g_r = softmax(core)_r as in the paper; otherwise the core itself, as in the
+            authors' code. masked: the condition on j and k. Without it the model is not causal: row
+            i sees what comes after it.
     """
 
     def __init__(
-        self, dim: int, rank: int, length: int, cores: int = 1, softmax: bool = True, masked: bool = True, std=0.02
+        self,
+        dim: int,
+        rank: int,
+        length: int,
+        cores: int = 1,
+        softmax: bool = True,
+        masked: bool = True,
+        std=0.02,
     ):
         super().__init__()
         self.rank, self.length, self.softmax, self.masked = rank, length, softmax, masked
@@ -41,7 +56,12 @@ class TensorizedAttention(nn.Module):
             nn.init.normal_(weight, std=std)
 
     def forward(
-        self, x: Tensor, positions: Tensor, content_bias: Tensor, position_bias: Tensor, mask: Tensor | None = None
+        self,
+        x: Tensor,
+        positions: Tensor,
+        content_bias: Tensor,
+        position_bias: Tensor,
+        mask: Tensor | None = None,
     ) -> Tensor:
         """y, (T, B, C), for x, (T, B, C).
 
@@ -56,7 +76,10 @@ class TensorizedAttention(nn.Module):
         position_key = self.position_proj(positions)
         content, position = g * (query + content_bias), g * (query + position_bias)
         if mask is not None:
-            key, value = key.masked_fill(mask.unsqueeze(-1), 0), value.masked_fill(mask.unsqueeze(-1), 0)
+            key, value = (
+                key.masked_fill(mask.unsqueeze(-1), 0),
+                value.masked_fill(mask.unsqueeze(-1), 0),
+            )
             position_key = position_key * (~mask).unsqueeze(-1)
         outputs = []
         for start in range(0, time, ROWS if self.masked else time):

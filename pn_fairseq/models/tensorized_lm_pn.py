@@ -1,6 +1,8 @@
-"""The model ``tensorized_lm_pn``: the tensorized transformer (Ma et al. 2019) as a causal language model.
+"""The model ``tensorized_lm_pn``: the tensorized transformer (Ma et al. 2019) as a causal language
+model.
 
-The model of the authors' code is not causal (docs/language_modeling.md); ``--tensorized-unmasked`` replicates it.
+The model of the authors' code is not causal (docs/language_modeling.md); ``--tensorized-unmasked``
+replicates it.
 """
 
 import logging
@@ -54,10 +56,17 @@ class TensorizedLayer(nn.Module):
         self.attention_norm = norms.build("decoder", dim, heads=1)
         self.final_layer_norm = norms.build("decoder", dim, heads=1)
         self.dropout = FairseqDropout(args.dropout, module_name=type(self).__name__)
-        self.activation_dropout = FairseqDropout(args.activation_dropout, module_name=type(self).__name__)
+        self.activation_dropout = FairseqDropout(
+            args.activation_dropout, module_name=type(self).__name__
+        )
 
     def forward(
-        self, x: Tensor, positions: Tensor, content_bias: Tensor, position_bias: Tensor, mask: Tensor | None
+        self,
+        x: Tensor,
+        positions: Tensor,
+        content_bias: Tensor,
+        position_bias: Tensor,
+        mask: Tensor | None,
     ) -> Tensor:
         """``x`` (T, B, C); the other arguments go to the attention."""
         inner = x if self.post_norm else self.attention_norm(x, mask)
@@ -69,9 +78,11 @@ class TensorizedLayer(nn.Module):
 
 
 class TiedAdaptiveSoftmax(AdaptiveSoftmax):
-    """fairseq's adaptive softmax over the rows of one embedding, with biases and without projections.
+    """fairseq's adaptive softmax over the rows of one embedding, with biases and without
+    projections.
 
-    The first ``cutoff[0]`` tokens and one cluster for each further band are the head; a band is its cluster's tail.
+    The first ``cutoff[0]`` tokens and one cluster for each further band are the head; a band is its
+    cluster's tail.
     """
 
     def __init__(self, embedding: nn.Embedding, cutoff: str):
@@ -102,7 +113,8 @@ class TiedAdaptiveSoftmax(AdaptiveSoftmax):
 
 
 class TensorizedDecoder(FairseqDecoder):
-    """Embedding, layers and an output layer that shares the embedding; full or adaptive softmax, with biases.
+    """Embedding, layers and an output layer that shares the embedding; full or adaptive softmax,
+    with biases.
 
     Not one of fairseq's incremental decoders: generation computes the whole prefix for each token.
     """
@@ -120,16 +132,21 @@ class TensorizedDecoder(FairseqDecoder):
         self.content_bias = nn.Parameter(torch.empty(args.core_rank).normal_(std=STD))
         self.position_bias = nn.Parameter(torch.empty(args.core_rank).normal_(std=STD))
         self.dropout = FairseqDropout(args.dropout, module_name=type(self).__name__)
-        self.layers = nn.ModuleList(wrap_layer(TensorizedLayer(args, norms), args) for _ in range(args.decoder_layers))
+        self.layers = nn.ModuleList(
+            wrap_layer(TensorizedLayer(args, norms), args) for _ in range(args.decoder_layers)
+        )
         if norms.decoder_norm_last and not args.decoder_final_norm:
             raise ValueError("--decoder-norm-last needs --decoder-final-norm")
-        self.layer_norm = norms.build("decoder", dim, heads=1, last=True) if args.decoder_final_norm else None
+        self.layer_norm = (
+            norms.build("decoder", dim, heads=1, last=True) if args.decoder_final_norm else None
+        )
         cutoff = args.adaptive_softmax_cutoff
         self.adaptive_softmax = TiedAdaptiveSoftmax(self.embed_tokens, cutoff) if cutoff else None
         self.output_bias = None if cutoff else nn.Parameter(torch.zeros(len(dictionary)))
 
     def forward(self, prev_output_tokens, encoder_out=None, features_only=False, **_):
-        """Logits, (B, T, V), and a dict as from fairseq's decoders; the features, (B, T, C), for an adaptive softmax.
+        """Logits, (B, T, V), and a dict as from fairseq's decoders; the features, (B, T, C), for an
+        adaptive softmax.
 
         Raises:
             ValueError: ``prev_output_tokens``, (B, T), has more than T_max positions.
@@ -140,7 +157,10 @@ class TensorizedDecoder(FairseqDecoder):
     def extract_features(self, prev_output_tokens: Tensor) -> Tensor:
         time = prev_output_tokens.size(1)
         if time > self.length:
-            raise ValueError(f"a block of {time} tokens is longer than the model's --tokens-per-sample {self.length}")
+            raise ValueError(
+                f"a block of {time} tokens is longer than the model's --tokens-per-sample "
+                f"{self.length}"
+            )
         mask = mask_of(prev_output_tokens, self.padding_idx)
         x = self.dropout(self.embed_scale * self.embed_tokens(prev_output_tokens)).transpose(0, 1)
         positions = self.dropout(self.positions[:time].to(x))
@@ -160,7 +180,9 @@ class TensorizedDecoder(FairseqDecoder):
 
 
 def sinusoids(length: int, dim: int) -> Tensor:
-    """Position vectors, (length, dim): sines, then cosines, of the distances length - 1, ..., 0 to the block's end."""
+    """Position vectors, (length, dim): sines, then cosines, of the distances length - 1, ..., 0
+    to the block's end.
+    """
     distance = torch.arange(length - 1, -1, -1.0)
     angles = distance[:, None] / 10000 ** (torch.arange(0, dim, 2) / dim)
     return torch.cat([angles.sin(), angles.cos()], dim=-1)[:, :dim]
@@ -168,7 +190,9 @@ def sinusoids(length: int, dim: int) -> Tensor:
 
 @register_model("tensorized_lm_pn")
 class TensorizedLanguageModel(NormedModel, FairseqLanguageModel):
-    """The tensorized transformer with the norms of ``--decoder-norm``; a legacy model, as ``transformer_pn``."""
+    """The tensorized transformer with the norms of ``--decoder-norm``; a legacy model, as
+    ``transformer_pn``.
+    """
 
     def __init__(self, decoder: TensorizedDecoder, norms: NormOptions):
         super().__init__(decoder)
@@ -184,21 +208,53 @@ class TensorizedLanguageModel(NormedModel, FairseqLanguageModel):
         add("--decoder-embed-dim", "channels", **whole)
         add("--decoder-ffn-embed-dim", "channels within the feed-forward network", **whole)
         add("--decoder-layers", "number of layers", **whole)
-        add("--dropout", "probability of dropout on embeddings, positions and residual branches", **share)
-        add("--activation-dropout", "the same after the activation (default: that of --dropout)", **share)
-        add("--core-rank", "R, the size of a core and of queries, keys and values (default: 40)", **whole)
+        add(
+            "--dropout",
+            "probability of dropout on embeddings, positions and residual branches",
+            **share,
+        )
+        add(
+            "--activation-dropout",
+            "the same after the activation (default: that of --dropout)",
+            **share,
+        )
+        add(
+            "--core-rank",
+            "R, the size of a core and of queries, keys and values (default: 40)",
+            **whole,
+        )
         add("--cores", "h, the number of cores, whose mean is used (default: 1)", **whole)
-        soft = "softmax over the core, as in the paper; --no-core-softmax: the core itself, as in the authors' code"
+        soft = (
+            "softmax over the core, as in the paper; --no-core-softmax: the core itself, as in the "
+            "authors' code"
+        )
         add("--core-softmax", soft, action=BooleanOptionalAction)
-        post = "norms after the residual connections (Ma et al. 2019) instead of before the sublayers (PowerNorm)"
+        post = (
+            "norms after the residual connections (Ma et al. 2019) instead of before the sublayers "
+            "(PowerNorm)"
+        )
         add("--post-norm", post, action=BooleanOptionalAction)
         add("--decoder-final-norm", "a norm after the last layer", action=BooleanOptionalAction)
-        cutoff = "ends of the bands of an adaptive softmax, as in 20000,40000; needs --criterion adaptive_loss"
+        cutoff = (
+            "ends of the bands of an adaptive softmax, as in 20000,40000; needs --criterion "
+            "adaptive_loss"
+        )
         add("--adaptive-softmax-cutoff", cutoff, metavar="N,N")
-        unmasked = "leave the causal mask out, as the authors' code does: the model sees the tokens that it predicts"
+        unmasked = (
+            "leave the causal mask out, as the authors' code does: the model sees the tokens that "
+            "it predicts"
+        )
         add("--tensorized-unmasked", f"{unmasked}. For replication only", action="store_true")
-        add("--checkpoint-activations", "recompute activations in the backward pass", action="store_true")
-        add("--offload-activations", "the same, with the inputs of layers on the CPU", action="store_true")
+        add(
+            "--checkpoint-activations",
+            "recompute activations in the backward pass",
+            action="store_true",
+        )
+        add(
+            "--offload-activations",
+            "the same, with the inputs of layers on the CPU",
+            action="store_true",
+        )
         minimum = "smallest number of parameters of a layer that FSDP shards"
         add("--min-params-to-wrap", minimum, type=int, metavar="N")
         NormOptions.add_args(parser, encoder=False)
@@ -212,16 +268,28 @@ class TensorizedLanguageModel(NormedModel, FairseqLanguageModel):
             ValueError: a setting does not fit; the message holds its value.
         """
         keep_block_length(args, task)
-        for name in ("decoder_embed_dim", "decoder_ffn_embed_dim", "decoder_layers", "core_rank", "cores"):
+        for name in (
+            "decoder_embed_dim",
+            "decoder_ffn_embed_dim",
+            "decoder_layers",
+            "core_rank",
+            "cores",
+        ):
             if getattr(args, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
+                raise ValueError(
+                    f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}"
+                )
         if args.tensorized_unmasked:
             logger.warning(
-                "--tensorized-unmasked: this model is not causal, it sees the tokens that it predicts, and its "
+                "--tensorized-unmasked: this model is not causal, it sees the tokens that it "
+                "predicts, and its "
                 "perplexity is not that of a language model"
             )
         norms = NormOptions.from_args(args, encoder=False)
         if norms.decoder_norm_placement != "pre" or norms.qk_norm:
-            raise ValueError("tensorized_lm_pn has only --post-norm, no --decoder-norm-placement and no --qk-norm")
+            raise ValueError(
+                "tensorized_lm_pn has only --post-norm, no --decoder-norm-placement and no "
+                "--qk-norm"
+            )
         with initial_weights(args):
             return cls(TensorizedDecoder(args, norms, task.target_dictionary), norms)

@@ -1,4 +1,6 @@
-"""The model ``transformer_lm_pn``: fairseq's pre-norm decoder as a language model, with a choice of norms."""
+"""The model ``transformer_lm_pn``: fairseq's pre-norm decoder as a language model, with a choice
+of norms.
+"""
 
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.models import register_model
@@ -14,17 +16,22 @@ from pn_fairseq.models.transformer_pn import TransformerPNConfig, TransformerPND
 
 
 def keep_block_length(args, task) -> None:
-    """Write ``max_target_positions`` into the settings of a model, so that they are in its checkpoints.
+    """Write ``max_target_positions`` into the settings of a model, so that they are in its
+    checkpoints.
 
-    It is the longest block that the model takes: ``--max-target-positions``, else ``--tokens-per-sample``.
+    It is the longest block that the model takes: ``--max-target-positions``, else
+    ``--tokens-per-sample``.
     """
     if safe_getattr(args, "max_target_positions", None) is None:
         with writable(args):
-            args.max_target_positions = safe_getattr(task.args, "max_target_positions") or task.args.tokens_per_sample
+            args.max_target_positions = (
+                safe_getattr(task.args, "max_target_positions") or task.args.tokens_per_sample
+            )
 
 
 def bands(name: str, cutoff: str, largest: int) -> list[int]:
-    """The ends of the bands of an adaptive softmax or input, ascending numbers of at most ``largest``.
+    """The ends of the bands of an adaptive softmax or input, ascending numbers of at most
+    ``largest``.
 
     Raises:
         ValueError: ``cutoff``, the setting ``name``, has others.
@@ -32,7 +39,8 @@ def bands(name: str, cutoff: str, largest: int) -> list[int]:
     ends = [int(end) if end.strip().isdecimal() else -1 for end in cutoff.strip("[] ").split(",")]
     if sorted({0, *ends, largest + 1}) != [0, *ends, largest + 1]:
         raise ValueError(
-            f"--{name.replace('_', '-')} {cutoff} must be ascending numbers, as in 20000,40000, of at most {largest}, "
+            f"--{name.replace('_', '-')} {cutoff} must be ascending numbers, as in 20000,40000, of "
+            f"at most {largest}, "
             "which the size of the vocabulary allows"
         )
     return ends
@@ -40,7 +48,8 @@ def bands(name: str, cutoff: str, largest: int) -> list[int]:
 
 @register_model("transformer_lm_pn")
 class TransformerPNLanguageModel(NormedModel, TransformerLanguageModel):
-    """fairseq's decoder-only transformer, pre-norm, with the norms of ``--decoder-norm`` in every place.
+    """fairseq's decoder-only transformer, pre-norm, with the norms of ``--decoder-norm`` in every
+    place.
 
     A legacy model in fairseq's terms, without a registered dataclass, as ``transformer_pn``.
     """
@@ -60,19 +69,27 @@ class TransformerPNLanguageModel(NormedModel, TransformerLanguageModel):
         """Build the model.
 
         Raises:
-            ValueError: the settings ask for something that this model does not do, or contradict each other.
+            ValueError: the settings ask for something that this model does not do, or contradict
+                each other.
         """
         keep_block_length(args, task)
         for name in ("character_embeddings", "layernorm_embedding"):
             if safe_getattr(args, name, False):
-                raise ValueError(f"transformer_lm_pn has no --{name.replace('_', '-')}; leave the flag out")
+                raise ValueError(
+                    f"transformer_lm_pn has no --{name.replace('_', '-')}; leave the flag out"
+                )
         if not args.decoder_normalize_before:
-            raise ValueError("transformer_lm_pn is a pre-norm model: it needs decoder_normalize_before=True")
+            raise ValueError(
+                "transformer_lm_pn is a pre-norm model: it needs decoder_normalize_before=True"
+            )
         if args.decoder_layers_to_keep:
             args.decoder_layers = len(args.decoder_layers_to_keep.split(","))
         if args.adaptive_input and not args.adaptive_input_cutoff:
             raise ValueError("--adaptive-input needs --adaptive-input-cutoff")
-        for name in ("adaptive_softmax_cutoff", *(["adaptive_input_cutoff"] if args.adaptive_input else [])):
+        for name in (
+            "adaptive_softmax_cutoff",
+            *(["adaptive_input_cutoff"] if args.adaptive_input else []),
+        ):
             if cutoff := getattr(args, name):
                 bands(name, cutoff, len(task.target_dictionary))
         if args.tie_adaptive_weights:
@@ -81,11 +98,16 @@ class TransformerPNLanguageModel(NormedModel, TransformerLanguageModel):
         cfg.norms = NormOptions.from_args(args, encoder=False)
         with initial_weights(args):
             embedding = _embedding(cls, args, task)
-            return cls(TransformerPNDecoder(cfg, task.target_dictionary, embedding, no_encoder_attn=True))
+            return cls(
+                TransformerPNDecoder(cfg, task.target_dictionary, embedding, no_encoder_attn=True)
+            )
 
 
 def _check_tied(args) -> None:
-    """What fairseq asserts: the adaptive softmax can share its weights only with an adaptive input of its shape."""
+    """What fairseq asserts:
+
+    the adaptive softmax can share its weights only with an adaptive input of its shape.
+    """
     if not args.adaptive_input:
         raise ValueError("--tie-adaptive-weights needs --adaptive-input")
     for of_input, of_output in (

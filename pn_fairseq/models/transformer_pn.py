@@ -5,7 +5,11 @@ from functools import partial
 
 import torch
 from fairseq.models import register_model
-from fairseq.models.transformer import TransformerConfig, TransformerDecoderBase, TransformerEncoderBase
+from fairseq.models.transformer import (
+    TransformerConfig,
+    TransformerDecoderBase,
+    TransformerEncoderBase,
+)
 from fairseq.models.transformer.transformer_legacy import TransformerModel
 from torch import nn
 
@@ -26,8 +30,8 @@ from pn_fairseq.norms import LayerScale
 class TransformerPNConfig(TransformerConfig):
     """fairseq's transformer settings and the norms.
 
-    fairseq builds a TransformerConfig from its argument and drops what that class does not know, unless the argument
-    is an instance of it already. This subclass carries the norms through.
+    fairseq builds a TransformerConfig from its argument and drops what that class does not know,
+    unless the argument is an instance of it already. This subclass carries the norms through.
     """
 
     norms: NormOptions = NormOptions()
@@ -42,11 +46,16 @@ class TransformerPNConfig(TransformerConfig):
         """
         cfg = cls.from_namespace(args)
         if not (cfg.encoder.normalize_before and cfg.decoder.normalize_before):
-            raise ValueError("transformer_pn is a pre-norm model: encoder and decoder need normalize_before=True")
+            raise ValueError(
+                "transformer_pn is a pre-norm model: encoder and decoder need normalize_before=True"
+            )
         if cfg.cross_self_attention:
             raise ValueError("transformer_pn has no --cross-self-attention; leave the flag out")
         if cfg.tie_adaptive_weights:
-            raise ValueError("transformer_pn has no --tie-adaptive-weights, which ties weights of an adaptive input")
+            raise ValueError(
+                "transformer_pn has no --tie-adaptive-weights, which ties weights of an adaptive "
+                "input"
+            )
         cfg.norms = NormOptions.from_args(args)
         return cfg
 
@@ -57,18 +66,22 @@ class TransformerPNEncoder(TransformerEncoderBase):
     def __init__(self, cfg, dictionary, embed_tokens, return_fc: bool = False):
         super().__init__(cfg, dictionary, embed_tokens, return_fc=return_fc)
         self.placement = placement_of(cfg, "encoder")
-        build = partial(cfg.norms.build, "encoder", cfg.encoder.embed_dim, cfg.encoder.attention_heads)
+        build = partial(
+            cfg.norms.build, "encoder", cfg.encoder.embed_dim, cfg.encoder.attention_heads
+        )
         self.layer_norm = build(last=True) if self.placement.last_norm else None
         self.input_norm = build(folds=False) if self.placement.input_norm else None
-        #: fairseq 0.8, which the release is a fork of, does not set the embeddings at padding to 0, and the release's
-        #: PN counts padding in its backward statistics.
+        #: fairseq 0.8, which the release is a fork of, does not set the embeddings at padding to 0,
+        #: and the release's PN counts padding in its backward statistics.
         self.keeps_padding_embeddings = cfg.norms.norm_variant == "release"
 
     def build_encoder_layer(self, cfg):
         self.built = getattr(self, "built", 0) + 1  # fairseq builds layer after layer
         return wrap_layer(TransformerPNEncoderLayer(cfg, self.return_fc, self.built), cfg)
 
-    def forward_scriptable(self, src_tokens, src_lengths=None, return_all_hiddens=False, token_embeddings=None):
+    def forward_scriptable(
+        self, src_tokens, src_lengths=None, return_all_hiddens=False, token_embeddings=None
+    ):
         """Arguments and results as in fairseq's encoder; ``src_tokens`` is (B, T).
 
         Overridden as a whole because fairseq's calls the norm after the last layer without a mask.
@@ -104,19 +117,31 @@ class TransformerPNEncoder(TransformerEncoderBase):
 
 
 class TransformerPNDecoder(TransformerDecoderBase):
-    """fairseq's decoder with norms built by ``cfg.norms``, each of which sees the target's padding mask."""
+    """fairseq's decoder with norms built by ``cfg.norms``,
 
-    def __init__(self, cfg, dictionary, embed_tokens, no_encoder_attn: bool = False, output_projection=None):
+    each of which sees the target's padding mask.
+    """
+
+    def __init__(
+        self, cfg, dictionary, embed_tokens, no_encoder_attn: bool = False, output_projection=None
+    ):
         super().__init__(cfg, dictionary, embed_tokens, no_encoder_attn, output_projection)
-        #: Whether a linear projection to the vocabulary, shared with nothing, follows the norm after the last layer.
+        #: Whether a linear projection to the vocabulary, shared with nothing, follows the norm
+        #: after the last layer.
         self.last_norm_folds = (
-            self.adaptive_softmax is None and self.project_out_dim is None and not self.share_input_output_embed
+            self.adaptive_softmax is None
+            and self.project_out_dim is None
+            and not self.share_input_output_embed
         )
         self.placement = placement_of(cfg, "decoder", cross_attention=not no_encoder_attn)
-        build = partial(cfg.norms.build, "decoder", cfg.decoder.embed_dim, cfg.decoder.attention_heads)
+        build = partial(
+            cfg.norms.build, "decoder", cfg.decoder.embed_dim, cfg.decoder.attention_heads
+        )
         self.input_norm = build(folds=False) if self.placement.input_norm else None
         if self.layer_norm is None and cfg.norms.decoder_norm_last:
-            raise ValueError("--decoder-norm-last contradicts --no-decoder-final-norm: leave one of them out")
+            raise ValueError(
+                "--decoder-norm-last contradicts --no-decoder-final-norm: leave one of them out"
+            )
         if not self.placement.last_norm:
             self.layer_norm = None
         if self.layer_norm is not None:
@@ -150,7 +175,9 @@ class TransformerPNDecoder(TransformerDecoderBase):
 
         positions = None
         if self.embed_positions is not None:
-            positions = self.embed_positions(prev_output_tokens, incremental_state=incremental_state)
+            positions = self.embed_positions(
+                prev_output_tokens, incremental_state=incremental_state
+            )
         if incremental_state is not None:
             prev_output_tokens = prev_output_tokens[:, -1:]
             if positions is not None:
@@ -203,8 +230,8 @@ class TransformerPNDecoder(TransformerDecoderBase):
 class TransformerPNModel(NormedModel, TransformerModel):
     """fairseq's pre-norm transformer with the norms of ``--encoder-norm`` and ``--decoder-norm``.
 
-    A legacy model in fairseq's terms, without a registered dataclass: one that is registered with a subclass of
-    TransformerConfig has its flags silently ignored by ``fairseq-train``.
+    A legacy model in fairseq's terms, without a registered dataclass: one that is registered with a
+    subclass of TransformerConfig has its flags silently ignored by ``fairseq-train``.
     """
 
     def __init__(self, args, encoder, decoder):
@@ -228,4 +255,6 @@ class TransformerPNModel(NormedModel, TransformerModel):
 
     @classmethod
     def build_decoder(cls, args, tgt_dict, embed_tokens):
-        return TransformerPNDecoder(args, tgt_dict, embed_tokens, no_encoder_attn=args.no_cross_attention)
+        return TransformerPNDecoder(
+            args, tgt_dict, embed_tokens, no_encoder_attn=args.no_cross_attention
+        )

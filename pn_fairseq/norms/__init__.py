@@ -1,7 +1,7 @@
 """Normalization layers for padded sequences of tokens. Needs torch and nothing else.
 
-To add a norm, subclass :class:`ChannelNorm` (no state) or :class:`RunningNorm` (running statistics) and register it
-with :func:`register_norm`; see docs/adding_a_norm.md.
+To add a norm, subclass :class:`ChannelNorm` (no state) or :class:`RunningNorm` (running statistics)
+and register it with :func:`register_norm`; see docs/adding_a_norm.md.
 """
 
 from pn_fairseq.norms.base import ChannelNorm, RunningNorm, ignoring, running_norms, set_loss_scale

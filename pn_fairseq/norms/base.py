@@ -10,7 +10,12 @@ from torch import Tensor, nn
 
 from pn_fairseq import kernels
 from pn_fairseq.norms.channel import ChannelNorm
-from pn_fairseq.norms.checks import check_alpha, check_input, check_positive, warn_of_empty_sentences
+from pn_fairseq.norms.checks import (
+    check_alpha,
+    check_input,
+    check_positive,
+    warn_of_empty_sentences,
+)
 from pn_fairseq.norms.compiled import counts_now, scaled
 from pn_fairseq.norms.distributed import refuse_join, world_size
 from pn_fairseq.norms.nested import over_tokens
@@ -26,34 +31,39 @@ NONFINITE, GUARDED, DISTANCE, GAMMA = range(len(DIAGNOSTICS))
 class RunningNorm(StatefulNorm):
     r"""A norm with running statistics: state that training steps change and evaluation uses.
 
-    A subclass names its state with :meth:`add_state`, says in :attr:`moment_name` (and :attr:`mean_name`) which part of
-    it evaluation normalizes by, and defines :meth:`forward_pass`, :meth:`backward_pass` and, unless it keeps
-    exponential averages, :meth:`update`. This class handles masks, layer-scale, precision, ranks, activation
-    checkpointing, gradient accumulation, inf and NaN, evaluation, recalibration, averaging, saving and diagnostics. A
-    norm that also uses the statistics of each token defines :meth:`token_part` and :meth:`effective_affine`.
+    A subclass names its state with :meth:`add_state`, says in :attr:`moment_name` (and
+    :attr:`mean_name`) which part of it evaluation normalizes by, and defines :meth:`forward_pass`,
+    :meth:`backward_pass` and, unless it keeps exponential averages, :meth:`update`. This class
+    handles masks, layer-scale, precision, ranks, activation checkpointing, gradient accumulation,
+    inf and NaN, evaluation, recalibration, averaging, saving and diagnostics. A norm that also uses
+    the statistics of each token defines :meth:`token_part` and :meth:`effective_affine`.
 
-    **When the state changes.** The backward of a norm moves its state, in place, once for each forward; a
-    synchronized norm does so at the end of the backward pass. So the state is right when ``backward()`` returns. A
-    forward changes no state: it copies what it and its backward read (:meth:`read_state`). A forward that no backward
-    can reach, because neither the input nor a parameter of the norm requires a gradient, moves the state itself, except
-    for :attr:`gradient_state`, and not under ``torch.no_grad()``; a checkpointed forward counts once.
+    **When the state changes.** The backward of a norm moves its state, in place, once for each
+    forward; a synchronized norm does so at the end of the backward pass. So the state is right when
+    ``backward()`` returns. A forward changes no state: it copies what it and its backward read
+    (:meth:`read_state`). A forward that no backward can reach, because neither the input nor a
+    parameter of the norm requires a gradient, moves the state itself, except for
+    :attr:`gradient_state`, and not under ``torch.no_grad()``; a checkpointed forward counts once.
 
-    **A step does not count** if its batch has no real token, if a number is not finite, if :attr:`ignoring` was set in
-    its forward, or if the state was replaced after its forward (by ``load_state_dict``, :meth:`reset_running_stats`,
+    **A step does not count** if its batch has no real token, if a number is not finite, if
+    :attr:`ignoring` was set in its forward, or if the state was replaced after its forward (by
+    ``load_state_dict``, :meth:`reset_running_stats`,
     :func:`~pn_fairseq.norms.recalibrating` or :func:`~pn_fairseq.norms.average_running_stats`).
 
-    The state stays float32 through ``.half()``, ``.bfloat16()``, ``.to(dtype)`` and loading. The buffer
-    ``num_batches_tracked`` (int64) counts the steps that have entered the state.
+    The state stays float32 through ``.half()``, ``.bfloat16()``, ``.to(dtype)`` and loading. The
+    buffer ``num_batches_tracked`` (int64) counts the steps that have entered the state.
 
     Args:
         alpha_fwd: decay of the exponential averages, in (0, 1).
-        sync: take all statistics over the real tokens of all ranks, weighted by their number; every rank has to run the
-            same forwards and backwards. Without ``torch.distributed``, or with one rank, it changes nothing.
+        sync: take all statistics over the real tokens of all ranks, weighted by their number; every
+            rank has to run the same forwards and backwards. Without ``torch.distributed``, or with
+            one rank, it changes nothing.
         process_group: the ranks; None: all. A copy of the module has None, and no loss scale.
         others: see :class:`ChannelNorm`.
     """
 
-    #: Buffers that evaluation normalizes by: the second moment, and the mean that it is about; None: it is about 0.
+    #: Buffers that evaluation normalizes by: the second moment, and the mean that it is about;
+    #: None: it is about 0.
     moment_name: str
     mean_name: str | None = None
 
@@ -62,15 +72,16 @@ class RunningNorm(StatefulNorm):
     #: Buffers made of gradients. A step without a backward leaves them as they are.
     gradient_state: tuple[str, ...] = ()
 
-    #: What :meth:`forward_pass` stores in the step for the later passes, besides ``batch``: names of its attributes.
-    #: Tensors, or values that the norm's options determine.
+    #: What :meth:`forward_pass` stores in the step for the later passes, besides ``batch``: names
+    #: of its attributes. Tensors, or values that the norm's options determine.
     keeps: tuple[str, ...] = ()
 
     #: Whether the second moment enters the running statistics with the factor N / (N - 1).
     unbiased = False
 
-    #: Whether evaluation is one scale and shift per channel of the layer-scaled input, which folds into a linear map. A
-    #: class whose :meth:`token_part` adds something in evaluation sets it to False.
+    #: Whether evaluation is one scale and shift per channel of the layer-scaled input, which folds
+    #: into a linear map. A class whose :meth:`token_part` adds something in evaluation sets it to
+    #: False.
     folds = True
 
     #: While set, it takes the place of a training step: :func:`pn_fairseq.norms.recalibrating`.
@@ -82,21 +93,33 @@ class RunningNorm(StatefulNorm):
     #: While set, :meth:`diagnostics` has something to report.
     collecting = False
 
-    #: What the loss is multiplied by before the backward pass; see :func:`pn_fairseq.norms.set_loss_scale`.
+    #: What the loss is multiplied by before the backward pass; see
+    #: :func:`pn_fairseq.norms.set_loss_scale`.
     loss_scale = None
 
-    #: Whether the norm has looked for sentences without a token, in its first mask only: it waits for the device.
+    #: Whether the norm has looked for sentences without a token, in its first mask only: it waits
+    #: for the device.
     has_looked_at_mask = False
 
-    #: While True, the batches of training forwards enter no statistic: :func:`pn_fairseq.norms.ignoring`. In a
-    #: synchronized norm this rank adds zeros to the all-reduce.
+    #: While True, the batches of training forwards enter no statistic:
+    #: :func:`pn_fairseq.norms.ignoring`. In a synchronized norm this rank adds zeros to the
+    #: all-reduce.
     ignoring = False
 
-    def __init__(self, num_features: int, alpha_fwd: float = 0.9, sync: bool = False, process_group=None, **common):
+    def __init__(
+        self,
+        num_features: int,
+        alpha_fwd: float = 0.9,
+        sync: bool = False,
+        process_group=None,
+        **common,
+    ):
         super().__init__(num_features, **common)
         self.alpha_fwd = check_alpha("alpha_fwd", alpha_fwd)
         self.sync, self.process_group = sync, process_group
-        self._scratch["diagnostics"] = torch.full((len(DIAGNOSTICS) + len(self.observed),), -1.0, dtype=torch.float32)
+        self._scratch["diagnostics"] = torch.full(
+            (len(DIAGNOSTICS) + len(self.observed),), -1.0, dtype=torch.float32
+        )
         self._scratch["diagnostics"][:DISTANCE] = 0
         #: References to the steps whose all-reduce runs, in the order of their backwards.
         self._waiting: list[ref[Step]] = []
@@ -106,62 +129,81 @@ class RunningNorm(StatefulNorm):
     def forward_pass(self, step: Step) -> Tensor:
         """y, (T, B, C), from :meth:`.Step.normalize`.
 
-        It must set ``step.batch``, by :meth:`.Step.moments` or ``normalize(moments=True)``, and reads the state from
-        ``step.state``. It may store in ``step`` what the other passes need, under the names in :attr:`keeps`.
+        It must set ``step.batch``, by :meth:`.Step.moments` or ``normalize(moments=True)``, and
+        reads the state from ``step.state``. It may store in ``step`` what the other passes need,
+        under the names in :attr:`keeps`.
         """
         raise NotImplementedError
 
     def backward_pass(self, step: Step) -> tuple[Tensor, Tensor]:
-        """dx, and the gradients of weight and bias, (2, C), from :meth:`.Step.gradient` or ``gradient_sums``.
+        """dx, and the gradients of weight and bias, (2, C), from :meth:`.Step.gradient` or
+        ``gradient_sums``.
 
         It must set ``step.products``, by one of these.
         """
         raise NotImplementedError
 
     def effective_affine(
-        self, weight: Tensor | None, bias: Tensor | None, further: Sequence[Tensor], mean: Tensor | None, moment: Tensor
+        self,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        further: Sequence[Tensor],
+        mean: Tensor | None,
+        moment: Tensor,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The factors a and b, (C,), in y = a x_hat + b; None: 1 and 0. Here: ``weight`` and ``bias``.
+        """The factors a and b, (C,), in y = a x_hat + b; None: 1 and 0. Here: ``weight`` and
+        ``bias``.
 
-        Evaluation, folding and recalibration use it. A norm whose a and b are not ``weight`` and ``bias``, such as
-        ``prep-batch``, overrides this method and also calls it in :meth:`forward_pass`; its :meth:`backward_pass`
-        returns the gradients.
+        Evaluation, folding and recalibration use it. A norm whose a and b are not ``weight`` and
+        ``bias``, such as ``prep-batch``, overrides this method and also calls it in
+        :meth:`forward_pass`; its :meth:`backward_pass` returns the gradients.
 
         Args:
             weight, bias: of the norm, (C,), or None.
             further: the values of :meth:`further_parameters`.
-            mean, moment: what x_hat is normalized by, (C,), in the dtype that the factors should have.
+            mean, moment: what x_hat is normalized by, (C,), in the dtype that the factors should
+                have.
         """
         return weight, bias
 
     def token_part(self, x: Tensor, state: dict[str, Tensor]) -> Tensor | None:
-        """What is added to y in a norm that mixes the statistics of the batch with the statistics of each token.
+        """What is added to y in a norm that mixes the statistics of the batch with the statistics
+        of each token.
 
-        None: nothing. ``x`` is the input of the norm: apply ``self.layer_scale``. ``state`` is what the forward read.
-        The result has the shape and dtype of ``x``, is a function of each token by itself, and gets its gradients from
-        autograd. It is called in training (after :meth:`forward_pass`), in evaluation, and while :attr:`recalibrating`.
-        Where it returns a tensor in evaluation, :attr:`folds` must be False.
+        None: nothing. ``x`` is the input of the norm: apply ``self.layer_scale``. ``state`` is what
+        the forward read. The result has the shape and dtype of ``x``, is a function of each token
+        by itself, and gets its gradients from autograd. It is called in training (after
+        :meth:`forward_pass`), in evaluation, and while :attr:`recalibrating`. Where it returns a
+        tensor in evaluation, :attr:`folds` must be False.
         """
         return None
 
     def further_parameters(self) -> tuple[Tensor, ...]:
-        """The learned parameters besides weight and bias; the passes get them as ``step.further``. ``backward_pass``
-        returns their gradients last, after dx and the gradients of weight and bias."""
+        """The learned parameters besides weight and bias; the passes get them as ``step.further``.
+        ``backward_pass`` returns their gradients last, after dx and the gradients of weight and
+        bias.
+        """
         return ()
 
     def batch_moments(self, step: Step) -> Moments:
-        """The statistics of a batch, over all ranks: ``step.batch``, and what recalibration averages."""
+        """The statistics of a batch, over all ranks:
+
+        ``step.batch``, and what recalibration averages.
+        """
         return step.moments(centered=self.mean_name is not None)
 
     def statistics_of(self, batch: Moments) -> tuple[Tensor, Tensor | None]:
-        """The moment and the mean of a batch that enter the running statistics; :attr:`unbiased` comes on top."""
+        """The moment and the mean of a batch that enter the running statistics;
+
+        :attr:`unbiased` comes on top.
+        """
         return batch.moment, batch.mean
 
     def update(self, step: Step, state: dict[str, Tensor]) -> None:
         """Move the ``state``, tensors by name, in place; ``num_batches_tracked`` counts the step.
 
-        A step with a number that is not finite, or without a real token, must change nothing; :meth:`move` does that.
-        Here: exponential averages of :meth:`statistics_of`.
+        A step with a number that is not finite, or without a real token, must change nothing;
+        :meth:`move` does that. Here: exponential averages of :meth:`statistics_of`.
         """
         moment, mean = self.statistics_of(step.batch)
         kernels.running_average_(
@@ -178,8 +220,10 @@ class RunningNorm(StatefulNorm):
         )
 
     def move(self, step: Step, state: dict[str, Tensor], new: dict[str, Tensor]) -> None:
-        """For :meth:`update`: give the ``state`` the ``new`` values, by name, and count the step, unless it must change
-        nothing. A step without a gradient leaves :attr:`gradient_state` as it is."""
+        """For :meth:`update`: give the ``state`` the ``new`` values, by name, and count the step,
+        unless it must change nothing. A step without a gradient leaves :attr:`gradient_state` as it
+        is.
+        """
         values = torch.cat([value.flatten() for value in (*new.values(), step.products)])
         some = step.batch.count > 0
         counted = values.isfinite().all() & some
@@ -196,11 +240,16 @@ class RunningNorm(StatefulNorm):
         """abs(log(psi_B / psi)), mean over the channels, where psi^2 is the second moment."""
         moment, _ = self.statistics_of(step.batch)
         tiny = torch.finfo(torch.float32).tiny
-        batch, running = moment.to(torch.float32).clamp(min=tiny), state[self.moment_name].clamp(min=tiny)
+        batch, running = (
+            moment.to(torch.float32).clamp(min=tiny),
+            state[self.moment_name].clamp(min=tiny),
+        )
         return 0.5 * (batch.log() - running.log()).abs().mean()
 
     def observe(self, step: Step) -> Sequence[Tensor]:
-        """More :meth:`diagnostics` of a step, each 0-d, in the order of their names in :attr:`observed`."""
+        """More :meth:`diagnostics` of a step, each 0-d, in the order of their names in
+        :attr:`observed`.
+        """
         return ()
 
     # Training.
@@ -237,16 +286,30 @@ class RunningNorm(StatefulNorm):
         weight, bias, further = self.gain, self.bias, self.further_parameters()
         state = self.read_state()
         if not torch.is_grad_enabled():
-            return self.forward_pass(self.new_step(x, padding_mask, weight, bias, further, state)), state
-        if any(tensor is not None and tensor.requires_grad for tensor in (x, weight, bias, *further)):
-            y = Training.apply(x, weight, bias, padding_mask, self, tuple(state), *further, *state.values())
+            return self.forward_pass(
+                self.new_step(x, padding_mask, weight, bias, further, state)
+            ), state
+        if any(
+            tensor is not None and tensor.requires_grad for tensor in (x, weight, bias, *further)
+        ):
+            y = Training.apply(
+                x, weight, bias, padding_mask, self, tuple(state), *further, *state.values()
+            )
             return y, state
         step = self.new_step(x, padding_mask, weight, bias, further, state)
         y = self.forward_pass(step)
         self._contribute_without_gradient(step)
         return y, state
 
-    def new_step(self, x: Tensor, padding_mask: Tensor | None, weight, bias, further, state: dict[str, Tensor]) -> Step:
+    def new_step(
+        self,
+        x: Tensor,
+        padding_mask: Tensor | None,
+        weight,
+        bias,
+        further,
+        state: dict[str, Tensor],
+    ) -> Step:
         """The step of a forward that begins now."""
         padding = padding_mask
         if padding is not None and padding.dim() == 2 and not self.batch_first:
@@ -258,7 +321,10 @@ class RunningNorm(StatefulNorm):
         return step
 
     def _contribute_without_gradient(self, step: Step) -> None:
-        """Move the state by a step that no backward can reach, once where its forward is repeated."""
+        """Move the state by a step that no backward can reach,
+
+        once where its forward is repeated.
+        """
         if torch.compiler.is_compiling():
             step.batch = step.batch._replace(count=counts_now(step.batch.count))
         elif is_recomputation():
@@ -272,8 +338,9 @@ class RunningNorm(StatefulNorm):
         return self.sync and world_size(self.process_group) > 1
 
     def contribute(self, step: Step) -> None:
-        """Move the state by ``step``, whose backward has run; if its sum over the ranks runs, when this backward pass
-        ends."""
+        """Move the state by ``step``, whose backward has run; if its sum over the ranks runs, when
+        this backward pass ends.
+        """
         if self.synchronises():
             at_once = torch.compiler.is_compiling() or not inside_backward()
             # Every rank starts it, even for a step that does not count.
@@ -281,15 +348,18 @@ class RunningNorm(StatefulNorm):
             if step.work is not None:
                 self._waiting.append(ref(step))
                 step.event = torch.cuda.current_stream().record_event() if step.x.is_cuda else None
-                torch.autograd.Variable._execution_engine.queue_callback(partial(self._take_in_until, step))
+                torch.autograd.Variable._execution_engine.queue_callback(
+                    partial(self._take_in_until, step)
+                )
                 return
         self.take_in(step)
 
     def _take_in_until(self, last: Step) -> None:
         """Take in the steps that wait, in the order of their backwards, up to ``last``.
 
-        A backward pass within another one ends first: without this order its steps would overtake earlier ones. The
-        engine alone holds the steps: those of a backward pass that failed are gone.
+        A backward pass within another one ends first: without this order its steps would overtake
+        earlier ones. The engine alone holds the steps: those of a backward pass that failed are
+        gone.
         """
         if last.event is not None:
             torch.cuda.current_stream().wait_event(last.event)
@@ -312,7 +382,10 @@ class RunningNorm(StatefulNorm):
                     self._move(step, state)
 
     def state_to_move(self, step: Step) -> dict[str, Tensor] | None:
-        """The state that ``step`` moves: that of its forward. None: the step must not count, or has counted already."""
+        """The state that ``step`` moves: that of its forward.
+
+        None: the step must not count, or has counted already.
+        """
         forward = step.forward
         if forward is None:  # compiled
             return self._buffers if not step.ignored or self.synchronises() else None
@@ -330,8 +403,12 @@ class RunningNorm(StatefulNorm):
         return self._scratch["diagnostics"] if self.collecting else None
 
     def number_of(self, scale: float) -> Tensor:
-        """A loss scale on the device of the norm, always in the same memory, as CUDA graphs need it."""
-        number = self._scratch.setdefault("loss_scale", torch.ones((), device=self._buffers[COUNT].device))
+        """A loss scale on the device of the norm, always in the same memory, as CUDA graphs need
+        it.
+        """
+        number = self._scratch.setdefault(
+            "loss_scale", torch.ones((), device=self._buffers[COUNT].device)
+        )
         return number.fill_(scale)
 
     def current_loss_scale(self) -> Tensor | None:
@@ -348,15 +425,23 @@ class RunningNorm(StatefulNorm):
     # Evaluation.
 
     def evaluation_statistics(self) -> tuple[Tensor | None, Tensor]:
-        """What evaluation normalizes by: the mean (None: 0) and the second moment about it, both (C,)."""
-        return None if self.mean_name is None else self._buffers[self.mean_name], self._buffers[self.moment_name]
+        """What evaluation normalizes by: the mean (None:
+
+        0) and the second moment about it, both (C,).
+        """
+        return None if self.mean_name is None else self._buffers[self.mean_name], self._buffers[
+            self.moment_name
+        ]
 
     def evaluation_affine(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Scale and shift, (C,) of ``dtype``: in evaluation y = scale * h + shift, with h the layer-scaled x.
+        """Scale and shift, (C,) of ``dtype``: in evaluation y = scale * h + shift, with h the
+        layer-scaled x.
 
         Without :meth:`token_part`, which is None in evaluation for a norm that :attr:`folds`.
         """
-        mean, moment = (value if value is None else value.to(dtype) for value in self.evaluation_statistics())
+        mean, moment = (
+            value if value is None else value.to(dtype) for value in self.evaluation_statistics()
+        )
         given = (value if value is None else value.to(dtype) for value in (self.gain, self.bias))
         further = [value.to(dtype) for value in self.further_parameters()]
         weight, bias = self.effective_affine(*given, further, mean, moment)
@@ -368,7 +453,9 @@ class RunningNorm(StatefulNorm):
     def normalize_by(self, x: Tensor, mean: Tensor | None, moment: Tensor) -> Tensor:
         if moment.dtype != (dtype := kernels.acc_dtype(x)):
             mean, moment = None if mean is None else mean.to(dtype), moment.to(dtype)
-        weight, bias = self.effective_affine(self.gain, self.bias, self.further_parameters(), mean, moment)
+        weight, bias = self.effective_affine(
+            self.gain, self.bias, self.further_parameters(), mean, moment
+        )
         return kernels.evaluate(x, weight, bias, mean, moment, self.layer_scale_groups, self.eps)
 
     # Diagnostics.
@@ -377,12 +464,16 @@ class RunningNorm(StatefulNorm):
     reports: tuple[str, ...] = ("nonfinite_steps", "psi_distance")
 
     def diagnostics(self) -> dict[str, Tensor]:
-        """What was seen while :attr:`collecting` was set, by name, each 0-d; empty before the first step.
+        """What was seen while :attr:`collecting` was set, by name, each 0-d; empty before the first
+        step.
 
-        ``psi_distance``: of the last step, the mean over channels of abs(log(psi_B / psi)), psi^2 being the second
-        moment. ``nonfinite_steps``: number of steps that did not count because a statistic or gradient was not finite.
+        ``psi_distance``: of the last step, the mean over channels of abs(log(psi_B / psi)), psi^2
+        being the second moment. ``nonfinite_steps``: number of steps that did not count because a
+        statistic or gradient was not finite.
         """
-        values = dict(zip((*DIAGNOSTICS, *self.observed), self._scratch["diagnostics"].clone(), strict=True))
+        values = dict(
+            zip((*DIAGNOSTICS, *self.observed), self._scratch["diagnostics"].clone(), strict=True)
+        )
         if values["psi_distance"] == -1.0:
             return {}
         return {name: values[name] for name in (*self.reports, *self.observed)}
@@ -390,9 +481,14 @@ class RunningNorm(StatefulNorm):
 
 def refuse_transforms() -> None:
     """Called in training."""
-    if torch.compiler.is_exporting() or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active():
+    if (
+        torch.compiler.is_exporting()
+        or torch.jit.is_tracing()
+        or torch._C._are_functorch_transforms_active()
+    ):
         raise RuntimeError(
-            "torch.export and torch.func (and torch.jit.trace) cannot transform a norm of pn_fairseq in training mode: "
+            "torch.export and torch.func (and torch.jit.trace) cannot transform a norm of "
+            "pn_fairseq in training mode: "
             "call eval() first"
         )
 
@@ -403,14 +499,17 @@ def running_norms(model: nn.Module) -> list[RunningNorm]:
 
 
 def set_loss_scale(model: nn.Module, scale) -> None:
-    """Tell the norms of ``model`` what the loss is multiplied by before the backward pass, as under a ``GradScaler``.
+    """Tell the norms of ``model`` what the loss is multiplied by before the backward pass, as under
+    a ``GradScaler``.
 
-    What they keep of gradients (:attr:`RunningNorm.gradient_state`), and the penalty of ``batch-reg``, are then those
-    of the loss itself. Without it they are in units of the scale, and wrong for some steps after each of its changes.
+    What they keep of gradients (:attr:`RunningNorm.gradient_state`), and the penalty of
+    ``batch-reg``, are then those of the loss itself. Without it they are in units of the scale, and
+    wrong for some steps after each of its changes.
 
     Args:
-        scale: a number, a 0-d tensor, or an object whose method ``scale(tensor)`` multiplies by the scale, such as
-            ``torch.amp.GradScaler``: one call suffices, its scale is used as it is in each backward pass. None: 1.
+        scale: a number, a 0-d tensor, or an object whose method ``scale(tensor)`` multiplies by the
+            scale, such as ``torch.amp.GradScaler``: one call suffices, its scale is used as it is
+            in each backward pass. None: 1.
 
     Raises:
         ValueError: anything else, a number that is not finite and greater than 0 among it.
@@ -424,14 +523,16 @@ def set_loss_scale(model: nn.Module, scale) -> None:
 
 @contextmanager
 def ignoring(model: nn.Module, ignore: bool = True) -> Iterator[None]:
-    """Keep the batches of the training forwards inside the ``with`` block out of the statistics of all norms of
-    ``model``, also where their backward comes later::
+    """Keep the batches of the training forwards inside the ``with`` block out of the statistics of
+    all norms of ``model``, also where their backward comes later::
 
         with ignoring(model):
-            y = model(perturbed)  # normalized as in training; the running statistics stay as they are
+            y = model(perturbed)  # normalized as in training; the running statistics stay as they
+            are
 
-    In a synchronized norm this rank adds zeros to the sums over all ranks, which still enter the statistics: use the
-    block on every rank, or on a rank that repeats a batch because its own data has ended. ``ignore`` False: do nothing.
+    In a synchronized norm this rank adds zeros to the sums over all ranks, which still enter the
+    statistics: use the block on every rank, or on a rank that repeats a batch because its own data
+    has ended. ``ignore`` False: do nothing.
     """
     norms = running_norms(model) if ignore else []
     before = [norm.ignoring for norm in norms]

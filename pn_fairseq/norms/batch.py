@@ -10,10 +10,12 @@ from pn_fairseq.norms.step import Moments, Step
 
 
 class BatchStatsNorm(RunningNorm):
-    r"""A norm by the statistics of the batch with the exact gradient; what BN and PN-V have in common.
+    r"""A norm by the statistics of the batch with the exact gradient; what BN and PN-V have in
+    common.
 
-    y = weight x_hat + bias, x_hat = (h - mean) / D, D = sqrt(moment + eps), where mean and moment are taken over the
-    N real tokens M of the batch. With dx_hat = weight dy, real tokens get (Shen et al. 2020, Eq. 6; BN: Eq. 3)
+    y = weight x_hat + bias, x_hat = (h - mean) / D, D = sqrt(moment + eps), where mean and moment
+    are taken over the N real tokens M of the batch. With dx_hat = weight dy, real tokens get (Shen
+    et al. 2020, Eq. 6; BN: Eq. 3)
 
     .. math:: \mathrm{d}h = (\mathrm{d}\hat x - \hat x\,\mathrm{mean}_M(\mathrm{d}\hat x\,\hat x)
         - [\text{BN}]\;\mathrm{mean}_M(\mathrm{d}\hat x)) / D
@@ -23,23 +25,34 @@ class BatchStatsNorm(RunningNorm):
 
     reads = ()
 
-    #: Whether the class computes what one operator each way does: it overrides none of ``_OF_THE_OPERATORS``.
+    #: Whether the class computes what one operator each way does: it overrides none of
+    #: ``_OF_THE_OPERATORS``.
     _by_one_operator = True
 
     def __init_subclass__(cls, **keywords):
         super().__init_subclass__(**keywords)
-        cls._by_one_operator = all(getattr(cls, name) is method for name, method in _OF_THE_OPERATORS.items())
+        cls._by_one_operator = all(
+            getattr(cls, name) is method for name, method in _OF_THE_OPERATORS.items()
+        )
 
     def forward_pass(self, step: Step) -> Tensor:
         if self._by_one_operator and not self.synchronises():
             centered = self.mean_name is not None
             y, step.inv_rms, mean, moment, count = kernels.batch_normalize(
-                step.x, step.weight, step.bias, step.padding, self.layer_scale_groups, self.eps, centered
+                step.x,
+                step.weight,
+                step.bias,
+                step.padding,
+                self.layer_scale_groups,
+                self.eps,
+                centered,
             )
             step.batch = Moments(mean if centered else None, moment, count, reduced=True)
             return y
         batch = self.batch_moments(step)
-        weight, bias = self.effective_affine(step.weight, step.bias, step.further, batch.mean, batch.moment)
+        weight, bias = self.effective_affine(
+            step.weight, step.bias, step.further, batch.mean, batch.moment
+        )
         return step.normalize(batch.moment, batch.mean, weight, bias)
 
     def backward_pass(self, step: Step) -> tuple[Tensor, Tensor]:
@@ -72,7 +85,9 @@ class BatchStatsNorm(RunningNorm):
         return gradients
 
     def exact_gradient(self, step: Step, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """dx and the sums over tokens of dy x_hat and of dy, (2, C), for y = weight x_hat + bias."""
+        """dx and the sums over tokens of dy x_hat and of dy, (2, C), for y = weight x_hat +
+        bias.
+        """
         batch = step.batch
         parameters, products = step.gradient_sums(batch.moment, batch.mean, weight)
         nu, offset = self.corrections(step, products)
@@ -81,7 +96,10 @@ class BatchStatsNorm(RunningNorm):
         return dx, parameters
 
     def corrections(self, step: Step, products: Tensor) -> tuple[Tensor, Tensor]:
-        """What multiplies x_hat and 1 in the gradient through the statistics, times N: ``products``."""
+        """What multiplies x_hat and 1 in the gradient through the statistics, times N:
+
+        ``products``.
+        """
         nu, offset = products.unbind()
         return nu, offset
 
@@ -104,21 +122,23 @@ _OF_THE_OPERATORS = {
 
 
 class MaskedBatchNorm(BatchStatsNorm):
-    r"""Batch normalization, BN (Ioffe & Szegedy 2015; Shen et al. 2020, Algorithm 1, gradient Eq. 3).
+    r"""Batch normalization, BN (Ioffe & Szegedy 2015; Shen et al. 2020, Algorithm 1, gradient Eq.
+    3).
 
     What ``torch.nn.BatchNorm1d`` computes when it is given only the N real tokens:
 
     .. math:: \hat x = (x - \mu_B) / \sqrt{\sigma_B^2 + \epsilon}, \qquad y = \gamma \hat x + \beta
 
-    with the biased variance and the exact gradient. The running mean and (unbiased) variance are exponential averages
-    for evaluation.
+    with the biased variance and the exact gradient. The running mean and (unbiased) variance are
+    exponential averages for evaluation.
 
     Args:
-        alpha_fwd: decay of the running statistics, in (0, 1); torch's ``momentum`` is ``1 - alpha_fwd``.
-        others: see :class:`~pn_fairseq.norms.base.RunningNorm`.
+        alpha_fwd: decay of the running statistics, in (0, 1); torch's ``momentum`` is ``1 -
+            alpha_fwd``. others: see :class:`~pn_fairseq.norms.base.RunningNorm`.
 
     Buffers: ``running_mean`` (initially 0) and ``running_var`` (initially 1), (C,) float32, and
-    ``num_batches_tracked``, int64. A batch of one real token has no unbiased variance and changes none of them.
+    ``num_batches_tracked``, int64. A batch of one real token has no unbiased variance and changes
+    none of them.
     """
 
     moment_name = "running_var"
@@ -132,14 +152,18 @@ class MaskedBatchNorm(BatchStatsNorm):
 
 
 class MaskedBatchNormRelease(MaskedBatchNorm):
-    r"""Batch normalization as in the code released with PowerNorm; it is not known whether it gave the published BLEU.
+    r"""Batch normalization as in the code released with PowerNorm; it is not known whether it gave
+    the published BLEU.
 
-    Padding is filled with the mean of the real tokens and counted. With A positions, N of them real tokens M,
+    Padding is filled with the mean of the real tokens and counted. With A positions, N of them real
+    tokens M,
 
     .. math:: \mu_B = \mathrm{mean}_M(x), \qquad \sigma_B^2 = \frac{1}{A} \sum_M (x - \mu_B)^2
 
-    so the more padding, the smaller the variance and the larger the real tokens come out. The running variance is
-    :math:`\sigma_B^2 A / (A - 1)`. The gradient is the exact one of this forward. A transformer puts layer-scale with
+    so the more padding, the smaller the variance and the larger the real tokens come out. The
+    running variance is
+    :math:`\sigma_B^2 A / (A - 1)`. The gradient is the exact one of this forward. A transformer
+      puts layer-scale with
     one group in front, does not synchronize it and averages with ``alpha_fwd`` 0.95 by default.
 
     Arguments, buffers and errors: see :class:`MaskedBatchNorm`.
@@ -157,7 +181,9 @@ class MaskedBatchNormRelease(MaskedBatchNorm):
         step.padding_counts = False
         real = step.moments(centered=True)
         counted = torch.where(real.count > 0, positions, real.count)
-        step.batch = Moments(real.mean, real.moment * real.count / counted.clamp(min=1.0), counted, reduced=True)
+        step.batch = Moments(
+            real.mean, real.moment * real.count / counted.clamp(min=1.0), counted, reduced=True
+        )
         step.real = real.count
         return step.batch
 

@@ -1,4 +1,7 @@
-"""RBN: batch normalization with a penalty on the distance of the batch's statistics from the running ones."""
+"""RBN:
+
+batch normalization with a penalty on the distance of the batch's statistics from the running ones.
+"""
 
 import torch
 from torch import Tensor
@@ -10,32 +13,36 @@ from pn_fairseq.norms.step import Moments, Step
 
 
 class RegularizedBatchNorm(MaskedBatchNorm):
-    r"""Regularized batch normalization, RBN (Wang et al. 2022, "Understanding the Failure of Batch Normalization for
-    Transformers in NLP").
+    r"""Regularized batch normalization, RBN (Wang et al. 2022, "Understanding the Failure of Batch
+    Normalization for Transformers in NLP").
 
-    Batch normalization (:class:`~pn_fairseq.norms.MaskedBatchNorm`), and a penalty on the loss, summed over channels:
+    Batch normalization (:class:`~pn_fairseq.norms.MaskedBatchNorm`), and a penalty on the loss,
+    summed over channels:
 
-    .. math:: P = \lambda_\mu \sum_c (\mu_B - \mu)^2 + \lambda_\sigma \sum_c (\sigma_B - \sigma)^2, \qquad
-        \sigma_B = \sqrt{\mathrm{var}_B + \epsilon}
+    .. math:: P = \lambda_\mu \sum_c (\mu_B - \mu)^2 + \lambda_\sigma \sum_c (\sigma_B - \sigma)^2,
+        \qquad \sigma_B = \sqrt{\mathrm{var}_B + \epsilon}
 
     with :math:`\mu` and :math:`\sigma` of the running statistics before the batch, as constants.
 
-    **What the penalty is added to.** The backward pass adds the gradient of P to that of the activations, once for each
-    forward of each norm, with the factor :attr:`penalty_scale`. Under fairseq that factor is the gradient that reaches
-    the criterion's loss (:mod:`pn_fairseq.fairseq_patches.training`): the loss is L + P, as with an auxiliary loss
-    of a criterion, for every criterion, under a loss scale, and with recomputed activations. The loss that is logged is
-    L; ``--norm-stats-interval`` logs the mean of P over the norms as ``norm_penalty``.
+    **What the penalty is added to.** The backward pass adds the gradient of P to that of the
+    activations, once for each forward of each norm, with the factor :attr:`penalty_scale`. Under
+    fairseq that factor is the gradient that reaches the criterion's loss
+    (:mod:`pn_fairseq.fairseq_patches.training`): the loss is L + P, as with an auxiliary loss of a
+    criterion, for every criterion, under a loss scale, and with recomputed activations. The loss
+    that is logged is L; ``--norm-stats-interval`` logs the mean of P over the norms as
+    ``norm_penalty``.
 
-    **How lambda counts.** fairseq's criteria sum L over the tokens of a batch (sentences with ``--sentence-avg``) and
-    the trainer divides by their number in the whole update. P is added once per batch and norm. Per token it therefore
-    weighs lambda over the number of tokens in a batch: the larger ``--max-tokens``, the weaker. ``--update-freq`` and
-    more ranks change nothing as long as a batch stays the same; but a norm that is synchronized, the default, has one P
-    for the batches of all ranks together.
+    **How lambda counts.** fairseq's criteria sum L over the tokens of a batch (sentences with
+    ``--sentence-avg``) and the trainer divides by their number in the whole update. P is added once
+    per batch and norm. Per token it therefore weighs lambda over the number of tokens in a batch:
+    the larger ``--max-tokens``, the weaker. ``--update-freq`` and more ranks change nothing as long
+    as a batch stays the same; but a norm that is synchronized, the default, has one P for the
+    batches of all ranks together.
 
     Args:
         alpha_fwd: decay of the running statistics, in (0, 1).
-        lambda_mean, lambda_var: :math:`\lambda_\mu` and :math:`\lambda_\sigma`, at least 0. The defaults are the
-            authors' for pre-norm translation models.
+        lambda_mean, lambda_var: :math:`\lambda_\mu` and :math:`\lambda_\sigma`, at least 0. The
+            defaults are the authors' for pre-norm translation models.
         others: see :class:`~pn_fairseq.norms.base.RunningNorm`.
 
     Buffers: see :class:`~pn_fairseq.norms.MaskedBatchNorm`.
@@ -45,7 +52,12 @@ class RegularizedBatchNorm(MaskedBatchNorm):
     observed = ("penalty",)
 
     def __init__(
-        self, num_features: int, alpha_fwd: float = 0.95, lambda_mean: float = 0.1, lambda_var: float = 0.01, **common
+        self,
+        num_features: int,
+        alpha_fwd: float = 0.95,
+        lambda_mean: float = 0.1,
+        lambda_var: float = 0.01,
+        **common,
     ):
         super().__init__(num_features, alpha_fwd=alpha_fwd, **common)
         self.lambda_mean = check_real("lambda_mean", lambda_mean, minimum=0)
@@ -58,7 +70,8 @@ class RegularizedBatchNorm(MaskedBatchNorm):
         return batch
 
     def corrections(self, step: Step, products: Tensor) -> tuple[Tensor, Tensor]:
-        # dP/dx = (by_mean + by_sigma x_hat) / N on the N real tokens; dx = (... - (nu x_hat + offset) / N) / D.
+        # dP/dx = (by_mean + by_sigma x_hat) / N on the N real tokens; dx = (... - (nu x_hat +
+        # offset) / N) / D.
         if step.ignored:
             return super().corrections(step, products)
         by_mean, by_sigma = self.penalty_gradient(step)
@@ -79,7 +92,9 @@ class RegularizedBatchNorm(MaskedBatchNorm):
     def penalty(self, step: Step) -> Tensor:
         """P, 0-d."""
         gap_mean, gap_sigma = self._gaps(step)
-        return self.lambda_mean * gap_mean.square().sum() + self.lambda_var * gap_sigma.square().sum()
+        return (
+            self.lambda_mean * gap_mean.square().sum() + self.lambda_var * gap_sigma.square().sum()
+        )
 
     def observe(self, step: Step) -> tuple[Tensor]:
         """P."""
@@ -87,14 +102,17 @@ class RegularizedBatchNorm(MaskedBatchNorm):
 
 
 class RegularizedBatchNormRelease(RegularizedBatchNorm):
-    r"""Regularized batch normalization as in the authors' code, with the settings that its instructions give.
+    r"""Regularized batch normalization as in the authors' code, with the settings that its
+    instructions give.
 
-    (a) The penalty has the absolute difference of the variances in place of the squared one of the deviations:
+    (a) The penalty has the absolute difference of the variances in place of the squared one of the
+    deviations:
 
-        .. math:: P = \lambda_\mu \sum_c (\mu_B - \mu)^2 + \lambda_\sigma \sum_c |\mathrm{var}_B - \mathrm{var}|
+        .. math:: P = \lambda_\mu \sum_c (\mu_B - \mu)^2 + \lambda_\sigma \sum_c |\mathrm{var}_B -
+          \mathrm{var}|
 
-    (b) The running statistics in P already contain the batch, so a difference is ``alpha_fwd`` times the difference
-        from those before the batch.
+    (b) The running statistics in P already contain the batch, so a difference is ``alpha_fwd``
+        times the difference from those before the batch.
     (c) The running variance is the average of biased variances.
     (d) Variances are replaced by epsilon where they are smaller; epsilon is not added to them.
 
@@ -123,7 +141,10 @@ class RegularizedBatchNormRelease(RegularizedBatchNorm):
 
     def _gaps(self, step: Step) -> tuple[Tensor, Tensor]:
         batch, state = step.batch, step.state
-        gap_mean, gap_var = batch.mean - state["running_mean"], batch.moment + self.eps - state["running_var"]
+        gap_mean, gap_var = (
+            batch.mean - state["running_mean"],
+            batch.moment + self.eps - state["running_var"],
+        )
         return self.alpha_fwd * gap_mean, self.alpha_fwd * gap_var  # (b)
 
     def penalty_gradient(self, step: Step) -> tuple[Tensor, Tensor]:

@@ -21,14 +21,16 @@ class BatchRenorm(BatchStatsNorm):
         \hat x = (x - \mu_B) / \sigma_B, \qquad y = \gamma (\hat x r + d) + \beta
 
     r and d count as constants in the gradient, which otherwise is exact. Where nothing is clipped,
-    :math:`y = \gamma (x - \mu) / \sigma + \beta`, as in evaluation. Afterwards :math:`\mu` and :math:`\sigma` (the
+    :math:`y = \gamma (x - \mu) / \sigma + \beta`, as in evaluation. Afterwards :math:`\mu` and
+      :math:`\sigma` (the
     standard deviation, not the variance) move towards the batch's values by exponential averages.
 
-    **Schedule**, in completed optimizer updates (:meth:`set_num_updates`; without these calls a module counts its
-    training steps). The paper's 5,000, 25,000 and 40,000 steps are here 1/8, 5/8 and all of ``renorm_updates``: up to
-    the first r_max = 1 and d_max = 0, which is BN; then d_max grows linearly up to the second and r_max up to the
-    third. In a transformer ``renorm_updates`` is 3/10 of ``--max-update`` unless it is given, as the 40,000 are of the
-    130,000 steps of the paper's baseline.
+    **Schedule**, in completed optimizer updates (:meth:`set_num_updates`; without these calls a
+    module counts its training steps). The paper's 5,000, 25,000 and 40,000 steps are here 1/8, 5/8
+    and all of ``renorm_updates``: up to the first r_max = 1 and d_max = 0, which is BN; then d_max
+    grows linearly up to the second and r_max up to the third. In a transformer ``renorm_updates``
+    is 3/10 of ``--max-update`` unless it is given, as the 40,000 are of the 130,000 steps of the
+    paper's baseline.
 
     Args:
         alpha_fwd: decay of :math:`\mu` and :math:`\sigma`, in (0, 1).
@@ -36,8 +38,9 @@ class BatchRenorm(BatchStatsNorm):
         renorm_r_max, renorm_d_max: r_max (at least 1) and d_max (at least 0) at its end.
         others: see :class:`~pn_fairseq.norms.base.RunningNorm`.
 
-    Buffers: ``running_mean`` (initially 0) and ``running_var`` (:math:`\sigma^2 - \epsilon`, initially 1), (C,)
-    float32, and ``num_batches_tracked``, int64. Recalibration takes the mean of the (biased) variances of the batches.
+    Buffers: ``running_mean`` (initially 0) and ``running_var`` (:math:`\sigma^2 - \epsilon`,
+    initially 1), (C,) float32, and ``num_batches_tracked``, int64. Recalibration takes the mean of
+    the (biased) variances of the batches.
     """
 
     moment_name = "running_var"
@@ -68,7 +71,9 @@ class BatchRenorm(BatchStatsNorm):
         updates = self.completed_updates(step.state).to(step.batch.moment.dtype)
         since = updates / max(self.renorm_updates, 1) - 1 / 8
         r_max, d_max = self.renorm_r_max, self.renorm_d_max
-        return (since * ((r_max - 1) / (7 / 8)) + 1).clamp(1, r_max), (since * (d_max / (4 / 8))).clamp(0, d_max)
+        return (since * ((r_max - 1) / (7 / 8)) + 1).clamp(1, r_max), (
+            since * (d_max / (4 / 8))
+        ).clamp(0, d_max)
 
     def forward_pass(self, step: Step) -> Tensor:
         batch = step.moments(centered=True)

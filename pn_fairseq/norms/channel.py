@@ -1,4 +1,6 @@
-"""What all norms share: affine parameters, layer-scale in front, and the layouts of activations and masks."""
+"""What all norms share: affine parameters, layer-scale in front, and the layouts of activations
+and masks.
+"""
 
 import inspect
 
@@ -24,16 +26,18 @@ class ChannelNorm(nn.Module):
     Args:
         num_features: number of channels C.
         eps: added to the second moment before the root, here and in layer-scale.
-        affine: if True, the norm has the parameters that :attr:`learned` names. The other parameters are None.
-        layer_scale_groups: groups of the :class:`LayerScale` in front; 0: none.
-        batch_first: activations are (B, T, C) instead of (T, B, C), as in ``torch.nn.TransformerEncoderLayer``.
+        affine: if True, the norm has the parameters that :attr:`learned` names. The other
+            parameters are None. layer_scale_groups: groups of the :class:`LayerScale` in front; 0:
+            none. batch_first: activations are (B, T, C) instead of (T, B, C), as in
+            ``torch.nn.TransformerEncoderLayer``.
 
     Raises:
         ValueError: an argument or an input does not fit; the message holds its value.
     """
 
-    #: Whether a token's y in training depends on other tokens of the batch, also on later tokens: "never", "always", or
-    #: "at first": until warm-ups and schedules end, and after that only in channels where a factor is clipped.
+    #: Whether a token's y in training depends on other tokens of the batch, also on later tokens:
+    #: "never", "always", or "at first": until warm-ups and schedules end, and after that only in
+    #: channels where a factor is clipped.
     mixes_tokens = "never"
 
     #: Which of ``weight`` (gain, initially 1) and ``bias`` (initially 0), (C,), the norm has.
@@ -49,7 +53,9 @@ class ChannelNorm(nn.Module):
         **unknown,
     ):
         if unknown:
-            raise TypeError(f"{type(self).__name__} has no argument {', '.join(map(repr, unknown))}")
+            raise TypeError(
+                f"{type(self).__name__} has no argument {', '.join(map(repr, unknown))}"
+            )
         super().__init__()
         self.num_features = check_whole("num_features", num_features, minimum=1)
         self.eps = check_positive("eps", eps)
@@ -58,13 +64,16 @@ class ChannelNorm(nn.Module):
         self.batch_first = batch_first
         self.layer_scale = LayerScale(num_features, layer_scale_groups, eps, batch_first)
         if not self.is_torch_layer_norm():
-            # torch.nn.TransformerEncoderLayer has a fast path in evaluation: it reads weight, bias and eps of its norms
-            # and computes LayerNorm itself. torch does not use the fast path if a submodule has a hook. This hook is
-            # on layer_scale: most norms do not call that module, so the hook costs no time.
+            # torch.nn.TransformerEncoderLayer has a fast path in evaluation: it reads weight, bias
+            # and eps of its norms and computes LayerNorm itself. torch does not use the fast path
+            # if a submodule has a hook. This hook is on layer_scale: most norms do not call that
+            # module, so the hook costs no time.
             self.layer_scale.register_forward_pre_hook(no_fast_path)
         for name in ("weight", "bias"):
             learns = affine and name in self.learned
-            self.register_parameter(name, nn.Parameter(torch.empty(num_features)) if learns else None)
+            self.register_parameter(
+                name, nn.Parameter(torch.empty(num_features)) if learns else None
+            )
         self.handle = handle_of(self)
         self._built_on_meta = torch.get_default_device().type == "meta"
         ChannelNorm.reset_parameters(self)
@@ -74,7 +83,8 @@ class ChannelNorm(nn.Module):
         self.handle = handle_of(self)
 
     def __init_subclass__(cls, **keywords):
-        """Put the arguments that a constructor passes on as ``**common`` into its signature, for ``help`` and
+        """Put the arguments that a constructor passes on as ``**common`` into its signature, for
+        ``help`` and
         :mod:`.registry`."""
         super().__init_subclass__(**keywords)
         own = list(inspect.signature(cls.__init__).parameters.values())[1:]
@@ -86,14 +96,17 @@ class ChannelNorm(nn.Module):
                     named[name] = parameter.replace(kind=parameter.KEYWORD_ONLY)
         cls.__signature__ = inspect.Signature(list(named.values()))
 
-    # In a model that exports methods, as fairseq's models do, TorchScript would compile the hook of ``layer_scale`` and
-    # the property.
+    # In a model that exports methods, as fairseq's models do, TorchScript would compile the hook of
+    # ``layer_scale`` and the property.
     __jit_ignored_attributes__ = ("layer_scale",)
     __jit_unused_properties__ = ("_is_hf_initialized", "gain")
 
     @property
     def gain(self) -> Tensor | None:
-        """The factor of each channel, (C,). A norm reads it here: in a converted model it may be 1 + ``weight``."""
+        """The factor of each channel, (C,).
+
+        A norm reads it here: in a converted model it may be 1 + ``weight``.
+        """
         return self.weight
 
     def reset_parameters(self) -> None:
@@ -109,8 +122,10 @@ class ChannelNorm(nn.Module):
 
     @_is_hf_initialized.setter
     def _is_hf_initialized(self, value: bool) -> None:
-        """``from_pretrained`` of transformers sets this of every module, after it has given uninitialized memory to the
-        tensors that are not in the checkpoint. In the meantime torch.nn.init leaves the other ones as they are."""
+        """``from_pretrained`` of transformers sets this of every module, after it has given
+        uninitialized memory to the tensors that are not in the checkpoint. In the meantime
+        torch.nn.init leaves the other ones as they are.
+        """
         self.__dict__["_is_hf_initialized"] = value
         if self._built_on_meta:
             self._built_on_meta = False
@@ -120,17 +135,19 @@ class ChannelNorm(nn.Module):
         """Tell the norm how many optimizer updates are completed."""
 
     def is_torch_layer_norm(self) -> bool:
-        """Whether y is LayerNorm with ``weight``, ``bias`` and ``eps``, so that torch may compute it in our place."""
+        """Whether y is LayerNorm with ``weight``, ``bias`` and ``eps``, so that torch may
+        compute it in our place.
+        """
         return False
 
     def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """Normalize ``x``, (T, B, C) or (N, C), or (B, T, C) with ``batch_first``.
 
-        ``padding_mask`` is (B, T), in both layouts, or (N,); bool, True = padding. Padding is normalized like other
-        tokens and enters no statistic, except with the variant ``release`` of some norms. The result has the shape and
-        dtype of ``x`` and is contiguous for all strides of ``x``, as the result of ``torch.nn.LayerNorm``; only
-        ``none`` without layer-scale returns ``x`` itself. The arithmetic is float64 for a float64 ``x``, otherwise
-        float32.
+        ``padding_mask`` is (B, T), in both layouts, or (N,); bool, True = padding. Padding is
+        normalized like other tokens and enters no statistic, except with the variant ``release`` of
+        some norms. The result has the shape and dtype of ``x`` and is contiguous for all strides of
+        ``x``, as the result of ``torch.nn.LayerNorm``; only ``none`` without layer-scale returns
+        ``x`` itself. The arithmetic is float64 for a float64 ``x``, otherwise float32.
 
         ``x`` may be a nested tensor, (B, *, C) without padding, for both values of ``batch_first``.
         """
@@ -142,10 +159,16 @@ class ChannelNorm(nn.Module):
         return self.normalize(self.layer_scale(x) if self.layer_scale_groups else x)
 
     def normalize(self, h: Tensor) -> Tensor:
-        """y for the layer-scaled activations h, (..., C), in their shape and type; each token by itself."""
+        """y for the layer-scaled activations h, (..., C), in their shape and type; each token by
+        itself.
+        """
         raise NotImplementedError
 
     def extra_repr(self) -> str:
         arguments = inspect.signature(type(self)).parameters
-        kept = {name: value for name, value in vars(self).items() if name in arguments and value is not None}
+        kept = {
+            name: value
+            for name, value in vars(self).items()
+            if name in arguments and value is not None
+        }
         return ", ".join(f"{name}={value}" for name, value in kept.items())

@@ -18,14 +18,24 @@ def check_whole(name: str, value, minimum: int) -> int:
 
 def check_real(name: str, value, minimum: float) -> float:
     """``value`` as a float, if it is finite and at least ``minimum``."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or value < minimum:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, Real)
+        or not math.isfinite(value)
+        or value < minimum
+    ):
         raise ValueError(f"{name}={value!r} must be a number of at least {minimum}")
     return float(value)
 
 
 def check_positive(name: str, value) -> float:
     """``value`` as a float, if it is finite and greater than 0."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or value <= 0:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, Real)
+        or not math.isfinite(value)
+        or value <= 0
+    ):
         raise ValueError(f"{name}={value!r} must be a number greater than 0")
     return float(value)
 
@@ -37,26 +47,36 @@ def check_alpha(name: str, value) -> float:
     return float(value)
 
 
-def check_input(x: Tensor, padding_mask: Tensor | None, num_features: int, batch_first: bool = False) -> None:
-    """Check activations (T, B, C), (B, T, C) if ``batch_first``, or (N, C), and their mask, (B, T) or (N,) bool."""
+def check_input(
+    x: Tensor, padding_mask: Tensor | None, num_features: int, batch_first: bool = False
+) -> None:
+    """Check activations (T, B, C), (B, T, C) if ``batch_first``, or (N, C), and their mask, (B,
+    T) or (N,) bool.
+    """
     layout = "(B, T, C)" if batch_first else "(T, B, C)"
     if x.dim() not in (2, 3) or x.size(-1) != num_features:
         raise ValueError(
-            f"expected an input of shape {layout} or (N, C) with C={num_features} channels, got {tuple(x.shape)}"
+            f"expected an input of shape {layout} or (N, C) with C={num_features} channels, got "
+            f"{tuple(x.shape)}"
         )
     if not x.is_floating_point():
         raise ValueError(f"expected a floating-point input, got {x.dtype}")
     if padding_mask is None:
         return
     if padding_mask.dtype != torch.bool:
-        raise ValueError(f"padding_mask must have dtype torch.bool (True = padding), got {padding_mask.dtype}")
+        raise ValueError(
+            f"padding_mask must have dtype torch.bool (True = padding), got {padding_mask.dtype}"
+        )
     if padding_mask.device != x.device:
-        raise ValueError(f"padding_mask is on {padding_mask.device}, but the input is on {x.device}")
+        raise ValueError(
+            f"padding_mask is on {padding_mask.device}, but the input is on {x.device}"
+        )
     expected = x.shape[:-1] if x.dim() == 2 or batch_first else (x.size(1), x.size(0))
     if padding_mask.shape != tuple(expected):
         layouts = "(N, C): expected (N,)" if x.dim() == 2 else f"{layout}: expected (B, T)"
         raise ValueError(
-            f"padding_mask of shape {tuple(padding_mask.shape)} does not fit an input of shape {tuple(x.shape)} = "
+            f"padding_mask of shape {tuple(padding_mask.shape)} does not fit an input of shape "
+            f"{tuple(x.shape)} = "
             f"{layouts} = {tuple(expected)}"
         )
 
@@ -64,7 +84,8 @@ def check_input(x: Tensor, padding_mask: Tensor | None, num_features: int, batch
 def empty_sentences(count: int, sentences: int) -> str:
     """What to say of a mask (B, T) that leaves ``count`` of ``sentences`` without a token."""
     return (
-        f"{count} of {sentences} sentences consist of padding only: is the mask inverted? True is padding; where 1 is "
+        f"{count} of {sentences} sentences consist of padding only: is the mask inverted? True is "
+        "padding; where 1 is "
         "a token, give ~mask, or padding(valid=...)."
     )
 
@@ -76,7 +97,9 @@ def warn_of_empty_sentences(padding_mask: Tensor) -> None:
     count = int(padding_mask.all(1).sum())
     if count:
         _told.add("empty sentences")
-        warnings.warn(f"padding_mask: by it {empty_sentences(count, len(padding_mask))}", stacklevel=4)
+        warnings.warn(
+            f"padding_mask: by it {empty_sentences(count, len(padding_mask))}", stacklevel=4
+        )
 
 
 #: The warnings that this program has given.
@@ -84,9 +107,16 @@ _told: set[str] = set()
 
 
 def can_look_at_values() -> bool:
-    """Whether the program may read numbers of tensors: not while it is compiled, traced, transformed or captured."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active():
+    """Whether the program may read numbers of tensors: not while it is compiled, traced,
+    transformed or captured.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or torch._C._are_functorch_transforms_active()
+    ):
         return False
-    if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:  # fake tensors, among others
+    # fake tensors, among others
+    if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
         return False
     return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())

@@ -1,8 +1,10 @@
-"""Norms inside ``torch.compile``: the operators that stand for what the compiler must not look into.
+"""Norms inside ``torch.compile``: the operators that stand for what the compiler must not look
+into.
 
-A training step is traced: its forward, its backward and the update of the state are operators on tensors. The
-operators here do what depends on when the compiled graph runs. One that has to find a module gets a number in a tensor,
-and not in a constant, so that layers of one class share a compiled graph.
+A training step is traced: its forward, its backward and the update of the state are operators on
+tensors. The operators here do what depends on when the compiled graph runs. One that has to find a
+module gets a number in a tensor, and not in a constant, so that layers of one class share a
+compiled graph.
 """
 
 import itertools
@@ -19,7 +21,8 @@ _library = torch.library.Library("pn_fairseq", "FRAGMENT")
 _numbers = itertools.count()
 _objects: WeakValueDictionary[int, object] = WeakValueDictionary()
 
-#: The scopes (:class:`.padding.Scope`) of the modules that compiled code runs in, the innermost last, as tickets.
+#: The scopes (:class:`.padding.Scope`) of the modules that compiled code runs in, the innermost
+#: last, as tickets.
 open_scopes: list[Tensor] = []
 
 
@@ -35,14 +38,20 @@ class _Memory(bytearray):
 
 
 def handle_of(thing: object) -> Tensor:
-    """A tensor by which :func:`find` finds ``thing``, as long as something else keeps ``thing`` alive."""
+    """A tensor by which :func:`find` finds ``thing``,
+
+    as long as something else keeps ``thing`` alive.
+    """
     number = next(_numbers)
     _objects[number] = thing
     return torch.tensor(number, device="cpu")
 
 
 def ticket_of(content: object) -> Tensor:
-    """A tensor by which :func:`find` finds ``content``, which lives as long as the memory of the tensor."""
+    """A tensor by which :func:`find` finds ``content``,
+
+    which lives as long as the memory of the tensor.
+    """
     number = next(_numbers)
     memory = _Memory(number.to_bytes(8, sys.byteorder))
     memory.content = content
@@ -60,7 +69,8 @@ def find(tensor: Tensor):
     thing = _objects.get(int(tensor))
     if thing is None:
         raise RuntimeError(
-            "a compiled norm of pn_fairseq cannot find what its forward kept: hooks on saved tensors, such as "
+            "a compiled norm of pn_fairseq cannot find what its forward kept: hooks on saved "
+            "tensors, such as "
             "save_on_cpu, must not copy its tensors of whole numbers"
         )
     return thing.content if isinstance(thing, _Memory) else thing
@@ -69,8 +79,8 @@ def find(tensor: Tensor):
 def operator(schema: str, fake: Callable, captured: bool = False) -> Callable[[Callable], Callable]:
     """Decorator: make a function of real tensors, which may have any strides, an operator.
 
-    ``fake`` gives results for the compiler. ``captured``: in a CUDA graph it is enough to replay what the function has
-    launched; otherwise the function has to run.
+    ``fake`` gives results for the compiler. ``captured``: in a CUDA graph it is enough to replay
+    what the function has launched; otherwise the function has to run.
     """
     tags = _tags("flexible_layout") if captured else _tags("flexible_layout", "cudagraph_unsafe")
 
@@ -91,33 +101,47 @@ def _like(seen: list[Tensor], state: list[Tensor]) -> list[Tensor]:
 
 @operator("look(Tensor[] seen, Tensor[] state) -> Tensor[]", _like, captured=True)
 def look(seen, state):
-    """Copies of what a forward reads of the ``state`` of a norm: what :meth:`.StatefulNorm.read_state` gives.
+    """Copies of what a forward reads of the ``state`` of a norm: what
+    :meth:`.StatefulNorm.read_state` gives.
 
-    ``seen`` holds what the last forward outside of a backward pass has read. The compiler repeats this operator in a
-    backward graph where it recomputes a forward. One operator copies all that a step reads: the compiler moves a copy
-    that only the backward needs behind the update of the state.
+    ``seen`` holds what the last forward outside of a backward pass has read. The compiler repeats
+    this operator in a backward graph where it recomputes a forward. One operator copies all that a
+    step reads: the compiler moves a copy that only the backward needs behind the update of the
+    state.
     """
     if inside_backward():
         refuse_captured_recomputation(seen[0])
     else:
         for memory, tensor in zip(seen, state, strict=True):
-            memory.data.copy_(tensor)  # autograd has saved it for graphs that need not read it again
+            # autograd has saved it for graphs that need not read it again
+            memory.data.copy_(tensor)
     return [tensor.clone() for tensor in seen]
 
 
 @operator("counts_now(Tensor count) -> Tensor", torch.empty_like, captured=True)
 def counts_now(count):
-    """``count``, the number of real tokens of a step that no backward reaches; 0 where its forward is repeated."""
+    """``count``, the number of real tokens of a step that no backward reaches; 0 where its
+    forward is repeated.
+    """
     return torch.zeros_like(count) if is_recomputation() else count.clone()
 
 
-@operator("scaled(Tensor norm, Tensor number) -> Tensor", lambda _, number: torch.empty((), device=number.device))
+@operator(
+    "scaled(Tensor norm, Tensor number) -> Tensor",
+    lambda _, number: torch.empty((), device=number.device),
+)
 def scaled(norm, number):
     """1 times the loss scale of a scaler, on the device of ``number``."""
     return find(norm).loss_scale.scale(torch.ones((), device=number.device)).clone()
 
 
-@operator("after(Tensor value, Tensor[] others) -> Tensor", lambda value, _: torch.empty_like(value), captured=True)
+@operator(
+    "after(Tensor value, Tensor[] others) -> Tensor",
+    lambda value, _: torch.empty_like(value),
+    captured=True,
+)
 def after(value, others):
-    """``value``, for the compiler also a function of ``others``: a forward that needs it computes them."""
+    """``value``, for the compiler also a function of ``others``: a forward that needs it
+    computes them.
+    """
     return value.clone()

@@ -1,4 +1,7 @@
-"""Replace the norms of any PyTorch model by norms of this package, which receive the padding mask."""
+"""Replace the norms of any PyTorch model by norms of this package,
+
+which receive the padding mask.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ from pn_fairseq.norms.padding import ARGUMENT_FORMS, FORMS
 from pn_fairseq.norms.registry import find_norm
 from pn_fairseq.norms.replaceable import norms_to_replace
 
-#: Updates of the psi warm-up of "power", as in the paper's models, unless ``psi_warmup_updates`` is given.
+#: Updates of the psi warm-up of "power", as in the paper's models, unless ``psi_warmup_updates`` is
+#: given.
 PSI_WARMUP_UPDATES = 1000
 
 
@@ -35,39 +39,46 @@ def convert_norms(
 
         model = convert_norms(model, "batch", mask_from="attention_mask")
 
-    The function replaces ``LayerNorm`` and ``RMSNorm`` over the last dimension, ``BatchNorm1d`` and ``SyncBatchNorm``
-    of torch, apex's and fairseq's LayerNorms, and modules of other classes (such as T5's and Llama's norms) that
-    compute LayerNorm or RMSNorm with a gain of (C,), which a call on random tokens shows. The gain is ``weight`` or the
-    only parameter besides a bias; where it is stored as gain - 1, as in Gemma, the new norm stores it so.
-    With ``layout="BCHW"`` it also replaces ``BatchNorm2d``. :func:`norm_report` lists the norms.
+    The function replaces ``LayerNorm`` and ``RMSNorm`` over the last dimension, ``BatchNorm1d`` and
+    ``SyncBatchNorm`` of torch, apex's and fairseq's LayerNorms, and modules of other classes (such
+    as T5's and Llama's norms) that compute LayerNorm or RMSNorm with a gain of (C,), which a call
+    on random tokens shows. The gain is ``weight`` or the only parameter besides a bias; where it is
+    stored as gain - 1, as in Gemma, the new norm stores it so. With ``layout="BCHW"`` it also
+    replaces ``BatchNorm2d``. :func:`norm_report` lists the norms.
 
-    The new norm keeps eps, dtype, device and training mode. A weight or bias that the new norm also has stays the same
-    Parameter with the same name; another weight or bias is dropped. If both norms have the same running statistics,
-    the new norm also keeps the statistics and their decay. A norm can have additional parameters, such as a ``bias`` of
-    zeros in the place of an RMSNorm, so create the optimizer after the conversion. A checkpoint of the unconverted
-    model loads; loading does not change parameters and buffers that the checkpoint does not contain.
+    The new norm keeps eps, dtype, device and training mode. A weight or bias that the new norm also
+    has stays the same Parameter with the same name; another weight or bias is dropped. If both
+    norms have the same running statistics, the new norm also keeps the statistics and their decay.
+    A norm can have additional parameters, such as a ``bias`` of zeros in the place of an RMSNorm,
+    so create the optimizer after the conversion. A checkpoint of the unconverted model loads;
+    loading does not change parameters and buffers that the checkpoint does not contain.
 
-    Padding is normalized like other tokens and enters no statistic, except with ``variant="release"`` of some norms.
+    Padding is normalized like other tokens and enters no statistic, except with
+    ``variant="release"`` of some norms.
 
     Args:
         norm: a key of :data:`pn_fairseq.norms.NORMS`.
-        only: pattern or patterns of module names, as in ``fnmatch`` ("encoder.*"); the others stay as they are.
-        skip: patterns of names that stay as they are.
-        layout: "BTC" or "TBC", of the input of norms over the last dimension. By default each norm reads it from the
-            shape of its first mask; if B equals T in that mask, the forward raises ValueError. Batch norms of torch
-            keep their own layout, (B, C, T) or (N, C). "BCHW" also replaces ``BatchNorm2d``.
-        mask_from: the argument that holds the mask in the forward of the model or of modules in it. By default
-            arguments of known names are used: %s (after the dot, in modules of that package). For others give a dict:
-            name -> one of %s (see :class:`padding`), or a function of the value that returns the mask as bool, True =
-            padding, None if there is none, or NotImplemented. With ``()`` only ``with padding(...)`` blocks count. The
-            table of docs/own_model.md says which mask a norm takes: that of a block around the call, else that of the
-            innermost module around the norm that has such an argument.
+        only: pattern or patterns of module names, as in ``fnmatch`` ("encoder.*"); the others stay
+            as they are. skip: patterns of names that stay as they are. layout: "BTC" or "TBC", of
+            the input of norms over the last dimension. By default each norm reads it from the
+            shape of its first mask; if B equals T in that mask, the forward raises ValueError.
+            Batch norms of torch keep their own layout, (B, C, T) or (N, C). "BCHW" also replaces
+            ``BatchNorm2d``.
+        mask_from: the argument that holds the mask in the forward of the model or of modules in it.
+            By default arguments of known names are used: %s (after the dot, in modules of that
+            package). For others give a dict: name -> one of %s (see :class:`padding`), or a
+            function of the value that returns the mask as bool, True = padding, None if there is
+            none, or NotImplemented. With ``()`` only ``with padding(...)`` blocks count. The table
+            of docs/own_model.md says which mask a norm takes: that of a block around the call, else
+            that of the innermost module around the norm that has such an argument.
         zero_padding: write zeros at padding after the norm, as a convolution that follows needs.
-        options: for the norm, see :func:`build_norm`. A norm with running statistics has ``sync=True`` by default,
-            except "power", which has it only in the place of a ``SyncBatchNorm``. "power" has a psi warm-up of 1,000
-            updates unless ``psi_warmup_updates`` is given: without one it starts with psi = 1, and does not normalize
-            at first. Give the length of your learning rate's warm-up, and ``layer_scale_groups`` = attention heads, as
-            in the paper's Transformer. In the warm-up it mixes the tokens of a batch: in a causal decoder they leak.
+        options: for the norm, see :func:`build_norm`. A norm with running statistics has
+            ``sync=True`` by default, except "power", which has it only in the place of a
+            ``SyncBatchNorm``. "power" has a psi warm-up of 1,000 updates unless
+            ``psi_warmup_updates`` is given: without one it starts with psi = 1, and does not
+            normalize at first. Give the length of your learning rate's warm-up, and
+            ``layer_scale_groups`` = attention heads, as in the paper's Transformer. In the warm-up
+            it mixes the tokens of a batch: in a causal decoder they leak.
 
     Raises:
         ValueError: a pattern, name, layout or option does not fit, or there is nothing to replace.
@@ -77,27 +88,40 @@ def convert_norms(
     return convert(model, norm, only, skip, layout, mask_from, zero_padding, options)
 
 
-convert_norms.__doc__ %= (", ".join(f"``{name}``" for name in ARGUMENT_FORMS), ", ".join(f'"{form}"' for form in FORMS))
+convert_norms.__doc__ %= (
+    ", ".join(f"``{name}``" for name in ARGUMENT_FORMS),
+    ", ".join(f'"{form}"' for form in FORMS),
+)
 
 
-def convert(model, norm, only, skip, layout, mask_from, zero_padding, options, none_is_no_padding=False) -> nn.Module:
-    """What :func:`convert_norms` does. ``none_is_no_padding``: a mask that is None means no padding, as in fairseq."""
+def convert(
+    model, norm, only, skip, layout, mask_from, zero_padding, options, none_is_no_padding=False
+) -> nn.Module:
+    """What :func:`convert_norms` does.
+
+    ``none_is_no_padding``: a mask that is None means no padding, as in fairseq.
+    """
     entry = find_norm(norm)
     if layout not in (None, *LAYOUTS):
         raise ValueError(f"layout={layout!r} must be one of {', '.join(LAYOUTS)}")
     known = {*entry.options, "variant"} - {"batch_first"}
     if unknown := sorted(set(options) - known):
         raise ValueError(
-            f"norm {norm!r} has no option {', '.join(map(repr, unknown))}; known: {', '.join(sorted(known))}"
+            f"norm {norm!r} has no option {', '.join(map(repr, unknown))}; known: "
+            f"{', '.join(sorted(known))}"
         )
     refuse_wrapped(model)
     forms = mask_forms(mask_from)
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)
-    conversion = Conversion(none_is_no_padding, {"missing"} if none_is_no_padding and not forms else set())
+    conversion = Conversion(
+        none_is_no_padding, {"missing"} if none_is_no_padding and not forms else set()
+    )
     made = {
-        module: replacement(module, names[module][0], norm, layout, zero_padding, conversion, options, offset)
+        module: replacement(
+            module, names[module][0], norm, layout, zero_padding, conversion, options, offset
+        )
         for module, offset in norms_to_replace(names, only, skip, layout).items()
     }
     for parent in names:
@@ -107,14 +131,20 @@ def convert(model, norm, only, skip, layout, mask_from, zero_padding, options, n
     model = made.get(model, model)
     if forms:
         add_argument_hooks(model, list(made.values()), forms)
-    warn_of_future_tokens(model, {norm.name: norm for norm in made.values() if norm is not model}, stacklevel=4)
+    warn_of_future_tokens(
+        model, {norm.name: norm for norm in made.values() if norm is not model}, stacklevel=4
+    )
     for module in model.modules():
-        if isinstance(module, nn.TransformerEncoder) and any(isinstance(m, ConvertedNorm) for m in module.modules()):
-            module.use_nested_tensor = False  # it would read weight and bias of norms that may have none
+        if isinstance(module, nn.TransformerEncoder) and any(
+            isinstance(m, ConvertedNorm) for m in module.modules()
+        ):
+            # it would read weight and bias of norms that may have none
+            module.use_nested_tensor = False
     return model
 
 
-#: Classes that keep a list of a model's parameters. A norm that came later would have parameters that they do not know.
+#: Classes that keep a list of a model's parameters. A norm that came later would have parameters
+#: that they do not know.
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
 
 
@@ -124,7 +154,8 @@ def refuse_wrapped(model: nn.Module) -> None:
         for cls in type(module).__mro__:
             if cls.__name__ in _WRAPPERS:
                 raise ValueError(
-                    f"{name or 'the model'} is wrapped in {cls.__name__}, which would not reduce the gradients of "
+                    f"{name or 'the model'} is wrapped in {cls.__name__}, which would not reduce "
+                    "the gradients of "
                     "parameters that the new norms add: convert before you wrap"
                 )
 
@@ -141,15 +172,17 @@ def norm_parameter_names(
         decayed = [p for name, p in model.named_parameters() if name not in norms]
 
     Args:
-        replaced: only norms that :func:`convert_norms` put in the place of modules of this class or these classes, as
-            ``isinstance`` finds them. By default all norms of this package.
+        replaced: only norms that :func:`convert_norms` put in the place of modules of this class or
+            these classes, as ``isinstance`` finds them. By default all norms of this package.
     """
     kinds = (replaced,) if isinstance(replaced, type) else replaced
     names = []
     for prefix, module in model.named_modules():
         if not isinstance(module, ChannelNorm):
             continue
-        if kinds is not None and not (isinstance(module, ConvertedNorm) and module.took_the_place_of(kinds)):
+        if kinds is not None and not (
+            isinstance(module, ConvertedNorm) and module.took_the_place_of(kinds)
+        ):
             continue
         names += [f"{prefix}.{name}".lstrip(".") for name, _ in module.named_parameters()]
     return names
@@ -164,11 +197,11 @@ class ReplacedNorm:
         replaced: class of the module that it took the place of.
         norm: its class.
         layout: of its input; None: read from the shape of the mask.
-        masks: arguments that its mask comes from outside of ``with padding(...)`` blocks, the innermost first. Where
-            one is None, those after it are not used.
+        masks: arguments that its mask comes from outside of ``with padding(...)`` blocks, the
+            innermost first. Where one is None, those after it are not used.
         psi_warmup_updates: length of its psi warm-up; None: it has none.
-        line: of the table of docs/own_model.md, which decided in the last forward that asked for a mask; None: no
-            forward did.
+        line: of the table of docs/own_model.md, which decided in the last forward that asked for a
+            mask; None: no forward did.
         decided: the same in words.
     """
 
@@ -188,12 +221,22 @@ class ReplacedNorm:
         masks = ", else ".join(["padding(...)", *arguments])
         last = "" if self.line is None else f"; last: {self.decided} (line {self.line})"
         layout = self.layout or "of the mask"
-        warmup = "" if self.psi_warmup_updates is None else f", psi warm-up of {self.psi_warmup_updates} updates"
-        return f"{self.name}: {self.norm} for {self.replaced}{warmup}, layout {layout}, mask from {masks}{last}"
+        warmup = (
+            ""
+            if self.psi_warmup_updates is None
+            else f", psi warm-up of {self.psi_warmup_updates} updates"
+        )
+        return (
+            f"{self.name}: {self.norm} for {self.replaced}{warmup}, layout {layout}, mask from "
+            f"{masks}{last}"
+        )
 
 
 def norm_report(model: nn.Module) -> list[ReplacedNorm]:
-    r"""The norms that :func:`convert_norms` put into ``model``: ``print(*norm_report(model), sep="\n")``."""
+    r"""The norms that :func:`convert_norms` put into ``model``:
+
+    ``print(*norm_report(model), sep="\n")``.
+    """
     report = []
     for name, norm in model.named_modules():
         if isinstance(norm, ConvertedNorm):

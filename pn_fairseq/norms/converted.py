@@ -1,4 +1,6 @@
-"""The norms of a converted model: how each takes the place of another norm, and how its padding mask reaches it."""
+"""The norms of a converted model: how each takes the place of another norm, and how its padding
+mask reaches it.
+"""
 
 import warnings
 from contextlib import nullcontext
@@ -14,8 +16,22 @@ from pn_fairseq.norms.channel import no_fast_path
 from pn_fairseq.norms.checks import can_look_at_values, empty_sentences
 from pn_fairseq.norms.compiled import find, open_scopes, operator
 from pn_fairseq.norms.layouts import Layout
-from pn_fairseq.norms.mask_search import BLOCK, GIVEN, NONE, Found, find_mask, hidden_mask, masks_around
-from pn_fairseq.norms.padding import AllIsKnown, PaddingMask, Scope, current_backward, current_scopes
+from pn_fairseq.norms.mask_search import (
+    BLOCK,
+    GIVEN,
+    NONE,
+    Found,
+    find_mask,
+    hidden_mask,
+    masks_around,
+)
+from pn_fairseq.norms.padding import (
+    AllIsKnown,
+    PaddingMask,
+    Scope,
+    current_backward,
+    current_scopes,
+)
 from pn_fairseq.norms.registry import build_norm, find_norm
 from pn_fairseq.norms.sharding import is_distributed
 
@@ -78,7 +94,8 @@ class MaskHistory:
 class ConvertedNorm:
     """Mixin; must precede the norm class in the bases. The norm of a converted model.
 
-    ``norm(x)`` has the layout of the replaced module, and finds its mask (:mod:`pn_fairseq.norms.padding`).
+    ``norm(x)`` has the layout of the replaced module, and finds its mask
+    (:mod:`pn_fairseq.norms.padding`).
     """
 
     #: Set by :func:`replacement`.
@@ -93,7 +110,8 @@ class ConvertedNorm:
     conversion: Conversion
     mask_history: MaskHistory
 
-    #: The look at the first mask is :meth:`_warn_of_empty_sentences`, which knows which dimension is the sentence's.
+    #: The look at the first mask is :meth:`_warn_of_empty_sentences`, which knows which dimension
+    #: is the sentence's.
     has_looked_at_mask = True
 
     #: Whether the counter of steps has been looked at in evaluation.
@@ -123,10 +141,15 @@ class ConvertedNorm:
 
     @momentum.setter
     def momentum(self, value) -> None:
-        """Recipes that freeze the statistics of torch's BatchNorm set this attribute, which no norm here reads."""
+        """Recipes that freeze the statistics of torch's BatchNorm set this attribute,
+
+        which no norm here reads.
+        """
         raise AttributeError(
-            f"{self.name}: momentum={value} would change nothing, because {type(self).__name__} averages with "
-            "alpha_fwd = 1 - momentum: set alpha_fwd. Batches enter no statistic inside `with ignoring(model):`, or "
+            f"{self.name}: momentum={value} would change nothing, because {type(self).__name__} "
+            "averages with "
+            "alpha_fwd = 1 - momentum: set alpha_fwd. Batches enter no statistic inside `with "
+            "ignoring(model):`, or "
             "after norm.eval()"
         )
 
@@ -135,7 +158,11 @@ class ConvertedNorm:
         return any(_identity(cls) in self.replaced_classes for cls in classes)
 
     def __reduce__(self):
-        return _rebuild, (type(self).__mro__[type(self).__mro__.index(ConvertedNorm) + 1],), self.__getstate__()
+        return (
+            _rebuild,
+            (type(self).__mro__[type(self).__mro__.index(ConvertedNorm) + 1],),
+            self.__getstate__(),
+        )
 
     def _get_name(self) -> str:
         return f"{super()._get_name()} for {self.replaced}"
@@ -144,8 +171,10 @@ class ConvertedNorm:
         if isinstance(self, RunningNorm):
             if type(x) is not Tensor and is_distributed(x):
                 raise ValueError(
-                    f"{self.name}: {type(self).__name__} needs the statistics of all tokens, but its input is a "
-                    "DTensor, as under SequenceParallel: take a norm of each token by itself, such as 'rms', or leave "
+                    f"{self.name}: {type(self).__name__} needs the statistics of all tokens, but "
+                    "its input is a "
+                    "DTensor, as under SequenceParallel: take a norm of each token by itself, such "
+                    "as 'rms', or leave "
                     "this norm out of the plan"
                 )
             if not (self.training or torch.compiler.is_compiling()):
@@ -157,7 +186,9 @@ class ConvertedNorm:
                 self._check_given_mask(x, padding_mask)
             tokens, padding = self.layout.channels_last(x), None
             if self.uses_mask() and torch.compiler.is_compiling():
-                padding = padding_of(tokens, padding_mask, self.handle, open_scopes[-1] if open_scopes else None)
+                padding = padding_of(
+                    tokens, padding_mask, self.handle, open_scopes[-1] if open_scopes else None
+                )
             elif self.uses_mask():
                 padding = self.find_padding(tokens, padding_mask)
             return self._arranged(x, tokens, padding)
@@ -168,17 +199,25 @@ class ConvertedNorm:
         """Refuse a second argument that is no mask, also where this norm does not use a mask."""
         if isinstance(mask, Tensor) and not mask.is_floating_point():
             mask = PaddingMask("mask", mask, "the mask").value
-            if mask.dim() < x.dim() or (mask.dim() == 2 and mask.shape != x.shape):  # (B, T) also for rows (N, C)
+            # (B, T) also for rows (N, C)
+            if mask.dim() < x.dim() or (mask.dim() == 2 and mask.shape != x.shape):
                 return
-        found = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        found = (
+            f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        )
         raise ValueError(
-            f"its second argument must be a padding mask, bool with True = padding, but it is {found} beside an input "
-            f"of {tuple(x.shape)}; if the model hands a gate or a residual to this norm, leave it as it is "
+            "its second argument must be a padding mask, bool with True = padding, but it is "
+            f"{found} beside an input "
+            f"of {tuple(x.shape)}; if the model hands a gate or a residual to this norm, leave it "
+            "as it is "
             f"(skip={self.name!r})"
         )
 
     def find_padding(self, tokens: Tensor, mask: Tensor | None) -> Tensor | None:
-        """Which of ``tokens``, (..., C), are padding; None: nothing is. ``mask``: None, or the one that was given."""
+        """Which of ``tokens``, (..., C), are padding; None: nothing is.
+
+        ``mask``: None, or the one that was given.
+        """
         if mask is None:
             found = self._find_mask(tokens)
         else:
@@ -191,8 +230,10 @@ class ConvertedNorm:
         return self.layout.padding(tokens, found.mask, generates)
 
     def _warn_of_empty_sentences(self, mask: PaddingMask) -> None:
-        """Look at every mask that is on the CPU, once, and elsewhere at the first one, since that waits for the device.
-        An inverted mask already shows there: nothing is left of the longest sentence."""
+        """Look at every mask that is on the CPU, once, and elsewhere at the first one, since that
+        waits for the device. An inverted mask already shows there: nothing is left of the longest
+        sentence.
+        """
         is_first, self.conversion.has_had_mask = not self.conversion.has_had_mask, True
         if "empty" in self.conversion.warned or (mask.waits_for_device and not is_first):
             return
@@ -202,7 +243,11 @@ class ConvertedNorm:
 
     def _warn_of_initial_statistics(self) -> None:
         """Called in evaluation. It looks at the state once, since that waits for the device."""
-        if self.has_looked_at_count or "initial" in self.conversion.warned or not can_look_at_values():
+        if (
+            self.has_looked_at_count
+            or "initial" in self.conversion.warned
+            or not can_look_at_values()
+        ):
             return
         moment = self._buffers[self.moment_name]
         if moment.is_meta:
@@ -211,8 +256,10 @@ class ConvertedNorm:
         if (self._buffers[COUNT] == 0) & (moment == 1).all():  # recalibrating() counts no step
             self.conversion.warn(
                 "initial",
-                f"{self.name} is evaluated, but has counted no training step: its running statistics are the initial "
-                "ones. Train the model after the conversion. If the statistics are in a checkpoint, convert the model "
+                f"{self.name} is evaluated, but has counted no training step: its running "
+                "statistics are the initial "
+                "ones. Train the model after the conversion. If the statistics are in a "
+                "checkpoint, convert the model "
                 "before you load it: an unconverted model drops them.",
             )
 
@@ -233,8 +280,9 @@ class ConvertedNorm:
         return found
 
     def _refuse_another_mask(self, found: Found) -> None:
-        """Called in a recomputation, where ``found`` may not be what the forward found: blocks have ended, and the
-        modules around the recomputed part do not run again."""
+        """Called in a recomputation, where ``found`` may not be what the forward found: blocks have
+        ended, and the modules around the recomputed part do not run again.
+        """
         had = self.mask_history
         if found.mask is not None:
             is_gone = had.block or had.no_padding
@@ -244,13 +292,18 @@ class ConvertedNorm:
             is_gone = had.block or had.argument
         if is_gone:
             raise RuntimeError(
-                f"{self.name}: this forward is being recomputed (activation checkpointing), but its padding mask "
-                "is gone; pass the mask as an argument of the checkpointed module (convert_norms(mask_from=...)), "
+                f"{self.name}: this forward is being recomputed (activation checkpointing), but "
+                "its padding mask "
+                "is gone; pass the mask as an argument of the checkpointed module "
+                "(convert_norms(mask_from=...)), "
                 "or give checkpoint context_fn=padding.context_fn"
             )
 
     def _warn_of_hidden_mask(self, found: Found, scopes: list[Scope]) -> None:
-        """Called in `with padding(None)`, which may have been written to silence the warning of a missing mask."""
+        """Called in `with padding(None)`,
+
+        which may have been written to silence the warning of a missing mask.
+        """
         if "hidden" in self.conversion.warned or found.scope.only is not None:
             return
         hidden = hidden_mask(self.conversion.id, scopes)
@@ -259,8 +312,10 @@ class ConvertedNorm:
         if hidden.has_padding:
             self.conversion.warn(
                 "hidden",
-                f"{self.name}: `with padding(None)` says that there is no padding, and hides {hidden.source}, which "
-                "has some: leave the block out, or give it only= with the names of the norms that it is for.",
+                f"{self.name}: `with padding(None)` says that there is no padding, and hides "
+                f"{hidden.source}, which "
+                "has some: leave the block out, or give it only= with the names of the norms that "
+                "it is for.",
             )
 
     def _warn_of_missing_mask(self, x: Tensor, found: Found) -> None:
@@ -272,7 +327,8 @@ class ConvertedNorm:
         if found.line == NONE:
             around = [mask for mask in masks_around(found) if mask.time(x.size(1)) in x.shape]
             is_full = bool(around) and not any(mask.has_padding for mask in around)
-            if self.conversion.none_is_no_padding or is_full:  # Hugging Face's models hand None on in such a batch
+            # Hugging Face's models hand None on in such a batch
+            if self.conversion.none_is_no_padding or is_full:
                 return
             reason = f" ({found.where})"
         uses, effects = [], []
@@ -284,8 +340,10 @@ class ConvertedNorm:
             effects.append("is not set to 0 and enters what follows the norm")
         self.conversion.warn(
             "missing",
-            f"{self.name} {' and '.join(uses)}, and no padding mask has reached it{reason}: padding, if there is any, "
-            f"{' and '.join(effects)}. Run the model in `with padding(...)`, or convert it with mask_from=...; `with "
+            f"{self.name} {' and '.join(uses)}, and no padding mask has reached it{reason}: "
+            "padding, if there is any, "
+            f"{' and '.join(effects)}. Run the model in `with padding(...)`, or convert it with "
+            "mask_from=...; `with "
             "padding(None)` says that there is no padding.",
         )
 
@@ -310,7 +368,9 @@ class ConvertedNorm:
     lambda tokens, *_: tokens.new_empty(tokens.shape[:-1], dtype=torch.bool),
 )
 def padding_of(tokens, mask, norm, scope):
-    """:meth:`ConvertedNorm.find_padding` in ``scope``; memory of its own, where the compiler may write."""
+    """:meth:`ConvertedNorm.find_padding` in ``scope``; memory of its own, where the compiler may
+    write.
+    """
     norm = find(norm)
     try:
         with nullcontext() if scope is None else find(scope):
@@ -324,7 +384,9 @@ def padding_of(tokens, mask, norm, scope):
 
 @cache
 def _converted_class(cls: type[ChannelNorm]) -> type[ChannelNorm]:
-    return type(cls.__name__, (ConvertedNorm, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+    return type(
+        cls.__name__, (ConvertedNorm, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__}
+    )
 
 
 def _rebuild(cls: type[ChannelNorm]) -> ChannelNorm:
@@ -335,18 +397,26 @@ def _rebuild(cls: type[ChannelNorm]) -> ChannelNorm:
 def replacement(
     module: nn.Module, name: str, norm: str, layout, zero_padding, conversion, options, gain_offset
 ) -> ChannelNorm:
-    """The norm that takes the place of ``module``; see :func:`convert_norms` and :func:`.norms_to_replace`."""
+    """The norm that takes the place of ``module``;
+
+    see :func:`convert_norms` and :func:`.norms_to_replace`.
+    """
     entry = find_norm(norm)
     is_batch_norm = isinstance(module, BATCH_NORMS)
     gain_name = gain_of(module)
     weight = getattr(module, gain_name or "", None)
-    like = next((tensor for tensor in (weight, *module.buffers()) if tensor is not None), torch.zeros(()))
+    like = next(
+        (tensor for tensor in (weight, *module.buffers()) if tensor is not None), torch.zeros(())
+    )
     if is_batch_norm:
         channels = module.num_features
     else:
         channels = module.normalized_shape[0] if weight is None else weight.numel()
     eps = eps_of(module)
-    defaults = {"eps": torch.finfo(like.dtype).eps if eps is None else eps, "affine": weight is not None}
+    defaults = {
+        "eps": torch.finfo(like.dtype).eps if eps is None else eps,
+        "affine": weight is not None,
+    }
     if "sync" in entry.options:
         defaults["sync"] = entry.default("sync") or isinstance(module, nn.SyncBatchNorm)
         if isinstance(module, nn.SyncBatchNorm):
@@ -360,19 +430,28 @@ def replacement(
     if made.shares_statistics:
         for key, buffer in buffers.items():
             made._buffers[key].copy_(buffer)
-    given = {key: module._parameters.get(name) for key, name in (("weight", gain_name), ("bias", "bias"))}
+    given = {
+        key: module._parameters.get(name) for key, name in (("weight", gain_name), ("bias", "bias"))
+    }
     for key, parameter in given.items():
         if parameter is not None and made._parameters.get(key) is not None:
             made._parameters[key] = parameter
     if made.weight is given["weight"] is not None and (gain_name, gain_offset) != ("weight", 0):
-        made.gain_name, made.gain_offset = "weight" if gain_name in made._parameters else gain_name, gain_offset
-        made._parameters = {made.gain_name if k == "weight" else k: value for k, value in made._parameters.items()}
+        made.gain_name, made.gain_offset = (
+            "weight" if gain_name in made._parameters else gain_name,
+            gain_offset,
+        )
+        made._parameters = {
+            made.gain_name if k == "weight" else k: value for k, value in made._parameters.items()
+        }
         made.layer_scale.register_forward_pre_hook(no_fast_path)  # which reads weight
     made.__class__ = _converted_class(type(made))
     made.name, made.replaced = name or type(module).__name__, type(module).__name__
     made.replaced_keys = frozenset(module.state_dict())
     made.replaced_classes = frozenset(_identity(cls) for cls in type(module).__mro__)
-    made.layout = Layout(_own_layout(module), layout if layout in ("BTC", "TBC") else None, made.name)
+    made.layout = Layout(
+        _own_layout(module), layout if layout in ("BTC", "TBC") else None, made.name
+    )
     made.zero_padding, made.conversion, made.mask_history = zero_padding, conversion, MaskHistory()
     for hooks in ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks"):
         for kind in ("", "_with_kwargs", "_always_called"):
@@ -382,15 +461,23 @@ def replacement(
 
 
 def _alpha_of_momentum(momentum: float | None, name: str) -> float:
-    """``alpha_fwd`` of the statistics of a batch norm of torch: 0 keeps those of the last batch, 1 the initial ones."""
+    """``alpha_fwd`` of the statistics of a batch norm of torch:
+
+    0 keeps those of the last batch, 1 the initial ones.
+    """
     if momentum is None:
         raise ValueError(
-            f"{name}: its momentum=None averages all batches equally, which no norm here does while it trains: give "
-            "alpha_fwd=0.9 (momentum=0.1), or another decay, and take the mean over batches by recalibrating() "
+            f"{name}: its momentum=None averages all batches equally, which no norm here does "
+            "while it trains: give "
+            "alpha_fwd=0.9 (momentum=0.1), or another decay, and take the mean over batches by "
+            "recalibrating() "
             f"afterwards; or leave this norm as it is (skip={name!r})"
         )
     if not 0 <= momentum <= 1:
-        raise ValueError(f"{name}: its momentum={momentum} is not in [0, 1]: give alpha_fwd=, which is 1 - momentum")
+        raise ValueError(
+            f"{name}: its momentum={momentum} is not in [0, 1]: give alpha_fwd=, which is 1 - "
+            "momentum"
+        )
     return 1.0 - momentum
 
 
@@ -412,7 +499,11 @@ def gain_of(module: nn.Module) -> str | None:
     """The name of the gain of a norm: ``weight``, or its only parameter besides a bias."""
     if isinstance(getattr(module, "weight", None), Tensor):
         return "weight"
-    others = [key for key, parameter in module._parameters.items() if key != "bias" and parameter is not None]
+    others = [
+        key
+        for key, parameter in module._parameters.items()
+        if key != "bias" and parameter is not None
+    ]
     return others[0] if len(others) == 1 else None
 
 
@@ -423,7 +514,10 @@ def _own_layout(module: nn.Module) -> str | None:
 
 
 def _before_loading(module: ConvertedNorm, state_dict: dict, prefix: str, *_) -> None:
-    """Make the state of the module that was replaced one of ``module``; what it lacks stays as it is."""
+    """Make the state of the module that was replaced one of ``module``;
+
+    what it lacks stays as it is.
+    """
     given = {key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)}
     own = {**dict(module.named_parameters(recurse=False)), **module._buffers}
     if not given or not given <= module.replaced_keys or given == {*own}:

@@ -20,13 +20,20 @@ def all_reduce_sum(values: Tensor, group=None) -> Tensor:
 
 
 def refuse_join() -> None:
-    """Raise RuntimeError inside ``DistributedDataParallel.join``, unless a rank without data ends it for all ranks.
+    """Raise RuntimeError inside ``DistributedDataParallel.join``, unless a rank without data ends
+    it for all ranks.
 
     There that rank runs the collectives of the wrapper but not those of a norm.
     """
     wrapper = nn.parallel.DistributedDataParallel._active_ddp_module
-    if wrapper is not None and (join := wrapper._join_config).enable and not join.throw_on_early_termination:
+    if (
+        wrapper is not None
+        and (join := wrapper._join_config).enable
+        and not join.throw_on_early_termination
+    ):
         raise RuntimeError(
-            "a norm with sync=True does not work under DistributedDataParallel.join, because a rank whose data has "
-            "ended runs no forward: give join(throw_on_early_termination=True) or the norm sync=False"
+            "a norm with sync=True does not work under DistributedDataParallel.join, because a "
+            "rank whose data has "
+            "ended runs no forward: give join(throw_on_early_termination=True) or the norm "
+            "sync=False"
         )

@@ -9,14 +9,16 @@ from pn_fairseq.norms.checks import check_positive
 
 
 class DynamicTanh(ChannelNorm):
-    r"""Dynamic Tanh, DyT (Zhu et al. 2025): :math:`y = \gamma \tanh(\alpha x) + \beta`, without statistics.
+    r"""Dynamic Tanh, DyT (Zhu et al. 2025): :math:`y = \gamma \tanh(\alpha x) + \beta`, without
+    statistics.
 
-    ``alpha``, (1,), is always learned, also with ``affine=False``. It has no state, and a padding mask changes nothing.
+    ``alpha``, (1,), is always learned, also with ``affine=False``. It has no state, and a padding
+    mask changes nothing.
 
     Args:
-        alpha_init: initial value of ``alpha``, greater than 0. The paper's is 0.5, less in large language models.
-        eps: epsilon of layer-scale.
-        others: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
+        alpha_init: initial value of ``alpha``, greater than 0. The paper's is 0.5, less in large
+            language models. eps: epsilon of layer-scale. others: see
+            :class:`~pn_fairseq.norms.base.ChannelNorm`.
     """
 
     def __init__(self, num_features: int, alpha_init: float = 0.5, **common):
@@ -34,7 +36,8 @@ class DynamicTanh(ChannelNorm):
 
 
 class DynamicErf(DynamicTanh):
-    r"""Dynamic erf, Derf (Chen et al. 2025): :math:`y = \gamma\, \mathrm{erf}(\alpha x + s) + \beta`.
+    r"""Dynamic erf, Derf (Chen et al. 2025): :math:`y = \gamma\, \mathrm{erf}(\alpha x + s) +
+    \beta`.
 
     ``shift`` is s, (1,), learned, initially 0. All else is as in :class:`DynamicTanh`.
     """

@@ -9,14 +9,16 @@ from pn_fairseq.norms.channel import no_fast_path
 
 @torch.no_grad()
 def folded_linear(norm: RunningNorm, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    r"""Weight (K, C) and bias (K,) of the linear map that takes the place of ``norm`` and the one that follows it.
+    r"""Weight (K, C) and bias (K,) of the linear map that takes the place of ``norm`` and the one
+    that follows it.
 
-    In evaluation a norm is :math:`s \odot h + b` with constant vectors s and b (:meth:`RunningNorm.evaluation_affine`)
-    of the layer-scaled input h, so that
+    In evaluation a norm is :math:`s \odot h + b` with constant vectors s and b
+    (:meth:`RunningNorm.evaluation_affine`) of the layer-scaled input h, so that
 
     .. math:: W (s \odot h + b) + c = (W\,\mathrm{diag}(s))\, h + (W b + c)
 
-    What is left of the norm is its layer-scale, ``norm.layer_scale``, which does nothing where it has no groups.
+    What is left of the norm is its layer-scale, ``norm.layer_scale``, which does nothing where it
+    has no groups.
 
     Args:
         norm: a norm over C channels.
@@ -34,14 +36,17 @@ def folded_linear(norm: RunningNorm, weight: Tensor, bias: Tensor | None) -> tup
 
 @torch.no_grad()
 def fold_norms(model: nn.Module, *args, **kwargs) -> list[tuple[str, str]]:
-    r"""Make the norms with running statistics of ``model`` a part of the maps before or after them, in evaluation.
+    r"""Make the norms with running statistics of ``model`` a part of the maps before or after them,
+    in evaluation.
 
-    As ``torch.nn.utils.fusion``, but it finds the maps itself: ``model(*args, **kwargs)`` runs once to see which linear
-    maps and convolutions produce the input of a norm or take its output, and after each fold to compare. A fold is kept
-    if the output stays the same (to 1e-4 of its greatest value; use an input with padding if the model has it, and
-    float32 or wider). A norm is left as it is if its output is also used otherwise, as in a post-norm transformer, or
-    if the weight of the map is computed (weight norm, pruning) or belongs to other modules as well (tied embeddings).
-    An ``nn.Identity`` takes the place of a folded norm, so a checkpoint of the model no longer fits.
+    As ``torch.nn.utils.fusion``, but it finds the maps itself: ``model(*args, **kwargs)`` runs once
+    to see which linear maps and convolutions produce the input of a norm or take its output, and
+    after each fold to compare. A fold is kept if the output stays the same (to 1e-4 of its greatest
+    value; use an input with padding if the model has it, and float32 or wider). A norm is left as
+    it is if its output is also used otherwise, as in a post-norm transformer, or if the weight of
+    the map is computed (weight norm, pruning) or belongs to other modules as well (tied
+    embeddings). An ``nn.Identity`` takes the place of a folded norm, so a checkpoint of the model
+    no longer fits.
 
     Returns:
         The names of the folded norms, each with the names of the maps that it is a part of now.
@@ -54,7 +59,9 @@ def fold_norms(model: nn.Module, *args, **kwargs) -> list[tuple[str, str]]:
     names = {module: name for name, module in model.named_modules()}
     maps = [module for module in names if isinstance(module, _MAPS)]
     norms = [
-        module for module in names if isinstance(module, RunningNorm) and module.folds and not module.layer_scale_groups
+        module
+        for module in names
+        if isinstance(module, RunningNorm) and module.folds and not module.layer_scale_groups
     ]
     makers: dict[int, nn.Module] = {}
     inputs: dict[nn.Module, tuple[nn.Module | None, Tensor]] = {}
@@ -77,9 +84,14 @@ def fold_norms(model: nn.Module, *args, **kwargs) -> list[tuple[str, str]]:
             hook.remove()
     folded = []
     for norm, (maker, output) in inputs.items():
-        for neighbours, after in (([maker] if maker is not None else [], False), (takers.get(id(output), []), True)):
+        for neighbours, after in (
+            ([maker] if maker is not None else [], False),
+            (takers.get(id(output), []), True),
+        ):
             if neighbours and _try(model, norm, neighbours, after, expected, args, kwargs):
-                folded.append((names[norm], ", ".join(names[neighbour] for neighbour in neighbours)))
+                folded.append(
+                    (names[norm], ", ".join(names[neighbour] for neighbour in neighbours))
+                )
                 break
     return folded
 
@@ -89,8 +101,9 @@ _MAPS = (nn.Linear, nn.Conv1d, nn.Conv2d)
 
 
 class FoldedNorm(nn.Identity):
-    """In the place of a folded norm. ``nn.TransformerEncoderLayer`` reads eps, and computes LayerNorm without calling
-    its norms unless one of them has a hook."""
+    """In the place of a folded norm. ``nn.TransformerEncoderLayer`` reads eps, and computes
+    LayerNorm without calling its norms unless one of them has a hook.
+    """
 
     def __init__(self, eps: float):
         super().__init__()
@@ -99,21 +112,34 @@ class FoldedNorm(nn.Identity):
         self.eval()
 
 
-def _try(model: nn.Module, norm: RunningNorm, maps: list[nn.Module], after: bool, expected, args, kwargs) -> bool:
-    """Fold ``norm`` into each of ``maps``, which come after it or before it; undo it where the output changes, or where
-    the model uses ``norm`` otherwise than by calling it."""
+def _try(
+    model: nn.Module, norm: RunningNorm, maps: list[nn.Module], after: bool, expected, args, kwargs
+) -> bool:
+    """Fold ``norm`` into each of ``maps``, which come after it or before it; undo it where the
+    output changes, or where the model uses ``norm`` otherwise than by calling it.
+    """
     if getattr(norm, "zero_padding", False):
         return False
     for module in maps:
         weight = module._parameters.get("weight")  # None: it is computed
-        if weight is None or weight.size(int(after)) != norm.num_features:  # also where a convolution has groups
+        # also where a convolution has groups
+        if weight is None or weight.size(int(after)) != norm.num_features:
             return False
         own = {id(parameter) for parameter in module.parameters(recurse=False)}
-        if any(own & {*map(id, user.parameters(recurse=False))} for user in model.modules() if user is not module):
+        if any(
+            own & {*map(id, user.parameters(recurse=False))}
+            for user in model.modules()
+            if user is not module
+        ):
             return False
     scale, shift = norm.evaluation_affine(torch.float64)
     unfolded = {module: (module.weight, module.bias) for module in maps}
-    parents = [(parent, key) for parent in model.modules() for key, child in parent._modules.items() if child is norm]
+    parents = [
+        (parent, key)
+        for parent in model.modules()
+        for key, child in parent._modules.items()
+        if child is norm
+    ]
     same = False
     try:
         for module, (weight, bias) in unfolded.items():
@@ -125,13 +151,16 @@ def _try(model: nn.Module, norm: RunningNorm, maps: list[nn.Module], after: bool
                 constant = constant + summed @ shift
             else:
                 constant = constant * scale + shift
-            module.weight = nn.Parameter((wide * scale.view(along_channels)).to(weight.dtype), weight.requires_grad)
+            module.weight = nn.Parameter(
+                (wide * scale.view(along_channels)).to(weight.dtype), weight.requires_grad
+            )
             module.bias = nn.Parameter(constant.to(weight.dtype), weight.requires_grad)
         for parent, key in parents:
             parent._modules[key] = FoldedNorm(norm.eps)
         outputs = tensors_of(model(*args, **kwargs))
         same = len(outputs) == len(expected) and all(
-            output.shape == original.shape and (output - original).abs().max() <= 1e-4 * original.abs().max()
+            output.shape == original.shape
+            and (output - original).abs().max() <= 1e-4 * original.abs().max()
             for output, original in zip(outputs, expected, strict=True)
         )
     except Exception:  # for example, the model reads the norm's weight
@@ -149,5 +178,11 @@ def tensors_of(output) -> list[Tensor]:
     """The floating-point tensors of what a model returns."""
     if isinstance(output, Tensor):
         return [output] if output.is_floating_point() else []
-    parts = output.values() if isinstance(output, dict) else output if isinstance(output, (list, tuple)) else ()
+    parts = (
+        output.values()
+        if isinstance(output, dict)
+        else output
+        if isinstance(output, (list, tuple))
+        else ()
+    )
     return [tensor for part in parts for tensor in tensors_of(part)]

@@ -1,7 +1,7 @@
 """A warning of norms that show a causal decoder its future tokens.
 
-In training a norm that mixes tokens (:attr:`.ChannelNorm.mixes_tokens`) computes the output of a token from statistics
-of its batch, later tokens of its sentence among them.
+In training a norm that mixes tokens (:attr:`.ChannelNorm.mixes_tokens`) computes the output of a
+token from statistics of its batch, later tokens of its sentence among them.
 """
 
 import warnings
@@ -30,7 +30,9 @@ def mixes_by_warmup(norm: nn.Module) -> bool:
 
 def mixes(norm: nn.Module) -> bool:
     """Whether ``norm``, with its settings, mixes tokens at any time."""
-    return norm.mixes_tokens != "never" and not (mixes_by_warmup(norm) and norm.psi_warmup_updates == 0)
+    return norm.mixes_tokens != "never" and not (
+        mixes_by_warmup(norm) and norm.psi_warmup_updates == 0
+    )
 
 
 def in_decoders(model: nn.Module, norms: dict[str, ChannelNorm]) -> list[str]:
@@ -48,8 +50,10 @@ def leak(names: list[str], norm: ChannelNorm) -> str:
         when = "at first, "
     verbs = ("are", "compute") if others else ("is", "computes")
     return (
-        f"{names[0]}{others} {verbs[0]} in a decoder and, {when}in training, {verbs[1]} with statistics of all tokens "
-        "of a batch: a causal decoder sees future tokens through them (a leak), which it lacks when it generates."
+        f"{names[0]}{others} {verbs[0]} in a decoder and, {when}in training, {verbs[1]} with "
+        "statistics of all tokens "
+        "of a batch: a causal decoder sees future tokens through them (a leak), which it lacks "
+        "when it generates."
     )
 
 
@@ -68,7 +72,9 @@ def warn_of_future_tokens(model: nn.Module, norms: dict[str, ChannelNorm], stack
         remedies.append(f"convert only the encoder ({only})")
     if mixes_by_warmup(norms[names[0]]):
         remedies.append("give psi_warmup_updates=0")
-    remedies.append("take a norm that never mixes tokens, such as 'rms' (docs/norms.md, Properties)")
+    remedies.append(
+        "take a norm that never mixes tokens, such as 'rms' (docs/norms.md, Properties)"
+    )
     *others, last = remedies
     advice = f"{', '.join(others)}, or {last}" if others else last
     warnings.warn(
@@ -78,15 +84,17 @@ def warn_of_future_tokens(model: nn.Module, norms: dict[str, ChannelNorm], stack
 
 
 def _is_called_encoder(name: str) -> bool:
-    """Whether a part of the name of a module, such as "model.encoder.norm", says that it is in an encoder."""
+    """Whether a part of the name of a module, such as "model.encoder.norm", says that it is in
+    an encoder.
+    """
     return any("encoder" in key and "decoder" not in key for key in name.split("."))
 
 
 def is_in_causal_part(model: nn.Module, name: str) -> bool:
     """Whether the module ``name`` of ``model`` is in a decoder.
 
-    Decoders are those of torch and fairseq, the parts of a model of Hugging Face whose attentions say that they are
-    causal, and modules that are called a decoder and attend to an encoder.
+    Decoders are those of torch and fairseq, the parts of a model of Hugging Face whose attentions
+    say that they are causal, and modules that are called a decoder and attend to an encoder.
     """
     path = [model]
     keys = name.split(".")
@@ -111,7 +119,9 @@ def is_in_causal_part(model: nn.Module, name: str) -> bool:
 
 
 def _is_own_decoder(key: str, module: nn.Module) -> bool:
-    """Whether ``module``, which its parent calls ``key``, is called a decoder, and it or a part of it attends."""
+    """Whether ``module``, which its parent calls ``key``, is called a decoder, and it or a part
+    of it attends.
+    """
     called = [each.lower() for each in (key, type(module).__name__)]
     is_called = any("decoder" in each and "encoder" not in each for each in called)
     return is_called and any(attends(each) for each in module.modules())
@@ -121,9 +131,15 @@ def _verdict(module: nn.Module) -> bool | None:
     """Whether ``module`` is causal by what it or modules in it say; None: they say nothing."""
     marks = []
     for each in module.modules():
-        marks += [value for value in (getattr(each, mark, None) for mark in _MARKS) if isinstance(value, bool)]
+        marks += [
+            value
+            for value in (getattr(each, mark, None) for mark in _MARKS)
+            if isinstance(value, bool)
+        ]
     return any(marks) if marks else None
 
 
 def _has_attention_of_its_own(module: nn.Module) -> bool:
-    return any(isinstance(each, (nn.MultiheadAttention, nn.ModuleList)) for each in module.modules())
+    return any(
+        isinstance(each, (nn.MultiheadAttention, nn.ModuleList)) for each in module.modules()
+    )

@@ -10,14 +10,16 @@ from pn_fairseq.norms.checks import check_whole
 class GroupNorm(ChannelNorm):
     r"""Group normalization (Wu & He 2018) of each token by itself, as in Shen et al. 2020, Table 4.
 
-    .. math:: y_g = \gamma_g\, (x_g - \mathrm{mean}(x_g)) / \sqrt{\mathrm{var}(x_g) + \epsilon} + \beta_g
+    .. math:: y_g = \gamma_g\, (x_g - \mathrm{mean}(x_g)) / \sqrt{\mathrm{var}(x_g) + \epsilon} +
+      \beta_g
 
-    for each group g of a token's channels, with the biased variance: ``torch.nn.functional.group_norm`` of activations
-    (T*B, C). One group is LN. It has no state, and a padding mask changes nothing.
+    for each group g of a token's channels, with the biased variance:
+    ``torch.nn.functional.group_norm`` of activations (T*B, C). One group is LN. It has no state,
+    and a padding mask changes nothing.
 
     Args:
-        groups: number of equal groups that the channels split into. A transformer has as many as attention heads.
-        others: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
+        groups: number of equal groups that the channels split into. A transformer has as many as
+            attention heads. others: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
     """
 
     def __init__(self, num_features: int, groups: int = 1, **common):
@@ -27,4 +29,6 @@ class GroupNorm(ChannelNorm):
             raise ValueError(f"num_features={num_features} is not divisible by groups={groups}")
 
     def normalize(self, h: Tensor) -> Tensor:
-        return kernels.standardized(h, self.gain, self.bias, groups=self.groups, eps_in_root=self.eps)
+        return kernels.standardized(
+            h, self.gain, self.bias, groups=self.groups, eps_in_root=self.eps
+        )

@@ -8,8 +8,9 @@ from pn_fairseq.norms.base import ChannelNorm
 
 
 def layer_norm(h: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """LN of tokens h, (..., C), in their type. torch accepts only some parameters of another dtype, and not the same on
-    CPU and CUDA."""
+    """LN of tokens h, (..., C), in their type. torch accepts only some parameters of another dtype,
+    and not the same on CPU and CUDA.
+    """
     size = h.shape[-1:]
     if weight is None or weight.dtype == h.dtype:
         return F.layer_norm(h, size, weight, bias, eps)

@@ -1,4 +1,6 @@
-"""Layer-scale: the per-token, per-group root-mean-square scaling in front of a batch-statistics norm."""
+"""Layer-scale: the per-token, per-group root-mean-square scaling in front of a batch-statistics
+norm.
+"""
 
 from torch import Tensor, nn
 
@@ -11,24 +13,29 @@ class LayerScale(nn.Module):
 
     .. math:: y_g = x_g \,/\, \sqrt{\mathrm{mean}_k(x_{g,k}^2) + \epsilon}
 
-    No mean is subtracted and there is no gain. ``groups=1`` is RMSNorm without a gain (Zhang & Sennrich 2019,
-    Eq. 4); the code released with PowerNorm puts it in front of every PN with as many groups as attention heads.
+    No mean is subtracted and there is no gain. ``groups=1`` is RMSNorm without a gain (Zhang &
+    Sennrich 2019, Eq. 4); the code released with PowerNorm puts it in front of every PN with as
+    many groups as attention heads.
 
     Args:
         num_features: number of channels C.
         groups: number of equal groups G that the channels split into; 0 turns the module off.
         eps: added to the mean square before the root.
-        batch_first: see :class:`~pn_fairseq.norms.base.ChannelNorm`. It changes the check of ``padding_mask`` only.
+        batch_first: see :class:`~pn_fairseq.norms.base.ChannelNorm`. It changes the check of
+            ``padding_mask`` only.
 
-    The name is the PowerNorm paper's. CaiT's LayerScale, a learned factor per channel on a residual branch, is
-    something else. ``padding_mask`` changes nothing: each token is scaled by itself.
+    The name is the PowerNorm paper's. CaiT's LayerScale, a learned factor per channel on a residual
+    branch, is something else. ``padding_mask`` changes nothing: each token is scaled by itself.
 
     Raises:
-        ValueError: ``num_features`` is not a positive whole number, ``groups`` is negative or does not divide it,
-            ``eps`` is not positive, or the input does not have ``num_features`` channels.
+        ValueError: ``num_features`` is not a positive whole number, ``groups`` is negative or does
+            not divide it, ``eps`` is not positive, or the input does not have ``num_features``
+            channels.
     """
 
-    def __init__(self, num_features: int, groups: int, eps: float = 1e-5, batch_first: bool = False):
+    def __init__(
+        self, num_features: int, groups: int, eps: float = 1e-5, batch_first: bool = False
+    ):
         super().__init__()
         self.num_features = check_whole("num_features", num_features, minimum=1)
         self.groups = check_whole("groups", groups, minimum=0)
@@ -45,8 +52,14 @@ class LayerScale(nn.Module):
         return kernels.evaluate(x, None, None, None, None, self.groups, self.eps)
 
     def __prepare_scriptable__(self):
-        """Called by ``torch.jit.script`` for every module of a model; every norm of this package holds this one."""
-        raise RuntimeError("torch.jit.script cannot compile norms of pn_fairseq; use torch.jit.trace or torch.export")
+        """Called by ``torch.jit.script`` for every module of a model;
+
+        every norm of this package holds this one.
+        """
+        raise RuntimeError(
+            "torch.jit.script cannot compile norms of pn_fairseq; use torch.jit.trace or "
+            "torch.export"
+        )
 
     def extra_repr(self) -> str:
         return f"{self.num_features}, groups={self.groups}, eps={self.eps}"

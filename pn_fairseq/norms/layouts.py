@@ -1,4 +1,7 @@
-"""Where the tokens are in the input of a converted norm, and which of them a padding mask calls padding."""
+"""Where the tokens are in the input of a converted norm,
+
+and which of them a padding mask calls padding.
+"""
 
 from torch import Tensor
 
@@ -7,8 +10,8 @@ from pn_fairseq.norms.padding import PaddingMask
 #: Orders of the dimensions of activations.
 LAYOUTS = ("BTC", "TBC", "BCT", "BCHW")
 
-#: Layouts whose channels follow the batch dimension -> the numbers of dimensions that an input may have. "BC" is the
-#: layout of SyncBatchNorm.
+#: Layouts whose channels follow the batch dimension -> the numbers of dimensions that an input may
+#: have. "BC" is the layout of SyncBatchNorm.
 CHANNELS_FIRST = {"BCT": (3,), "BCHW": (4,), "BC": (3, 4)}
 
 
@@ -16,9 +19,9 @@ class Layout:
     """The layout of the input of one norm.
 
     Args:
-        own: the layout of the module that was replaced, one of :data:`CHANNELS_FIRST`; None: its channels come last.
-        given: "BTC" or "TBC", of tokens whose channels come last and of rows (N, C); None: read from the first mask.
-        norm: the name of the norm.
+        own: the layout of the module that was replaced, one of :data:`CHANNELS_FIRST`; None: its
+            channels come last. given: "BTC" or "TBC", of tokens whose channels come last and of
+            rows (N, C); None: read from the first mask. norm: the name of the norm.
     """
 
     def __init__(self, own: str | None, given: str | None, norm: str):
@@ -37,11 +40,14 @@ class Layout:
         if self.own is None or x.dim() == 2:
             return x
         if x.dim() not in CHANNELS_FIRST[self.own]:
-            raise ValueError(f"expected an input of layout {self.own} or (N, C), got {tuple(x.shape)}")
+            raise ValueError(
+                f"expected an input of layout {self.own} or (N, C), got {tuple(x.shape)}"
+            )
         return x.movedim(1, -1)
 
     def padding(self, x: Tensor, mask: PaddingMask, generates: bool = False) -> Tensor | None:
-        """Bool, True = padding, in the shape of the tokens of ``x`` (..., C); None: no row of x is padding.
+        """Bool, True = padding, in the shape of the tokens of ``x`` (..., C); None: no row of x is
+        padding.
 
         ``generates``: the model is in training mode, but gradients are disabled.
 
@@ -49,7 +55,11 @@ class Layout:
             ValueError: the mask is for other tokens, or the layout of x is not known.
         """
         shape = tuple(x.shape[:-1])
-        if mask.form != "lengths" and tuple(mask.value.shape) == shape and (x.dim() != 3 or self.own):
+        if (
+            mask.form != "lengths"
+            and tuple(mask.value.shape) == shape
+            and (x.dim() != 3 or self.own)
+        ):
             return mask.of(shape[-1]).to(x.device)
         if self.own and x.dim() == 4:
             raise ValueError(f"images {shape} = (B, H, W) need a mask of this shape; {mask}")
@@ -66,7 +76,9 @@ class Layout:
         if self._seen_with_heads is not None:
             possible = {self._seen_with_heads: possible[self._seen_with_heads]}
         elif self.given is not None:
-            possible = {name: where for name, where in possible.items() if name.startswith(self.given[0])}
+            possible = {
+                name: where for name, where in possible.items() if name.startswith(self.given[0])
+            }
         fitting = {}
         for name, (batch, time) in possible.items():
             if mask.batch == shape[batch] and mask.time(shape[time]) == shape[time]:
@@ -75,26 +87,42 @@ class Layout:
             batch, time = next(iter(possible.values()))
             raise ValueError(self._of_another_length(shape[batch], shape[time], mask, generates))
         if len(fitting) > 1:
-            meanings = {"BTHC": "(B, T, heads, C)", "TBHC": "(T, B, heads, C)", "BHTC": "(B, heads, T, C)"}
+            meanings = {
+                "BTHC": "(B, T, heads, C)",
+                "TBHC": "(T, B, heads, C)",
+                "BHTC": "(B, heads, T, C)",
+            }
             raise ValueError(
-                f"{tuple(x.shape)} may be {' or '.join(meanings[name] for name in fitting)}: run a batch of another "
+                f"{tuple(x.shape)} may be {' or '.join(meanings[name] for name in fitting)}: run a "
+                "batch of another "
                 f"length first, or leave this norm as it is (skip={self.norm!r})"
             )
         ((layout, time),) = fitting.items()
         self._seen_with_heads = layout
         padding = mask.of(shape[time]).to(x.device)
-        padding = {"BTHC": padding[:, :, None], "TBHC": padding.t()[:, :, None], "BHTC": padding[:, None]}[layout]
+        padding = {
+            "BTHC": padding[:, :, None],
+            "TBHC": padding.t()[:, :, None],
+            "BHTC": padding[:, None],
+        }[layout]
         return padding.expand(shape)
 
     def _of_sequences(self, x: Tensor, mask: PaddingMask, generates: bool) -> Tensor | None:
-        """The mask of tokens (B, T, ...) or (T, B, ...), or of the real tokens of all, (1, N, ...)."""
+        """The mask of tokens (B, T, ...) or (T, B, ...), or of the real tokens of all, (1, N,
+        ...).
+        """
         shape = tuple(x.shape[:-1])
         sizes = {"BTC": shape[:2], "TBC": shape[1::-1]}  # (B, T)
-        fitting = [name for name, (batch, time) in sizes.items() if mask.batch == batch and mask.time(time) == time]
+        fitting = [
+            name
+            for name, (batch, time) in sizes.items()
+            if mask.batch == batch and mask.time(time) == time
+        ]
         known = "BTC" if self.own else self.given or self._seen
         if known is None and len(fitting) == 2:
             raise ValueError(
-                f"tokens {tuple(x.shape)} may be (B, T, C) or (T, B, C), because B and T of {mask.source} are equal; "
+                f"tokens {tuple(x.shape)} may be (B, T, C) or (T, B, C), because B and T of "
+                f"{mask.source} are equal; "
                 "give convert_norms layout='BTC' or layout='TBC'"
             )
         if not fitting and 1 in shape[:2] and shape[0] * shape[1] == mask.real_tokens:
@@ -107,7 +135,9 @@ class Layout:
         return padding.reshape(shape[:2] + (1,) * (len(shape) - 2)).expand(shape)
 
     def _of_rows(self, x: Tensor, mask: PaddingMask) -> Tensor | None:
-        """The mask of rows (N, C): all positions of all sequences, their real tokens, or one vector per sequence."""
+        """The mask of rows (N, C): all positions of all sequences, their real tokens, or one
+        vector per sequence.
+        """
         rows, batch = x.size(0), mask.batch
         time = mask.time(rows // batch if batch and rows % batch == 0 else rows)
         if rows == batch * time and time > 1 and self.given is not None:
@@ -117,15 +147,20 @@ class Layout:
             return None
         if rows == batch * time:
             raise ValueError(
-                f"the order of its {rows} rows, the tokens of {batch} sequences, is not known; give convert_norms "
+                f"the order of its {rows} rows, the tokens of {batch} sequences, is not known; "
+                "give convert_norms "
                 "layout='BTC' or layout='TBC'"
             )
         raise ValueError(
-            f"it has {rows} rows, neither all positions of {batch} sequences nor their {mask.real_tokens} real tokens, "
-            f"and {mask}; if no row is padding, run the model in `with padding(None, only={self.norm!r})`"
+            f"it has {rows} rows, neither all positions of {batch} sequences nor their "
+            f"{mask.real_tokens} real tokens, "
+            f"and {mask}; if no row is padding, run the model in `with padding(None, "
+            f"only={self.norm!r})`"
         )
 
-    def _does_not_fit(self, shape: tuple, mask: PaddingMask, known: str | None, fitting: list, generates: bool) -> str:
+    def _does_not_fit(
+        self, shape: tuple, mask: PaddingMask, known: str | None, fitting: list, generates: bool
+    ) -> str:
         if fitting:
             return (
                 f"tokens {shape} do not have the layout {known} but {fitting[0]}: {mask}; give "
@@ -138,7 +173,9 @@ class Layout:
     def _of_another_length(self, batch: int, time: int, mask: PaddingMask, generates: bool) -> str:
         first = "call model.eval() before generating or evaluating; else " if generates else ""
         return (
-            f"its tokens are {batch} sequences of length {time}, and {mask.source} is for {mask.batch} of length "
-            f"{mask.time(time)}; {first}give it a mask of its own length (`with padding(..., only={self.norm!r})` "
+            f"its tokens are {batch} sequences of length {time}, and {mask.source} is for "
+            f"{mask.batch} of length "
+            f"{mask.time(time)}; {first}give it a mask of its own length (`with padding(..., "
+            f"only={self.norm!r})` "
             f"around the call), or leave it as it is (skip={self.norm!r})"
         )

@@ -18,16 +18,35 @@ from pn_fairseq.norms.padding import ARGUMENT_FORMS, FORMS, Again, PaddingMask, 
 #: Arguments that hold what a module, such as a layer of a decoder, attends to.
 _ATTENDED = {"context", "encoder_hidden_states", "key_value_states", "encodings"}
 for _encoded in ("memory", "mem", "encoded", "enc", "encoder"):
-    for _what in ("out", "output", "outputs", "state", "states", "hidden", "feats", "features", "memory", "mem"):
+    for _what in (
+        "out",
+        "output",
+        "outputs",
+        "state",
+        "states",
+        "hidden",
+        "feats",
+        "features",
+        "memory",
+        "mem",
+    ):
         _ATTENDED.add(f"{_encoded}_{_what}")
     if _encoded != "encoder":  # which may be a module
-        _ATTENDED |= {_encoded, f"src_{_encoded}", f"source_{_encoded}", f"{_encoded}_src", f"{_encoded}_source"}
+        _ATTENDED |= {
+            _encoded,
+            f"src_{_encoded}",
+            f"source_{_encoded}",
+            f"{_encoded}_src",
+            f"{_encoded}_source",
+        }
 
 #: What the names of arguments contain that hold tensors (B, T, C), but no other sequence.
 _NO_SEQUENCE = ("mask", "pad", "pos", "bias", "emb", "residual", "rotary", "len")
 
 
-def mask_forms(mask_from: str | Sequence[str] | Mapping[str, str | Callable] | None) -> dict[str, str | Callable]:
+def mask_forms(
+    mask_from: str | Sequence[str] | Mapping[str, str | Callable] | None,
+) -> dict[str, str | Callable]:
     """Name of an argument -> its form, as in :data:`ARGUMENT_FORMS`, which is the result for None.
 
     Raises:
@@ -37,13 +56,16 @@ def mask_forms(mask_from: str | Sequence[str] | Mapping[str, str | Callable] | N
         return ARGUMENT_FORMS
     if isinstance(mask_from, Mapping):
         if wrong := [form for form in mask_from.values() if not (callable(form) or form in FORMS)]:
-            raise ValueError(f"mask_from: {wrong[0]!r} must be a function or one of {', '.join(FORMS)}")
+            raise ValueError(
+                f"mask_from: {wrong[0]!r} must be a function or one of {', '.join(FORMS)}"
+            )
         return dict(mask_from)
     names = [mask_from] if isinstance(mask_from, str) else list(mask_from)
     if unknown := [name for name in names if name not in ARGUMENT_FORMS]:
         raise ValueError(
             f"mask_from={unknown[0]!r}: what its values mean is not known; give a dict such as "
-            f"{{{unknown[0]!r}: 'mask'}} (True = padding), 'valid' (other than 0 = token), 'lengths' or 'additive'; "
+            f"{{{unknown[0]!r}: 'mask'}} (True = padding), 'valid' (other than 0 = token), "
+            "'lengths' or 'additive'; "
             f"known names: {', '.join(ARGUMENT_FORMS)}"
         )
     return {name: ARGUMENT_FORMS[name] for name in names}
@@ -57,10 +79,13 @@ class ArgumentHook:
         parameters: of its forward, without ``self``.
         forms: argument that may hold a mask -> its form, see :func:`mask_forms`.
         norms: those that it serves, of one :class:`Conversion`.
-        named: whether the caller named ``forms``, whose masks then count whatever else the module gets.
+        named: whether the caller named ``forms``, whose masks then count whatever else the module
+            gets.
     """
 
-    def __init__(self, module: str, parameters: list, forms: dict, norms: list, named: bool = False):
+    def __init__(
+        self, module: str, parameters: list, forms: dict, norms: list, named: bool = False
+    ):
         self.module, self.forms = module or "the model", forms
         self.conversion = norms[0].conversion.id
         self.writes_zeros = any(norm.zero_padding for norm in norms)
@@ -86,7 +111,9 @@ class ArgumentHook:
             attends = attends or _is_sequence(self._value(name, args, kwargs))
         if self._has_second_sequence(args, kwargs):
             attends = True
-            values = {name: value for name, value in values.items() if not name.startswith(ATTENDED_NAMES)}
+            values = {
+                name: value for name, value in values.items() if not name.startswith(ATTENDED_NAMES)
+            }
         if not torch.compiler.is_compiling():
             self.scope(values, self.forms, attends).__enter__()
         elif self._is_in_graph(module):
@@ -116,19 +143,26 @@ class ArgumentHook:
     def _is_in_graph(self, module: nn.Module) -> bool:
         """Whether a compiled graph knows of the scope: in evaluation only zero_padding uses a mask.
 
-        A norm refuses to be exported in training, and torch.export calls no :meth:`after` after an error.
+        A norm refuses to be exported in training, and torch.export calls no :meth:`after` after an
+        error.
         """
         return self.writes_zeros or (module.training and not torch.compiler.is_exporting())
 
     def _value(self, argument: str, args: tuple, kwargs: dict):
         position = self._positions[argument]
         value = kwargs.get(argument)
-        return args[position] if value is None and position is not None and position < len(args) else value
+        return (
+            args[position]
+            if value is None and position is not None and position < len(args)
+            else value
+        )
 
     def _has_second_sequence(self, args: tuple, kwargs: dict) -> bool:
         for name in self._seconds:
             value = self._value(name, args, kwargs)
-            is_sequence = isinstance(value, Tensor) and value.dim() == 3 and value.is_floating_point()
+            is_sequence = (
+                isinstance(value, Tensor) and value.dim() == 3 and value.is_floating_point()
+            )
             if is_sequence and value is not self._value(self._first, args, kwargs):
                 return True
         return False
@@ -164,16 +198,24 @@ class ArgumentHook:
 
 
 def _second_sequences(parameters: list, forms: dict) -> tuple[str, list[str]]:
-    """The first of ``parameters`` and those that may hold another sequence (B, T, C), to which a mask such as
-    ``src_key_padding_mask`` among ``forms`` would belong. None are returned where the first may have that mask."""
+    """The first of ``parameters`` and those that may hold another sequence (B, T, C), to which a
+    mask such as ``src_key_padding_mask`` among ``forms`` would belong. None are returned where the
+    first may have that mask.
+    """
     first = parameters[0].name if parameters else ""
-    if first.startswith(ATTENDED_NAMES) or not any(name.startswith(ATTENDED_NAMES) for name in forms):
+    if first.startswith(ATTENDED_NAMES) or not any(
+        name.startswith(ATTENDED_NAMES) for name in forms
+    ):
         return first, []
     seconds = []
     for parameter in parameters[1:]:
-        is_positional = parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        is_positional = parameter.kind in (
+            parameter.POSITIONAL_ONLY,
+            parameter.POSITIONAL_OR_KEYWORD,
+        )
         is_known = parameter.name in forms or parameter.name in _ATTENDED
-        is_target = parameter.name == "y" or parameter.name.startswith(TARGET_NAMES)  # the first is the source
+        # the first is the source
+        is_target = parameter.name == "y" or parameter.name.startswith(TARGET_NAMES)
         is_no_sequence = is_target or any(part in parameter.name for part in _NO_SEQUENCE)
         if is_positional and not is_known and not is_no_sequence:
             seconds.append(parameter.name)
@@ -194,24 +236,32 @@ def _parameters_of(module: nn.Module) -> list[inspect.Parameter]:
 
 
 def _is_sequence(value) -> bool:
-    """Whether ``value`` may be tokens of another sequence: neither None, nor a vector such as a speaker's."""
+    """Whether ``value`` may be tokens of another sequence: neither None, nor a vector such as a
+    speaker's.
+    """
     return value.dim() > 2 if isinstance(value, Tensor) else value is not None
 
 
-# torch.compile does not compile a hook by itself, as it would for a module whose forward is compiled by itself.
+# torch.compile does not compile a hook by itself, as it would for a module whose forward is
+# compiled by itself.
 for _hook in (ArgumentHook.before, ArgumentHook.after):
     eval_frame.set_code_exec_strategy(
-        _hook.__code__, eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+        _hook.__code__,
+        eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP),
     )
 
 
 @operator(
-    "enter_scope(Tensor[] tensors, bool[] given, str[] names, str[] forms, bool attends, Tensor hook, Tensor? outer) "
+    "enter_scope(Tensor[] tensors, bool[] given, str[] names, str[] forms, bool attends, Tensor "
+    "hook, Tensor? outer) "
     "-> Tensor",
     lambda *_: ticket(),
 )
 def enter_scope(tensors, given, names, forms, attends, hook, outer):
-    """The scope of ``hook`` in ``outer``. ``given``: which of the arguments ``names`` are not None but ``tensors``."""
+    """The scope of ``hook`` in ``outer``.
+
+    ``given``: which of the arguments ``names`` are not None but ``tensors``.
+    """
     rest = iter(tensors)
     values = {}
     for name, is_given in zip(names, given, strict=True):
@@ -222,9 +272,9 @@ def enter_scope(tensors, given, names, forms, attends, hook, outer):
         return ticket_of(Again(scope.around()))
 
 
-#: The hooks of all modules that end a scope have this key in their modules, or the next one down where it is taken.
-#: torch.compile guards the keys of hooks with ``always_call``: with torch's own, which differ from module to module,
-#: layers that are compiled one by one would share no graph.
+#: The hooks of all modules that end a scope have this key in their modules, or the next one down
+#: where it is taken. torch.compile guards the keys of hooks with ``always_call``: with torch's own,
+#: which differ from module to module, layers that are compiled one by one would share no graph.
 _KEY = -1
 
 
@@ -258,13 +308,17 @@ def add_argument_hooks(model: nn.Module, norms: list, forms: dict) -> None:
         hooked += bool(own)
     if served and not hooked and forms is not ARGUMENT_FORMS:
         raise ValueError(
-            f"mask_from={', '.join(forms)}: no module that contains a replaced norm has a forward argument of this name"
+            f"mask_from={', '.join(forms)}: no module that contains a replaced norm has a forward "
+            "argument of this name"
         )
 
 
 def _own_masks(module: nn.Module, accepted: set[str], forms: dict) -> dict:
-    """Those of ``forms`` that are arguments of ``module``, which accepts ``accepted``, and masks of its own tokens."""
-    if "key_value_states" in accepted:  # an attention of Hugging Face's, whose mask is the one of its keys
+    """Those of ``forms`` that are arguments of ``module``, which accepts ``accepted``, and masks
+    of its own tokens.
+    """
+    # an attention of Hugging Face's, whose mask is the one of its keys
+    if "key_value_states" in accepted:
         return {}
     attends = "key" in accepted or not accepted.isdisjoint(_ATTENDED)
     package = type(module).__module__.partition(".")[0]
@@ -277,7 +331,10 @@ def _own_masks(module: nn.Module, accepted: set[str], forms: dict) -> dict:
 
 
 def arguments_with_mask(model: nn.Module, name: str, conversion: Conversion) -> list[str]:
-    """The arguments that may hold the mask of the norm ``name`` of ``model``, the innermost first."""
+    """The arguments that may hold the mask of the norm ``name`` of ``model``,
+
+    the innermost first.
+    """
     modules = [("", model)]
     for key in name.split(".")[:-1]:
         path, module = modules[-1]

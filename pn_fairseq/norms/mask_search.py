@@ -1,4 +1,6 @@
-"""Which mask a norm of a converted model takes: the table of docs/own_model.md, whose lines have these numbers."""
+"""Which mask a norm of a converted model takes: the table of docs/own_model.md, whose lines have
+these numbers.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,9 @@ class Arguments(Scope):
 
     Args:
         hook: the :class:`.ArgumentHook` of the module.
-        read: returns the masks, name of the argument -> mask or None. It is called when a norm asks, once.
-        attends: whether the module attends to other tokens, such as the output of an encoder.
+        read: returns the masks, name of the argument -> mask or None. It is called when a norm
+            asks, once. attends: whether the module attends to other tokens, such as the output of
+            an encoder.
     """
 
     def __init__(self, hook, read: Callable[[], dict[str, PaddingMask | None]], attends: bool):
@@ -67,13 +70,18 @@ def find_mask(norm: str, conversion: str, scopes: list[Scope]) -> Found:
     """
     for scope in scopes:
         if isinstance(scope, Block) and scope.is_for(norm):
-            where = "a block with padding(None)" if scope.mask is None else f"a block with {scope.mask.source}"
+            where = (
+                "a block with padding(None)"
+                if scope.mask is None
+                else f"a block with {scope.mask.source}"
+            )
             return Found(BLOCK, where, scope.mask, scope)
     found = find_argument(conversion, scopes)
     if found.line == TWO:
         raise ValueError(
             f"{found.where} both hold a mask, and nothing says which is for its tokens: name one "
-            "(convert_norms(mask_from=...)), or run each part of the model in its own `with padding(...)`"
+            "(convert_norms(mask_from=...)), or run each part of the model in its own `with "
+            "padding(...)`"
         )
     return found
 
@@ -81,8 +89,9 @@ def find_mask(norm: str, conversion: str, scopes: list[Scope]) -> Found:
 def find_argument(conversion: str, scopes: Iterable[Scope]) -> Found:
     """The mask of the innermost module that has an argument for it.
 
-    None ends the search, because the masks of modules around may be for other tokens. So may be, around a module that
-    attends to other tokens, the masks of a module that does not, unless their names say that they are the target's.
+    None ends the search, because the masks of modules around may be for other tokens. So may be,
+    around a module that attends to other tokens, the masks of a module that does not, unless their
+    names say that they are the target's.
     """
     attends = False
     for scope in scopes:
@@ -94,19 +103,27 @@ def find_argument(conversion: str, scopes: Iterable[Scope]) -> Found:
             masks = {name: mask for name, mask in masks.items() if name.startswith(TARGET_NAMES)}
         given = {name: mask for name, mask in masks.items() if mask is not None}
         if len(given) > 1:
-            return Found(TWO, f"arguments {' and '.join(given)} of {scope.hook.module}", scope=scope)
+            return Found(
+                TWO, f"arguments {' and '.join(given)} of {scope.hook.module}", scope=scope
+            )
         for mask in given.values():
             return Found(OF_TARGET if is_outside else ARGUMENT, mask.source, mask, scope)
         if masks:
             arguments = "argument" if len(masks) == 1 else "arguments"
             verb = "is" if len(masks) == 1 else "are"
-            return Found(NONE, f"{arguments} {' and '.join(masks)} of {scope.hook.module} {verb} None", scope=scope)
+            return Found(
+                NONE,
+                f"{arguments} {' and '.join(masks)} of {scope.hook.module} {verb} None",
+                scope=scope,
+            )
         attends = attends or scope.attends
     return Found(NOTHING, "no block, and no argument of a module")
 
 
 def hidden_mask(conversion: str, scopes: Iterable[Scope]) -> PaddingMask | None:
-    """What :func:`find_argument` finds; None also for a value that cannot be read, since a block stands for it."""
+    """What :func:`find_argument` finds; None also for a value that cannot be read, since a block
+    stands for it.
+    """
     try:
         return find_argument(conversion, scopes).mask
     except ValueError:
@@ -114,7 +131,10 @@ def hidden_mask(conversion: str, scopes: Iterable[Scope]) -> PaddingMask | None:
 
 
 def masks_around(found: Found) -> list[PaddingMask]:
-    """The masks that are hidden by an argument that is None, where the modules around attend to the same tokens."""
+    """The masks that are hidden by an argument that is None,
+
+    where the modules around attend to the same tokens.
+    """
     masks: list[PaddingMask] = []
     for scope in found.scope.around():
         if not isinstance(scope, Arguments) or scope.attends != found.scope.attends:

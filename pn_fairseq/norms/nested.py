@@ -1,4 +1,6 @@
-"""Nested tensors: sequences of different lengths without padding, as ``torch.nn.TransformerEncoder`` makes them."""
+"""Nested tensors: sequences of different lengths without padding, as
+``torch.nn.TransformerEncoder`` makes them.
+"""
 
 from collections.abc import Callable
 
@@ -7,7 +9,8 @@ from torch import Tensor
 
 
 def over_tokens(norm: Callable[[Tensor], Tensor], x: Tensor, padding_mask: Tensor | None) -> Tensor:
-    """``norm`` of the tokens of a nested tensor (B, *, C), all of which are real, as one (N, C); nested as ``x`` is.
+    """``norm`` of the tokens of a nested tensor (B, *, C), all of which are real, as one (N, C);
+    nested as ``x`` is.
 
     Raises:
         ValueError: there is a padding mask, or the tokens do not lie one after another.
@@ -18,7 +21,9 @@ def over_tokens(norm: Callable[[Tensor], Tensor], x: Tensor, padding_mask: Tenso
         raise ValueError(f"expected a nested tensor of shape (B, *, C), got one of {x.dim()} axes")
     if x.layout == torch.jagged:
         if x._ragged_idx != 1 or x.lengths() is not None:
-            raise ValueError("expected a nested tensor (B, *, C) without gaps, got a view of another one")
+            raise ValueError(
+                "expected a nested tensor (B, *, C) without gaps, got a view of another one"
+            )
         return torch.nested.nested_tensor_from_jagged(norm(x.values()), x.offsets())
     sequences = x.unbind()
     y = norm(torch.cat(sequences))

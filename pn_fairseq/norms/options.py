@@ -8,7 +8,16 @@ from typing import get_args
 from pn_fairseq.common.errors import did_you_mean
 from pn_fairseq.norms.registry import SHARED, NormEntry, find_norm
 
-_TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+_TRUTH = {
+    "true": True,
+    "yes": True,
+    "on": True,
+    "1": True,
+    "false": False,
+    "no": False,
+    "off": False,
+    "0": False,
+}
 
 
 def _whole(value: object) -> int:
@@ -33,7 +42,8 @@ _TYPES = {
 
 
 def read_pairs(text: str) -> dict[str, object]:
-    """``KEY=VALUE[,KEY=VALUE]`` as a dict of texts; ``NORM.KEY=VALUE`` is an entry of a dict ``NORM`` in it.
+    """``KEY=VALUE[,KEY=VALUE]`` as a dict of texts; ``NORM.KEY=VALUE`` is an entry of a dict
+    ``NORM`` in it.
 
     A value can contain commas, as in ``detach=mean,std``.
 
@@ -52,12 +62,17 @@ def read_pairs(text: str) -> dict[str, object]:
 
 
 def typed(option: str, value: object, argument: inspect.Parameter) -> object:
-    """A value in the type of the constructor's argument: that of its annotation, else that of its default.
+    """A value in the type of the constructor's argument: that of its annotation, else that of its
+    default.
 
     Raises:
         ValueError: it is none. The constructors check ranges.
     """
-    kinds = [type(argument.default)] if argument.annotation is argument.empty else _kinds(argument.annotation)
+    kinds = (
+        [type(argument.default)]
+        if argument.annotation is argument.empty
+        else _kinds(argument.annotation)
+    )
     kind = next((kind for kind in kinds if kind in _TYPES), None)
     if kind is None or isinstance(value, (list, tuple)):
         return value
@@ -69,7 +84,9 @@ def typed(option: str, value: object, argument: inspect.Parameter) -> object:
 
 
 def _kinds(annotation: object) -> tuple:
-    """The types in an annotation, such as ``int | None``; a text where the module postpones annotations."""
+    """The types in an annotation, such as ``int | None``; a text where the module postpones
+    annotations.
+    """
     if isinstance(annotation, str):
         return tuple(kind for kind in _TYPES if re.search(rf"\b{kind.__name__}\b", annotation))
     return get_args(annotation) or (annotation,)
@@ -79,8 +96,8 @@ def parse_options(given: object, norms: Mapping[str, NormEntry]) -> dict[str, ob
     """The options of the norms of a model, in the types of the constructors' arguments.
 
     Args:
-        given: text as for :func:`read_pairs`, or option -> value, and name of a norm -> options of this norm only.
-            A value None is left out.
+        given: text as for :func:`read_pairs`, or option -> value, and name of a norm -> options of
+            this norm only. A value None is left out.
         norms: the norms of the model.
 
     Raises:
@@ -101,18 +118,26 @@ def parse_options(given: object, norms: Mapping[str, NormEntry]) -> dict[str, ob
 
 def _argument(option: str, norms: Mapping[str, NormEntry]) -> inspect.Parameter:
     if option in SHARED:
-        raise ValueError(f"norm option {option!r} belongs to all norms: it has the flag {SHARED[option]}")
-    known = {name: argument for entry in norms.values() for name, argument in entry.own_options.items()}
+        raise ValueError(
+            f"norm option {option!r} belongs to all norms: it has the flag {SHARED[option]}"
+        )
+    known = {
+        name: argument for entry in norms.values() for name, argument in entry.own_options.items()
+    }
     if option not in known:
         raise unknown_option(option, known, f"the options of {', '.join(norms)} are")
     return known[option]
 
 
 def unknown_option(option: str, known: Iterable[str], introduction: str) -> ValueError:
-    """The error about an option that does not exist; ``introduction`` comes before the names that are known."""
+    """The error about an option that does not exist;
+
+    ``introduction`` comes before the names that are known.
+    """
     names = ", ".join(sorted(known)) or "none"
     return ValueError(
-        f"unknown norm option {option!r}{did_you_mean(option, known)} ({introduction} {names}; see pn norms NAME)"
+        f"unknown norm option {option!r}{did_you_mean(option, known)} ({introduction} {names}; see "
+        "pn norms NAME)"
     )
 
 

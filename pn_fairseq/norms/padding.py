@@ -1,8 +1,10 @@
-"""Which tokens are padding: the forms of masks, and how a mask reaches norms that are called without one.
+"""Which tokens are padding: the forms of masks, and how a mask reaches norms that are called
+without one.
 
-A norm gets its mask as an argument or, where it is called as ``norm(x)``, from a *scope*: a ``with padding(...)``
-block, or the running forward of a module that has the mask among its arguments. :mod:`.mask_search` chooses between
-them. Scopes live in a ``ContextVar``, so threads do not see each other's.
+A norm gets its mask as an argument or, where it is called as ``norm(x)``, from a *scope*: a ``with
+padding(...)`` block, or the running forward of a module that has the mask among its arguments.
+:mod:`.mask_search` chooses between them. Scopes live in a ``ContextVar``, so threads do not see
+each other's.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ def _of_batch_layout(layout) -> Tensor:
     return layout.position_indices < 0
 
 
-#: What the value of an argument means, by the argument's name: one of :data:`FORMS`, or a function that returns the
-#: mask. ``PACKAGE.NAME`` is for modules of that package, because others mean something else by the name.
+#: What the value of an argument means, by the argument's name: one of :data:`FORMS`, or a function
+#: that returns the mask. ``PACKAGE.NAME`` is for modules of that package, because others mean
+#: something else by the name.
 ARGUMENT_FORMS: dict[str, str | Callable] = {
     "attention_mask": "valid",
     "decoder_attention_mask": "valid",
@@ -47,7 +50,8 @@ ARGUMENT_FORMS: dict[str, str | Callable] = {
 
 FORMS = ("mask", "valid", "lengths", "additive")
 
-#: What an additive mask holds at padding, at most: models write -inf, the least number of a type, or -10000.
+#: What an additive mask holds at padding, at most: models write -inf, the least number of a type,
+#: or -10000.
 _ADDITIVE_PADDING = -1e4
 
 
@@ -62,7 +66,8 @@ class PaddingMask:
         self.source = source
         if not isinstance(value, Tensor):
             raise ValueError(
-                f"{source}: expected a tensor, got {type(value).__name__}; the numbers of tokens of the sequences are "
+                f"{source}: expected a tensor, got {type(value).__name__}; the numbers of tokens "
+                "of the sequences are "
                 "lengths=torch.tensor([...])"
             )
         floating = value.is_floating_point()
@@ -70,20 +75,32 @@ class PaddingMask:
             form = "additive"
         if form == "mask" and value.dtype != torch.bool:
             raise ValueError(
-                f"{source}: a mask of {value.dtype} does not say whether 1 is padding or a token; give bool with "
-                "True = padding, or valid= if other than 0 means a token, as in a tokenizer's attention_mask"
-                + (", or lengths= if it counts the tokens of each sequence" if value.dim() == 1 else "")
+                f"{source}: a mask of {value.dtype} does not say whether 1 is padding or a token; "
+                "give bool with "
+                "True = padding, or valid= if other than 0 means a token, as in a tokenizer's "
+                "attention_mask"
+                + (
+                    ", or lengths= if it counts the tokens of each sequence"
+                    if value.dim() == 1
+                    else ""
+                )
             )
         if form == "valid" and floating:
             raise ValueError(
-                f"{source}: a mask of {value.dtype} may be additive; give bool or int, or additive=; if the model "
+                f"{source}: a mask of {value.dtype} may be additive; give bool or int, or "
+                "additive=; if the model "
                 "makes it itself, run the model in `with padding(...)`, whose mask takes its place"
             )
         if form == "additive" and not floating:
-            raise ValueError(f"{source}: an additive mask (0 for tokens, -inf for padding) is not {value.dtype}")
+            raise ValueError(
+                f"{source}: an additive mask (0 for tokens, -inf for padding) is not {value.dtype}"
+            )
         if form == "lengths":
             if value.dim() != 1 or floating or value.dtype == torch.bool:
-                raise ValueError(f"{source}: lengths are (B,) whole numbers, got {tuple(value.shape)} {value.dtype}")
+                raise ValueError(
+                    f"{source}: lengths are (B,) whole numbers, got {tuple(value.shape)} "
+                    f"{value.dtype}"
+                )
         else:
             while value.dim() > 2 and value.size(1) == 1:  # (B, 1, 1, T), as attention takes it
                 value = value.squeeze(1)
@@ -99,9 +116,11 @@ class PaddingMask:
         return self.value.size(0)
 
     def time(self, tokens: int) -> int:
-        """The number of positions T that this mask fits; ``tokens`` is T of the activations that a norm has got.
+        """The number of positions T that this mask fits; ``tokens`` is T of the activations that a
+        norm has got.
 
-        Lengths fit the T of their first use. Before it, T is ``tokens`` or the greatest length, whichever is more.
+        Lengths fit the T of their first use. Before it, T is ``tokens`` or the greatest length,
+        whichever is more.
         """
         if self.form != "lengths":
             return self.value.size(-1)
@@ -126,21 +145,29 @@ class PaddingMask:
                 fits = (self._padding | (self.value == 0)).all()
                 torch._assert_async(
                     fits,
-                    f"{self.source}: an additive mask holds 0 at tokens and at most -10000 at padding; if 1 means a "
+                    f"{self.source}: an additive mask holds 0 at tokens and at most -10000 at "
+                    "padding; if 1 means a "
                     "token, give valid= and the mask as bool",
                 )
             else:
-                self._padding = torch.arange(tokens, device=self.value.device) >= self.value[:, None]
+                self._padding = (
+                    torch.arange(tokens, device=self.value.device) >= self.value[:, None]
+                )
         return self._padding
 
     @cached_property
     def real_tokens(self) -> int:
         """The number of tokens that are not padding. It waits for the device."""
-        return int(self.value.sum() if self.form == "lengths" else (~self.of(self.value.size(-1))).sum())
+        return int(
+            self.value.sum() if self.form == "lengths" else (~self.of(self.value.size(-1))).sum()
+        )
 
     @cached_property
     def empty_sentences(self) -> int:
-        """The number of sentences without a token; 0 for masks that are not (B, T). It waits for the device."""
+        """The number of sentences without a token; 0 for masks that are not (B, T).
+
+        It waits for the device.
+        """
         if self.form == "lengths":
             return int((self.value <= 0).sum())
         return int(self.of(self.value.size(-1)).all(1).sum()) if self.value.dim() == 2 else 0
@@ -176,7 +203,10 @@ class Scope(AbstractContextManager):
         _current.set(self.outer)
 
     def around(self) -> Iterator[Scope]:
-        """This scope and those around it that began in the same backward pass, the innermost first."""
+        """This scope and those around it that began in the same backward pass,
+
+        the innermost first.
+        """
         scope: Scope | None = self
         while scope is not None and scope.graph_task == self.graph_task:
             yield scope
@@ -222,31 +252,35 @@ def current_backward() -> int:
 
 
 def current_scopes() -> Iterator[Scope]:
-    """The scopes, the innermost first. In a recomputation only those that began in the same backward pass: a block
-    around the call of ``backward`` may belong to another forward."""
+    """The scopes, the innermost first. In a recomputation only those that began in the same
+    backward pass: a block around the call of ``backward`` may belong to another forward.
+    """
     scope = current_scope()
     return iter(()) if scope is None or scope.graph_task != current_backward() else scope.around()
 
 
 class padding(AbstractContextManager):
-    """The padding of the batch that a model runs on, for the norms that :func:`convert_norms` put into it::
+    """The padding of the batch that a model runs on, for the norms that :func:`convert_norms` put
+    into it::
 
         with padding(mask):
             loss = model(x).sum()
 
-    The backward pass may run after the block. Inside the block its mask takes the place of masks that are arguments of
-    modules. At most one mask; none, or None, says that there is no padding:
+    The backward pass may run after the block. Inside the block its mask takes the place of masks
+    that are arguments of modules. At most one mask; none, or None, says that there is no padding:
 
     Args:
-        mask: bool, True = padding, (B, T), or (N,) for tokens (N, C), or (B, H, W) for images; a floating-point
-            mask is additive. With None a norm with batch statistics does not warn of a missing mask.
+        mask: bool, True = padding, (B, T), or (N,) for tokens (N, C), or (B, H, W) for images; a
+            floating-point mask is additive. With None a norm with batch statistics does not warn of
+            a missing mask.
         valid: bool or whole numbers, other than 0 = token, as a tokenizer's ``attention_mask``.
-        lengths: (B,) whole numbers, the tokens of each sequence; what follows them is padding. They fit activations of
-            any greater length: if the model puts a token in front, as BERT's [CLS], count it in them. The greatest is
-            read from the device once.
+        lengths: (B,) whole numbers, the tokens of each sequence; what follows them is padding. They
+            fit activations of any greater length: if the model puts a token in front, as BERT's
+            [CLS], count it in them. The greatest is read from the device once.
         additive: 0 at tokens and -inf (or at most -10000) at padding.
-        only: pattern or patterns of the names of the norms that the block is for, as in :func:`convert_norms`
-            ("encoder.*"). The other norms look for their mask as if there were no block. By default all norms.
+        only: pattern or patterns of the names of the norms that the block is for, as in
+            :func:`convert_norms` ("encoder.*"). The other norms look for their mask as if there
+            were no block. By default all norms.
 
     Raises:
         ValueError: an argument is not such a mask, or more than one is given.
@@ -264,15 +298,20 @@ class padding(AbstractContextManager):
         values = {"mask": mask, "valid": valid, "lengths": lengths, "additive": additive}
         given = [form for form in FORMS if values[form] is not None]
         if len(given) > 1:
-            raise ValueError(f"padding({', '.join(f'{form}=' for form in given)}): give one of them")
-        self._mask = PaddingMask(given[0], values[given[0]], f"padding({given[0]}=...)") if given else None
+            raise ValueError(
+                f"padding({', '.join(f'{form}=' for form in given)}): give one of them"
+            )
+        self._mask = (
+            PaddingMask(given[0], values[given[0]], f"padding({given[0]}=...)") if given else None
+        )
         if only is not None:
             only = (only,) if isinstance(only, str) else tuple(only)
         self._only = only
         self._blocks: list[Block] = []
 
     def __enter__(self) -> padding:
-        mask = copy.copy(self._mask)  # which converts its tensor once: before the next block it may be refilled
+        # which converts its tensor once: before the next block it may be refilled
+        mask = copy.copy(self._mask)
         block = Block(mask, self._only)
         self._blocks.append(block)
         block.__enter__()
@@ -283,18 +322,21 @@ class padding(AbstractContextManager):
         block.__exit__(*error)
         if not any(error) and block.asked and not any(block.asked.values()):
             warnings.warn(
-                f"`with padding(..., only={', '.join(map(repr, block.only))})` was for none of the norms that looked "
-                f"for a mask in it: {', '.join(list(block.asked)[:3])}{', ...' * (len(block.asked) > 3)}",
+                f"`with padding(..., only={', '.join(map(repr, block.only))})` was for none of the "
+                "norms that looked "
+                "for a mask in it: "
+                f"{', '.join(list(block.asked)[:3])}{', ...' * (len(block.asked) > 3)}",
                 stacklevel=2,
             )
 
     @staticmethod
     def context_fn() -> tuple[AbstractContextManager, AbstractContextManager]:
-        """For ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=padding.context_fn)``: the
-        recomputation runs with the padding of the first computation.
+        """For ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False,
+        context_fn=padding.context_fn)``: the recomputation runs with the padding of the first
+        computation.
 
-        It is needed where that padding is not an argument of the checkpointed function, but comes from a
-        ``with padding(...)`` block or from an argument of a module around it.
+        It is needed where that padding is not an argument of the checkpointed function, but comes
+        from a ``with padding(...)`` block or from an argument of a module around it.
         """
         return nullcontext(), Again([*current_scopes(), AllIsKnown()])
 

@@ -1,4 +1,6 @@
-"""Where a forward runs: inside a backward pass, as a recomputation, or while a checkpoint records operators."""
+"""Where a forward runs: inside a backward pass, as a recomputation, or while a checkpoint
+records operators.
+"""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,7 +14,9 @@ _lock = Lock()
 
 
 def one_at_a_time() -> AbstractContextManager:
-    """For what reads and writes the state of a norm: of two threads that train one norm, one waits."""
+    """For what reads and writes the state of a norm: of two threads that train one norm, one
+    waits.
+    """
     return nullcontext() if torch.compiler.is_compiling() else _lock
 
 
@@ -23,7 +27,9 @@ def inside_backward() -> bool:
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """Run operators that selective checkpointing must not take for those of the forward that it records."""
+    """Run operators that selective checkpointing must not take for those of the forward that it
+    records.
+    """
     modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
     if any(type(mode).__name__ == "_CachingTorchDispatchMode" for mode in modes):
         with _disable_current_modes():
@@ -41,7 +47,8 @@ def refuse_captured_recomputation(tensor: Tensor) -> None:
     """Called in a recomputation. A replayed CUDA graph could not tell which forward it repeats."""
     if is_captured(tensor):
         raise RuntimeError(
-            "a CUDA graph cannot hold the recomputation of a norm of pn_fairseq: leave out activation checkpointing, "
+            "a CUDA graph cannot hold the recomputation of a norm of pn_fairseq: leave out "
+            "activation checkpointing, "
             "or do without CUDA graphs"
         )
 
@@ -54,9 +61,10 @@ def copies_of(buffers: list[Tensor]) -> list[Tensor]:
 
 
 def is_recomputation() -> bool:
-    """Whether this forward is a recomputation by checkpointing without reentry, whose first computation had gradients
-    enabled. With reentry the first computation has them disabled. A compiled backward repeats what its graph
-    checkpoints."""
+    """Whether this forward is a recomputation by checkpointing without reentry, whose first
+    computation had gradients enabled. With reentry the first computation has them disabled. A
+    compiled backward repeats what its graph checkpoints.
+    """
     node = torch._C._current_autograd_node()
     if node is not None and node.name().startswith("CompiledFunction"):
         return True
@@ -66,4 +74,6 @@ def is_recomputation() -> bool:
         autograd._pop_saved_tensors_default_hooks()
     for pair in reversed(hooks):
         autograd._push_saved_tensors_default_hooks(*pair)
-    return any(getattr(pack, "__qualname__", "").startswith("_recomputation_hook.") for pack, _ in hooks)
+    return any(
+        getattr(pack, "__qualname__", "").startswith("_recomputation_hook.") for pack, _ in hooks
+    )

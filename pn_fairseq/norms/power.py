@@ -20,34 +20,37 @@ class PowerNorm(RunningNorm):
 
     .. math::
         \psi_B^2 &= \mathrm{mean}_M(x^2), \qquad
-        \hat x = x / D, \quad D = \sqrt{\psi_{t-1}^2 + \epsilon}, \qquad y = \gamma \hat x + \beta \\
-        \psi_t^2 &= \alpha_\mathrm{fwd} \psi_{t-1}^2 + (1 - \alpha_\mathrm{fwd}) \psi_B^2 \\
-        \mathrm{d}x &= (\mathrm{d}\hat x - \nu_{t-1} \hat x) / D, \qquad \mathrm{d}\hat x = \gamma\,\mathrm{d}y \\
-        \nu_t &= \nu_{t-1} \max(0, 1 - (1 - \alpha_\mathrm{bwd}) \Gamma) + (1 - \alpha_\mathrm{bwd}) \Lambda, \qquad
-        \Gamma = \mathrm{mean}_M(\hat x^2), \quad \Lambda = \mathrm{mean}_M(\mathrm{d}\hat x\,\hat x)
+        \hat x = x / D, \quad D = \sqrt{\psi_{t-1}^2 + \epsilon}, \qquad y = \gamma \hat x + \beta
+        \\ \psi_t^2 &= \alpha_\mathrm{fwd} \psi_{t-1}^2 + (1 - \alpha_\mathrm{fwd}) \psi_B^2 \\
+        \mathrm{d}x &= (\mathrm{d}\hat x - \nu_{t-1} \hat x) / D, \qquad \mathrm{d}\hat x =
+        \gamma\,\mathrm{d}y \\ \nu_t &= \nu_{t-1} \max(0, 1 - (1 - \alpha_\mathrm{bwd}) \Gamma) + (1
+        - \alpha_\mathrm{bwd}) \Lambda, \qquad \Gamma = \mathrm{mean}_M(\hat x^2), \quad \Lambda =
+        \mathrm{mean}_M(\mathrm{d}\hat x\,\hat x)
 
-    dx is not the derivative of the forward but the paper's approximation of PN-V's gradient. ``max(0, .)`` keeps the
-    factor of nu from becoming negative where the paper's Assumption 10 does not hold: without it nu diverges if Gamma
-    stays above 2 / (1 - alpha_bwd). In evaluation
+    dx is not the derivative of the forward but the paper's approximation of PN-V's gradient.
+    ``max(0, .)`` keeps the factor of nu from becoming negative where the paper's Assumption 10 does
+    not hold: without it nu diverges if Gamma stays above 2 / (1 - alpha_bwd). In evaluation
     :math:`y = \gamma x / \sqrt{\psi^2 + \epsilon} + \beta`.
 
-    **psi warm-up.** For the first ``psi_warmup_updates`` optimizer updates D = sqrt(psi_B^2 + eps), and psi^2 is the
-    mean of psi_B^2 over the batches since the warm-up began. :meth:`set_num_updates` sets how many updates are
-    completed; 0 begins a new warm-up. Without these calls a module counts its training steps. A step of the warm-up
-    reads x twice; so does a compiled module that was not told the number of updates, also after the warm-up.
+    **psi warm-up.** For the first ``psi_warmup_updates`` optimizer updates D = sqrt(psi_B^2 + eps),
+    and psi^2 is the mean of psi_B^2 over the batches since the warm-up began.
+    :meth:`set_num_updates` sets how many updates are completed; 0 begins a new warm-up. Without
+    these calls a module counts its training steps. A step of the warm-up reads x twice; so does a
+    compiled module that was not told the number of updates, also after the warm-up.
 
     Args:
         alpha_fwd, alpha_bwd: decay of :math:`\psi^2` and of :math:`\nu`, in (0, 1).
-        psi_warmup_updates: length of the warm-up in optimizer updates; 0: none. Without one psi = 1 divides the first
-            batches, and training may diverge where activations are larger. Give the warm-up of the learning rate, and
-            the number of attention heads as ``layer_scale_groups``, as in the paper's Transformer. In a causal decoder
-            the warm-up leaks future tokens, because psi_B is of the whole batch.
-        sync: see :class:`~pn_fairseq.norms.base.RunningNorm`. After the warm-up a step has one asynchronous all-reduce,
-            and the forward does not wait.
+        psi_warmup_updates: length of the warm-up in optimizer updates; 0: none. Without one psi = 1
+            divides the first batches, and training may diverge where activations are larger. Give
+            the warm-up of the learning rate, and the number of attention heads as
+            ``layer_scale_groups``, as in the paper's Transformer. In a causal decoder the warm-up
+            leaks future tokens, because psi_B is of the whole batch.
+        sync: see :class:`~pn_fairseq.norms.base.RunningNorm`. After the warm-up a step has one
+            asynchronous all-reduce, and the forward does not wait.
         others: see :class:`~pn_fairseq.norms.base.RunningNorm`.
 
-    Buffers: ``running_psi2`` (:math:`\psi^2`, initially 1) and ``nu`` (initially 0), (C,) float32, and
-    ``num_batches_tracked``, int64.
+    Buffers: ``running_psi2`` (:math:`\psi^2`, initially 1) and ``nu`` (initially 0), (C,) float32,
+    and ``num_batches_tracked``, int64.
     """
 
     moment_name = "running_psi2"
@@ -56,15 +59,19 @@ class PowerNorm(RunningNorm):
     mixes_tokens = "at first"
     reports = ("nonfinite_steps", "psi_distance", "guarded_steps", "gamma_max")
 
-    #: Whether :meth:`set_num_updates` says how many updates are completed, and whether the warm-up is on. These seldom
-    #: change, unlike the number: torch.compile compiles a graph for each of their values.
+    #: Whether :meth:`set_num_updates` says how many updates are completed, and whether the warm-up
+    #: is on. These seldom change, unlike the number: torch.compile compiles a graph for each of
+    #: their values.
     _told = False
     _warming = False
 
-    #: Without :meth:`set_num_updates`: steps until the module looks whether its own steps have ended the warm-up.
+    #: Without :meth:`set_num_updates`: steps until the module looks whether its own steps have
+    #: ended the warm-up.
     _steps_until_look = 1
 
-    def __init__(self, num_features: int, alpha_bwd: float = 0.9, psi_warmup_updates: int = 0, **common):
+    def __init__(
+        self, num_features: int, alpha_bwd: float = 0.9, psi_warmup_updates: int = 0, **common
+    ):
         super().__init__(num_features, **common)
         self.alpha_bwd = check_alpha("alpha_bwd", alpha_bwd)
         self.psi_warmup_updates = check_whole("psi_warmup_updates", psi_warmup_updates, minimum=0)
@@ -81,7 +88,8 @@ class PowerNorm(RunningNorm):
         return ("running_psi2", "nu", COUNT) if counts_steps else ("running_psi2", "nu")
 
     def set_num_updates(self, num_updates: int | None) -> None:
-        if num_updates == 0 and self._num_updates != 0:  # the t of the cumulative mean counts from here
+        # the t of the cumulative mean counts from here
+        if num_updates == 0 and self._num_updates != 0:
             self.num_batches_tracked.zero_()
         super().set_num_updates(num_updates)
         self._told = num_updates is not None
@@ -98,8 +106,9 @@ class PowerNorm(RunningNorm):
         self._steps_until_look = self.psi_warmup_updates
 
     def warmup_batches(self) -> int:
-        """The psi warm-up is on while ``num_batches_tracked`` is less than this. A recomputed forward gets what the
-        last forward outside of a backward pass got."""
+        """The psi warm-up is on while ``num_batches_tracked`` is less than this. A recomputed
+        forward gets what the last forward outside of a backward pass got.
+        """
         compiling = torch.compiler.is_compiling()
         if not compiling and self._seen.read and inside_backward():
             return self._seen.warmup
@@ -110,8 +119,9 @@ class PowerNorm(RunningNorm):
         return warmup
 
     def _look_at_own_steps(self, number: Tensor) -> None:
-        """Note when the module's own steps have ended the warm-up. Reading their ``number`` waits for the device, so it
-        is read when so many steps have run that they may have ended it."""
+        """Note when the module's own steps have ended the warm-up. Reading their ``number`` waits
+        for the device, so it is read when so many steps have run that they may have ended it.
+        """
         if self._told or not self._warming or torch.compiler.is_compiling():
             return
         self._steps_until_look -= 1
@@ -181,7 +191,9 @@ class PowerNorm(RunningNorm):
         self._look_at_own_steps(state[COUNT])
 
     def diagnostics(self) -> dict[str, Tensor]:
-        """The diagnostics of :class:`RunningNorm`; ``gamma_max``: largest Gamma of a channel in the last step;
-        ``guarded_steps``: how often ``max(0, .)`` acted; ``nu_rms``: the root mean square of nu."""
+        """The diagnostics of :class:`RunningNorm`; ``gamma_max``: largest Gamma of a channel in the
+        last step; ``guarded_steps``: how often ``max(0, .)`` acted; ``nu_rms``: the root mean
+        square of nu.
+        """
         collected = super().diagnostics()
         return {**collected, "nu_rms": self.nu.square().mean().sqrt()} if collected else collected

@@ -9,59 +9,69 @@ from pn_fairseq.norms.step import Step
 
 
 class PowerNormRelease(PowerNorm):
-    r"""Power normalization as in the authors' released code, which gave the published 35.87 BLEU on IWSLT14 De-En.
+    r"""Power normalization as in the authors' released code, which gave the published 35.87 BLEU on
+    IWSLT14 De-En.
 
-    The released code is not Algorithm 2 of the paper, which :class:`~pn_fairseq.norms.PowerNorm` is. In the notation
-    there, with M the real tokens, A all T*B positions, padding included, and W the length of the psi warm-up, training
-    forward number t computes
+    The released code is not Algorithm 2 of the paper, which :class:`~pn_fairseq.norms.PowerNorm`
+    is. In the notation there, with M the real tokens, A all T*B positions, padding included, and W
+    the length of the psi warm-up, training forward number t computes
 
     .. math::
         \hat x &= x / D_t, \qquad y = \gamma \hat x + \beta, \qquad
-        D_t = \sqrt{(t \le W \,?\, \psi_B^2 : \psi_{t-1}^2) + \epsilon}, \qquad \psi_B^2 = \mathrm{mean}_M(x^2) \\
-        \tilde\psi^2 &= t < W \,?\, \psi_{t-1}^2 + (\psi_B^2 - \psi_{t-1}^2) / t \,:\, \psi_{t-1}^2, \qquad
-        \psi_t^2 = \alpha_\mathrm{fwd} \tilde\psi^2 + (1 - \alpha_\mathrm{fwd}) \psi_B^2 \\
-        \mathrm{d}x &= (\gamma\,\mathrm{d}y - \nu_{t-1} \hat x) / \sqrt{\psi_B^2 + \epsilon} \\
-        \nu_t &= \nu_{t-1} (1 - (1 - \alpha_\mathrm{bwd})\, \mathrm{mean}_A(\hat x^2))
+        D_t = \sqrt{(t \le W \,?\, \psi_B^2 : \psi_{t-1}^2) + \epsilon}, \qquad \psi_B^2 =
+        \mathrm{mean}_M(x^2) \\ \tilde\psi^2 &= t < W \,?\, \psi_{t-1}^2 + (\psi_B^2 - \psi_{t-1}^2)
+        / t \,:\, \psi_{t-1}^2, \qquad \psi_t^2 = \alpha_\mathrm{fwd} \tilde\psi^2 + (1 -
+        \alpha_\mathrm{fwd}) \psi_B^2 \\ \mathrm{d}x &= (\gamma\,\mathrm{d}y - \nu_{t-1} \hat x) /
+        \sqrt{\psi_B^2 + \epsilon} \\ \nu_t &= \nu_{t-1} (1 - (1 - \alpha_\mathrm{bwd})\,
+        \mathrm{mean}_A(\hat x^2))
                  + (1 - \alpha_\mathrm{bwd})\, \mathrm{mean}_A(\gamma\,\mathrm{d}y\,\hat x)
 
     What differs from the paper, in the order in which it is likely to be noticed:
 
-    (a) The gradient is divided by :math:`\sqrt{\psi_B^2 + \epsilon}`, also after the warm-up, where the paper divides
-        it by :math:`\sqrt{\psi_{t-1}^2 + \epsilon}`, as the forward pass does.
-    (b) Within the warm-up :math:`\psi^2` takes the cumulative mean *and then also* the exponential step, so a batch
-        weighs :math:`1 - \alpha_\mathrm{fwd}(1 - 1/t)` instead of :math:`1/t`: a recent batch counts much more than
-        an old one. The cumulative mean ends one forward before the normalization with :math:`\psi_B` does.
-    (c) The means behind :math:`\nu` are over A and not M, and :math:`\nu \hat x` is also subtracted at padding. How
-        much padding a batch has therefore has an influence on training. :math:`\psi_B^2` stays over M.
-    (d) There is no :math:`\max(0, \cdot)`: :math:`\nu` diverges when :math:`\mathrm{mean}_A(\hat x^2)` stays above
+    (a) The gradient is divided by :math:`\sqrt{\psi_B^2 + \epsilon}`, also after the warm-up, where
+        the paper divides it by :math:`\sqrt{\psi_{t-1}^2 + \epsilon}`, as the forward pass does.
+    (b) Within the warm-up :math:`\psi^2` takes the cumulative mean *and then also* the exponential
+        step, so a batch weighs :math:`1 - \alpha_\mathrm{fwd}(1 - 1/t)` instead of :math:`1/t`: a
+        recent batch counts much more than an old one. The cumulative mean ends one forward before
+        the normalization with :math:`\psi_B` does.
+    (c) The means behind :math:`\nu` are over A and not M, and :math:`\nu \hat x` is also subtracted
+        at padding. How much padding a batch has therefore has an influence on training.
+        :math:`\psi_B^2` stays over M.
+    (d) There is no :math:`\max(0, \cdot)`: :math:`\nu` diverges when :math:`\mathrm{mean}_A(\hat
+    x^2)` stays above
         :math:`2 / (1 - \alpha_\mathrm{bwd})`. The released code stores ``ema_gz`` =
-        :math:`\nu / (1 - \alpha_\mathrm{bwd})`; the buffer here is :math:`\nu`, for the same recursion.
-    (e) The warm-up counts training forwards, not optimizer updates: gradient accumulation shortens it.
-    (f) In a transformer, the norm after the last encoder layer has a warm-up of its own, 1,000, which the model passes
+        :math:`\nu / (1 - \alpha_\mathrm{bwd})`; the buffer here is :math:`\nu`, for the same
+          recursion.
+    (e) The warm-up counts training forwards, not optimizer updates: gradient accumulation shortens
+    it. (f) In a transformer, the norm after the last encoder layer has a warm-up of its own, 1,000,
+    which the model passes
         as ``psi_warmup_updates``.
 
     Evaluation is the paper's, :math:`y = \gamma x / \sqrt{\psi^2 + \epsilon} + \beta`.
 
-    One difference remains: the released code's group scaling has a fixed epsilon of 1e-5, also in a norm with another
-    ``eps``. Here layer-scale has ``eps``, as in all norms: with m the mean square of a token's group, its scaled
-    activations are :math:`\sqrt{(m + 10^{-5}) / (m + \epsilon)}` times the released ones. With the default
-    ``eps``, 1e-5, they are equal.
+    One difference remains: the released code's group scaling has a fixed epsilon of 1e-5, also in a
+    norm with another ``eps``. Here layer-scale has ``eps``, as in all norms: with m the mean square
+    of a token's group, its scaled activations are :math:`\sqrt{(m + 10^{-5}) / (m + \epsilon)}`
+    times the released ones. With the default ``eps``, 1e-5, they are equal.
 
     The released code has no rules about faults. This module keeps the rules of
-    :class:`~pn_fairseq.norms.base.RunningNorm`, which change no result of a training run without faults. Since padding
+    :class:`~pn_fairseq.norms.base.RunningNorm`, which change no result of a training run without
+      faults. Since padding
     enters the means of (c), a number at padding that is not finite also counts as a fault.
 
     Args:
-        psi_warmup_updates: length W of the warm-up in training forwards; :meth:`set_num_updates` does not change it.
-        sync, process_group: see :class:`~pn_fairseq.norms.base.RunningNorm`. Every forward waits for the other ranks,
+        psi_warmup_updates: length W of the warm-up in training forwards; :meth:`set_num_updates`
+            does not change it. sync, process_group: see
+            :class:`~pn_fairseq.norms.base.RunningNorm`. Every forward waits for the other ranks,
             because its backward needs :math:`\psi_B`.
         others: see :class:`PowerNorm`.
 
-    Buffers: ``running_psi2`` (:math:`\psi^2`, initially 1) and ``nu`` (initially 0), (C,) float32, and
-    ``num_batches_tracked``, int64.
+    Buffers: ``running_psi2`` (:math:`\psi^2`, initially 1) and ``nu`` (initially 0), (C,) float32,
+    and ``num_batches_tracked``, int64.
     """
 
-    #: ``moment``, ``positions``: mean of h^2 over all positions, and their number. ``divisor2``: psi^2 in dx.
+    #: ``moment``, ``positions``: mean of h^2 over all positions, and their number. ``divisor2``:
+    #: psi^2 in dx.
     keeps = ("psi2", "moment", "positions", "divisor2")
     reads = ("running_psi2", "nu", COUNT)
     reports = RunningNorm.reports
@@ -90,7 +100,9 @@ class PowerNormRelease(PowerNorm):
         ratio = torch.sqrt((step.psi2 + self.eps) / (step.divisor2 + self.eps))  # (a)
         weight = ratio if step.weight is None else ratio * step.weight
         step.padding_counts = True  # (c)
-        dx, parameters = step.gradient(step.psi2, nu=ratio * step.state["nu"], weight=weight, sums=True)
+        dx, parameters = step.gradient(
+            step.psi2, nu=ratio * step.state["nu"], weight=weight, sums=True
+        )
         step.products = step.products / ratio
         return dx, parameters
 
@@ -101,13 +113,16 @@ class PowerNormRelease(PowerNorm):
         number = (state[COUNT] + 1).to(step.batch.moment.dtype)
         # (b): both steps of a batch in one.
         share = torch.where(
-            number < self.psi_warmup_updates, 1.0 - self.alpha_fwd * (1.0 - 1.0 / number), 1.0 - self.alpha_fwd
+            number < self.psi_warmup_updates,
+            1.0 - self.alpha_fwd * (1.0 - 1.0 / number),
+            1.0 - self.alpha_fwd,
         )
         rate = 1.0 - self.alpha_bwd
         psi2, nu = state["running_psi2"], state["nu"]
         new = {
             "running_psi2": psi2 + share * (step.batch.moment - psi2),
-            "nu": nu * (1.0 - rate * self._gamma(step)) + rate * step.products[0] / step.positions,  # (d)
+            # (d)
+            "nu": nu * (1.0 - rate * self._gamma(step)) + rate * step.products[0] / step.positions,
         }
         self.move(step, state, new)
 

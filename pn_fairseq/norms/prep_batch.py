@@ -1,4 +1,7 @@
-"""PRepBN: layer normalization that fades into a batch normalization which folds into the next linear map."""
+"""PRepBN:
+
+layer normalization that fades into a batch normalization which folds into the next linear map.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -11,28 +14,32 @@ from pn_fairseq.norms.step import Step
 
 
 class ProgressiveBatchNorm(MaskedBatchNorm):
-    r"""Progressive re-parameterized batch normalization, PRepBN (Guo et al. 2024, "SLAB: Efficient Transformers with
-    Simplified Linear Attention and Progressive Re-parameterized Batch Normalization").
+    r"""Progressive re-parameterized batch normalization, PRepBN (Guo et al. 2024, "SLAB: Efficient
+    Transformers with Simplified Linear Attention and Progressive Re-parameterized Batch
+    Normalization").
 
     .. math:: y = \lambda\, \mathrm{LN}(x) + (1 - \lambda)\, \mathrm{RepBN}(x), \qquad
         \mathrm{RepBN}(x) = \mathrm{BN}(x) + \alpha x
 
-    BN is :class:`~pn_fairseq.norms.MaskedBatchNorm` with ``weight`` and ``bias``; LN has a gain and a bias of its own;
-    :math:`\alpha` is one learned number. All gradients are exact. In evaluation y = RepBN(x) by the running statistics,
-    at every :math:`\lambda`: validation says little before the fade has ended. It is a constant affine map, which
-    folds.
+    BN is :class:`~pn_fairseq.norms.MaskedBatchNorm` with ``weight`` and ``bias``; LN has a gain and
+    a bias of its own;
+    :math:`\alpha` is one learned number. All gradients are exact. In evaluation y = RepBN(x) by the
+      running statistics,
+    at every :math:`\lambda`: validation says little before the fade has ended. It is a constant
+    affine map, which folds.
 
-    **Fade.** :math:`\lambda = \max(0, 1 - n / N)` after n completed optimizer updates (:meth:`set_num_updates`;
-    without these calls training steps are counted, and LN is always computed), with N = ``fade_updates``. In a
-    transformer N is 4/5 of ``--max-update`` unless it is given. The authors' code counts training forwards.
+    **Fade.** :math:`\lambda = \max(0, 1 - n / N)` after n completed optimizer updates
+    (:meth:`set_num_updates`; without these calls training steps are counted, and LN is always
+    computed), with N = ``fade_updates``. In a transformer N is 4/5 of ``--max-update`` unless it is
+    given. The authors' code counts training forwards.
 
     Args:
         fade_updates: length N of the fade in optimizer updates; 0: none, RepBN from the start.
         affine: learn both gains and biases and :math:`\alpha`, which otherwise is 1.
         others: see :class:`~pn_fairseq.norms.base.RunningNorm`.
 
-    Parameters: ``weight``, ``bias``, ``ln_weight``, ``ln_bias``, (C,), and ``rep_alpha``, (1,), initially 1. Buffers:
-    see :class:`~pn_fairseq.norms.MaskedBatchNorm`.
+    Parameters: ``weight``, ``bias``, ``ln_weight``, ``ln_bias``, (C,), and ``rep_alpha``, (1,),
+    initially 1. Buffers: see :class:`~pn_fairseq.norms.MaskedBatchNorm`.
     """
 
     follows_updates = True
@@ -56,7 +63,8 @@ class ProgressiveBatchNorm(MaskedBatchNorm):
 
     def set_num_updates(self, num_updates: int | None) -> None:
         super().set_num_updates(num_updates)
-        # An attribute that changes once, unlike the number: torch.compile compiles a graph for each value.
+        # An attribute that changes once, unlike the number: torch.compile compiles a graph for each
+        # value.
         self.faded = self.fade_updates <= (num_updates or 0)
 
     def rest(self, state: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
@@ -66,8 +74,8 @@ class ProgressiveBatchNorm(MaskedBatchNorm):
         return (self.completed_updates(state).to(dtype) / self.fade_updates).clamp(max=1.0)
 
     def further_parameters(self) -> tuple[Tensor, ...]:
-        # LN's gain and bias get their gradients in token_part, and zeros from backward_pass: without any gradient after
-        # the fade they would stop DistributedDataParallel.
+        # LN's gain and bias get their gradients in token_part, and zeros from backward_pass:
+        # without any gradient after the fade they would stop DistributedDataParallel.
         return (self.rep_alpha, self.ln_weight, self.ln_bias) if self.affine else ()
 
     def token_part(self, x: Tensor, state: dict[str, Tensor]) -> Tensor | None:
@@ -75,20 +83,26 @@ class ProgressiveBatchNorm(MaskedBatchNorm):
             return None
         dtype = torch.promote_types(x.dtype, torch.float32)
         share = 1.0 - self.rest(state, dtype)
-        weight = share * (self.ln_weight if self.affine else x.new_ones(self.num_features, dtype=dtype))
+        weight = share * (
+            self.ln_weight if self.affine else x.new_ones(self.num_features, dtype=dtype)
+        )
         bias = share * self.ln_bias if self.affine else None
         return kernels.standardized(self.layer_scale(x), weight, bias, eps_in_root=self.eps)
 
     def forward_pass(self, step: Step) -> Tensor:
         batch = self.batch_moments(step)
         step.rest = self.rest(step.state, batch.moment.dtype)
-        weight, bias = self.effective_affine(step.weight, step.bias, step.further, batch.mean, batch.moment)
+        weight, bias = self.effective_affine(
+            step.weight, step.bias, step.further, batch.mean, batch.moment
+        )
         return step.normalize(batch.moment, batch.mean, step.rest * weight, step.rest * bias)
 
     def backward_pass(self, step: Step) -> tuple[Tensor, ...]:
         batch, sigma = step.batch, (step.batch.moment + self.eps).sqrt()
         gain = step.rest * (step.weight if self.affine else torch.ones_like(sigma))
-        total, _ = self.effective_affine(step.weight, step.bias, step.further, batch.mean, batch.moment)
+        total, _ = self.effective_affine(
+            step.weight, step.bias, step.further, batch.mean, batch.moment
+        )
         parameters, products = step.gradient_sums(batch.moment, batch.mean, gain)
         nu, offset = self.corrections(step, products)
         dx, _ = step.gradient(batch.moment, batch.mean, nu, offset, step.rest * total, batch.count)
@@ -104,4 +118,6 @@ class ProgressiveBatchNorm(MaskedBatchNorm):
         if not further:
             return 1.0 + sigma, mean
         # In evaluation mean is a buffer, which may change before the backward.
-        return torch.addcmul(weight, further[0], sigma), torch.addcmul(bias, further[0], mean.clone())
+        return torch.addcmul(weight, further[0], sigma), torch.addcmul(
+            bias, further[0], mean.clone()
+        )

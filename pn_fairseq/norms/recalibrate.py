@@ -1,4 +1,6 @@
-"""Running statistics of a whole model: estimated again for other weights, and averaged over the ranks."""
+"""Running statistics of a whole model: estimated again for other weights, and averaged over the
+ranks.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,24 +15,27 @@ from pn_fairseq.norms.distributed import all_reduce_sum, world_size
 
 @contextmanager
 def recalibrating(model: nn.Module) -> Iterator[list[RunningNorm]]:
-    r"""Re-estimate the running statistics of all norms of ``model`` from the forwards inside the ``with`` block::
+    r"""Re-estimate the running statistics of all norms of ``model`` from the forwards inside the
+    ``with`` block::
 
         with torch.no_grad(), recalibrating(model):
             for batch in batches:
                 model(batch)
 
-    Every :class:`RunningNorm` normalizes with the statistics of the batch, and its running mean and second moment
-    become their mean over the n batches, :math:`\psi^2 = \frac{1}{n} \sum_i \psi_{B,i}^2`. That is what
-    ``torch.optim.swa_utils.update_bn`` computes for torch's BatchNorm, but the rest of the model is in evaluation mode:
-    the statistics are taken over activations without dropout, as in evaluation.
+    Every :class:`RunningNorm` normalizes with the statistics of the batch, and its running mean and
+    second moment become their mean over the n batches, :math:`\psi^2 = \frac{1}{n} \sum_i
+    \psi_{B,i}^2`. That is what ``torch.optim.swa_utils.update_bn`` computes for torch's BatchNorm,
+    but the rest of the model is in evaluation mode: the statistics are taken over activations
+    without dropout, as in evaluation.
 
-    All batches count equally, whether they have few or many real tokens, as in the averages of training.
-    Give batches of about the same size. A batch without a real token, or with statistics that are not finite, does not
-    count.
+    All batches count equally, whether they have few or many real tokens, as in the averages of
+    training. Give batches of about the same size. A batch without a real token, or with statistics
+    that are not finite, does not count.
 
-    All other state keeps its value, among it the number of training steps (the psi warm-up does not begin again) and
-    PN's :math:`\nu`, which only backward passes can estimate. Modes are restored. A norm that no batch has reached
-    keeps its old statistics, and after an exception inside the block all norms do.
+    All other state keeps its value, among it the number of training steps (the psi warm-up does not
+    begin again) and PN's :math:`\nu`, which only backward passes can estimate. Modes are restored.
+    A norm that no batch has reached keeps its old statistics, and after an exception inside the
+    block all norms do.
 
     Args:
         model: any module that holds norms of this package.
@@ -59,8 +64,12 @@ def recalibrating(model: nn.Module) -> Iterator[list[RunningNorm]]:
             module.training = training
 
 
-def _average_in(norm: RunningNorm, mean: dict[str, Tensor], x: Tensor, padding_mask: Tensor | None) -> Tensor:
-    """y by the statistics of the batch, which enter their ``mean`` over the batches, by buffer name."""
+def _average_in(
+    norm: RunningNorm, mean: dict[str, Tensor], x: Tensor, padding_mask: Tensor | None
+) -> Tensor:
+    """y by the statistics of the batch, which enter their ``mean`` over the batches, by buffer
+    name.
+    """
     batch = norm.batch_moments(norm.new_step(x.detach(), padding_mask, None, None, (), {}))
     with torch.no_grad():
         moment, center = norm.statistics_of(batch)
@@ -80,10 +89,12 @@ def _average_in(norm: RunningNorm, mean: dict[str, Tensor], x: Tensor, padding_m
 
 @torch.no_grad()
 def average_running_stats(model: nn.Module, group=None) -> bool:
-    """Replace the running statistics of every unsynchronized norm of ``model`` by their mean over the ranks.
+    """Replace the running statistics of every unsynchronized norm of ``model`` by their mean over
+    the ranks.
 
-    Variances are combined about the common mean: var = mean(var_k + mean_k^2) - mean(mean_k)^2. One all-reduce, which
-    every rank has to join. Returns whether there was one: not with one rank, nor without such norms.
+    Variances are combined about the common mean: var = mean(var_k + mean_k^2) - mean(mean_k)^2. One
+    all-reduce, which every rank has to join. Returns whether there was one: not with one rank, nor
+    without such norms.
     """
     ranks = world_size(group)
     norms = [norm for norm in running_norms(model) if not norm.synchronises()]
@@ -97,11 +108,17 @@ def average_running_stats(model: nn.Module, group=None) -> bool:
             state[norm.moment_name] = state[norm.moment_name] + state[norm.mean_name].square()
         states.append(state)
     flat = torch.cat([value.flatten() for state in states for value in state.values()])
-    parts = iter((all_reduce_sum(flat, group) / ranks).split([v.numel() for state in states for v in state.values()]))
+    parts = iter(
+        (all_reduce_sum(flat, group) / ranks).split(
+            [v.numel() for state in states for v in state.values()]
+        )
+    )
     for norm, state in zip(norms, states, strict=True):
         averaged = {name: next(parts).view_as(value) for name, value in state.items()}
         if norm.mean_name is not None:
-            averaged[norm.moment_name] = averaged[norm.moment_name] - averaged[norm.mean_name].square()
+            averaged[norm.moment_name] = (
+                averaged[norm.moment_name] - averaged[norm.mean_name].square()
+            )
         norm.epoch += 1
         for name, buffer in norm.named_buffers(recurse=False):
             buffer.copy_(averaged[name] if buffer.is_floating_point() else averaged[name].round())

@@ -1,4 +1,7 @@
-"""The one list of norms. Command-line choices, architectures, tests, benchmarks, reports and docs derive from it."""
+"""The one list of norms.
+
+Command-line choices, architectures, tests, benchmarks, reports and docs derive from it.
+"""
 
 import html
 import importlib.util
@@ -28,7 +31,8 @@ from pn_fairseq.norms.rms import RMSNorm, RMSNormRelease, ScaleNorm
 from pn_fairseq.norms.simple import AdaNorm, AdaNormRelease, DetachNorm, LayerNormSimple, NoNorm
 from pn_fairseq.norms.unified import UnifiedNorm, UnifiedNormRelease
 
-#: Constructor arguments that belong to all norms, or to all with running statistics -> the flags that set them.
+#: Constructor arguments that belong to all norms, or to all with running statistics -> the flags
+#: that set them.
 SHARED = {
     "eps": "--norm-eps",
     "alpha_fwd": "--norm-alpha-fwd",
@@ -47,8 +51,9 @@ class FromRun:
 
     Attributes:
         words: its name in ``pn norms``.
-        value: a function of the number of attention heads, of the updates in which the learning rate warms up, and of
-            the updates of the run (0: not known). None: the constructor's default.
+        value: a function of the number of attention heads, of the updates in which the learning
+            rate warms up, and of the updates of the run (0: not known). None: the constructor's
+            default.
     """
 
     words: str
@@ -63,7 +68,9 @@ WARMUP = FromRun("learning-rate warm-up", lambda heads, warmup, updates: warmup)
 
 def part_of_run(part: float) -> FromRun:
     """A part of ``--max-update``."""
-    return FromRun(f"{part} of --max-update", lambda heads, warmup, updates: round(part * updates) or None)
+    return FromRun(
+        f"{part} of --max-update", lambda heads, warmup, updates: round(part * updates) or None
+    )
 
 
 #: Argument -> its default in a transformer, unless the entry of a norm has another one.
@@ -78,10 +85,13 @@ class NormEntry:
         cls: the module class.
         short: the abbreviation in architecture names, as in ``transformer_pn_iwslt``.
         title: one line for help texts and tables.
-        variants: variant -> the class that replaces ``cls`` in it, with the same constructor arguments.
-        defaults: argument -> its default in a transformer, where that is neither the one of
-            :data:`TRANSFORMER_DEFAULTS` nor the constructor's. ``VARIANT.ARGUMENT`` is the default in this variant, and
-            ``VARIANT.last.ARGUMENT`` the value in the norm after the last encoder layer. A value can be a
+        variants: variant -> the class that replaces ``cls`` in it, with the same constructor
+            arguments. defaults: argument -> its default in a transformer, where that is neither the
+            one of
+            :data:`TRANSFORMER_DEFAULTS` nor the constructor's. ``VARIANT.ARGUMENT`` is the default
+              in this variant, and
+            ``VARIANT.last.ARGUMENT`` the value in the norm after the last encoder layer. A value
+            can be a
             :class:`FromRun`.
     """
 
@@ -92,22 +102,38 @@ class NormEntry:
     defaults: dict[str, object] = field(default_factory=dict)
 
     def variant(self, name: str) -> type[ChannelNorm]:
-        """The class of this norm in one of :func:`variants`: ``cls`` unless it has another one there."""
+        """The class of this norm in one of :func:`variants`:
+
+        ``cls`` unless it has another one there.
+        """
         return self.variants.get(name, self.cls)
 
     @property
     def options(self) -> dict[str, inspect.Parameter]:
-        """Options of :func:`build_norm` that this norm uses: the arguments of its constructor and those it inherits."""
+        """Options of :func:`build_norm` that this norm uses:
+
+        the arguments of its constructor and those it inherits.
+        """
         return _arguments(self.cls)
 
     @property
     def own_options(self) -> dict[str, inspect.Parameter]:
         """The arguments that ``--norm-options`` sets: those that do not belong to all norms."""
-        return {name: argument for name, argument in self.options.items() if name not in (*SHARED, *FIXED)}
+        return {
+            name: argument
+            for name, argument in self.options.items()
+            if name not in (*SHARED, *FIXED)
+        }
 
     def default(self, option: str, variant: str = "paper") -> object:
-        """The default of an argument in a transformer: a value, a :class:`FromRun`, or ``inspect.Parameter.empty``."""
-        defaults = {option: default_of(self.variant(variant), option), **TRANSFORMER_DEFAULTS, **self.defaults}
+        """The default of an argument in a transformer: a value, a :class:`FromRun`, or
+        ``inspect.Parameter.empty``.
+        """
+        defaults = {
+            option: default_of(self.variant(variant), option),
+            **TRANSFORMER_DEFAULTS,
+            **self.defaults,
+        }
         return defaults.get(f"{variant}.{option}", defaults[option])
 
 
@@ -125,10 +151,19 @@ def default_of(cls: type[ChannelNorm], option: str):
 
 
 def description_of(cls: type[ChannelNorm], option: str) -> str:
-    """What an option of ``cls`` means: the first sentence about it under ``Args:`` in the docstrings of its classes."""
+    """What an option of ``cls`` means:
+
+    the first sentence about it under ``Args:`` in the docstrings of its classes.
+    """
     for base in inspect.getmro(cls):
-        section = re.search(r"^Args:\n((?: .*\n|\n)*)", f"{inspect.cleandoc(vars(base).get('__doc__') or '')}\n", re.M)
-        for names, text in re.findall(r"^ {4}(\w[^:\n]*): (.*(?:\n {8}.*)*)", section[1] if section else "", re.M):
+        section = re.search(
+            r"^Args:\n((?: .*\n|\n)*)",
+            f"{inspect.cleandoc(vars(base).get('__doc__') or '')}\n",
+            re.M,
+        )
+        for names, text in re.findall(
+            r"^ {4}(\w[^:\n]*): (.*(?:\n {8}.*)*)", section[1] if section else "", re.M
+        ):
             if option in names.split(", ") and not text.startswith("see "):
                 sentence = re.split(r"\.(?=\s|$)", " ".join(text.split()))[0]
                 plain = re.sub(r":\w+:`~?([^`]*)`", r"\1", sentence).replace("`", "")
@@ -164,10 +199,15 @@ NORMS: dict[str, NormEntry] = {
         },
     ),
     "batch-renorm": NormEntry(
-        BatchRenorm, "brn", "batch renormalization (BRN)", defaults={"renorm_updates": part_of_run(0.3)}
+        BatchRenorm,
+        "brn",
+        "batch renormalization (BRN)",
+        defaults={"renorm_updates": part_of_run(0.3)},
     ),
     "mabn": NormEntry(MovingAverageBatchNorm, "mabn", "moving average batch normalization (MABN)"),
-    "unified": NormEntry(UnifiedNorm, "un", "unified normalization (UN)", variants={"release": UnifiedNormRelease}),
+    "unified": NormEntry(
+        UnifiedNorm, "un", "unified normalization (UN)", variants={"release": UnifiedNormRelease}
+    ),
     "batch-reg": NormEntry(
         RegularizedBatchNorm,
         "rbn",
@@ -181,21 +221,35 @@ NORMS: dict[str, NormEntry] = {
         defaults={"fade_updates": part_of_run(0.8)},
     ),
     "none": NormEntry(NoNorm, "none", "no normalization (none)"),
-    "layer-simple": NormEntry(LayerNormSimple, "lns", "layer normalization without gain and bias (LN-simple)"),
-    "detach": NormEntry(DetachNorm, "dn", "LN-simple without the gradient of mean or deviation (DetachNorm)"),
-    "ada": NormEntry(AdaNorm, "ada", "adaptive normalization (AdaNorm)", variants={"release": AdaNormRelease}),
-    "rms": NormEntry(RMSNorm, "rms", "root mean square normalization (RMSNorm)", variants={"release": RMSNormRelease}),
+    "layer-simple": NormEntry(
+        LayerNormSimple, "lns", "layer normalization without gain and bias (LN-simple)"
+    ),
+    "detach": NormEntry(
+        DetachNorm, "dn", "LN-simple without the gradient of mean or deviation (DetachNorm)"
+    ),
+    "ada": NormEntry(
+        AdaNorm, "ada", "adaptive normalization (AdaNorm)", variants={"release": AdaNormRelease}
+    ),
+    "rms": NormEntry(
+        RMSNorm,
+        "rms",
+        "root mean square normalization (RMSNorm)",
+        variants={"release": RMSNormRelease},
+    ),
     "scale": NormEntry(ScaleNorm, "sn", "a learned length for every token (ScaleNorm)"),
     "group": NormEntry(GroupNorm, "gn", "layer normalization of groups of channels (GN)"),
     "dyt": NormEntry(DynamicTanh, "dyt", "dynamic tanh in the place of a norm (DyT)"),
     "derf": NormEntry(DynamicErf, "derf", "dynamic erf in the place of a norm (Derf)"),
 }
 
-#: As in the papers, or as in the code that their authors released where that computes something else.
+#: As in the papers, or as in the code that their authors released where that computes something
+#: else.
 VARIANTS = ("paper", "release")
 
 
-def register_norm(name: str, short: str, title: str, **attributes) -> Callable[[type[ChannelNorm]], type[ChannelNorm]]:
+def register_norm(
+    name: str, short: str, title: str, **attributes
+) -> Callable[[type[ChannelNorm]], type[ChannelNorm]]:
     """Class decorator that adds a norm to :data:`NORMS`; arguments as in :class:`NormEntry`.
 
     Raises:
@@ -204,9 +258,15 @@ def register_norm(name: str, short: str, title: str, **attributes) -> Callable[[
 
     def register(cls: type[ChannelNorm]) -> type[ChannelNorm]:
         for known, entry in NORMS.items():
-            same_class = (entry.cls.__module__, entry.cls.__qualname__) == (cls.__module__, cls.__qualname__)
+            same_class = (entry.cls.__module__, entry.cls.__qualname__) == (
+                cls.__module__,
+                cls.__qualname__,
+            )
             if (known == name or entry.short == short) and not (known == name and same_class):
-                raise ValueError(f"{cls.__name__}: name {name!r} or short {short!r} is taken by {entry.cls.__name__}")
+                raise ValueError(
+                    f"{cls.__name__}: name {name!r} or short {short!r} is taken by "
+                    f"{entry.cls.__name__}"
+                )
         NORMS[name] = NormEntry(cls, short, title, **attributes)
         return cls
 
@@ -214,7 +274,8 @@ def register_norm(name: str, short: str, title: str, **attributes) -> Callable[[
 
 
 def load_norms(path: str) -> None:
-    """Run the Python file ``path``, which registers its norms by :func:`register_norm`; once per process.
+    """Run the Python file ``path``, which registers its norms by :func:`register_norm`; once per
+    process.
 
     Raises:
         ValueError: there is no such file, or it cannot be imported.
@@ -225,7 +286,9 @@ def load_norms(path: str) -> None:
     if module_name in sys.modules:
         return
     if not file.is_file():
-        raise ValueError(f"norm module {path!r} is not a file; if it was moved, name it by --norm-module FILE")
+        raise ValueError(
+            f"norm module {path!r} is not a file; if it was moved, name it by --norm-module FILE"
+        )
     spec = importlib.util.spec_from_file_location(module_name, file)
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
@@ -233,7 +296,9 @@ def load_norms(path: str) -> None:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[module_name]
-        raise ValueError(f"norm module {path!r} cannot be imported: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"norm module {path!r} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
 
 
 def find_norm(name: str) -> NormEntry:
@@ -258,20 +323,23 @@ def build_norm(name: str, num_features: int, variant: str = VARIANTS[0], **optio
         name: a key of :data:`NORMS`.
         num_features: number of channels C.
         variant: one of :data:`VARIANTS`. A norm of which there is only one ignores it.
-        options: ``eps``, ``affine``, ``alpha_fwd``, ``alpha_bwd``, ``layer_scale_groups``, ``psi_warmup_updates``,
-            ``batch_first``, ... Options that this norm does not accept are ignored, so that one set of options can be
-            passed to every norm.
+        options: ``eps``, ``affine``, ``alpha_fwd``, ``alpha_bwd``, ``layer_scale_groups``,
+            ``psi_warmup_updates``, ``batch_first``, ... Options that this norm does not accept are
+            ignored, so that one set of options can be passed to every norm.
 
     Raises:
-        ValueError: no norm has that name, variant or option, an option's value does not fit, or the class names state
-            that it does not have.
+        ValueError: no norm has that name, variant or option, an option's value does not fit, or the
+            class names state that it does not have.
     """
     entry = find_norm(name)
     if variant not in VARIANTS:
         raise ValueError(f"unknown norm variant {variant!r}; known: {', '.join(VARIANTS)}")
     known = {option for known_entry in NORMS.values() for option in known_entry.options}
     if unknown := sorted(set(options) - known):
-        raise ValueError(f"unknown norm option {', '.join(map(repr, unknown))}; known: {', '.join(sorted(known))}")
+        raise ValueError(
+            f"unknown norm option {', '.join(map(repr, unknown))}; known: "
+            f"{', '.join(sorted(known))}"
+        )
     accepted = {key: value for key, value in options.items() if key in entry.options}
     norm = entry.variant(variant)(num_features, **accepted)
     if isinstance(norm, RunningNorm):
@@ -280,6 +348,7 @@ def build_norm(name: str, num_features: int, variant: str = VARIANTS[0], **optio
             if state is not None and state not in norm._buffers:
                 made = ", ".join(norm._buffers.keys() - {COUNT})
                 raise ValueError(
-                    f"norm {name!r}: {attribute} names {state!r}, which add_state does not make (it makes {made})"
+                    f"norm {name!r}: {attribute} names {state!r}, which add_state does not make "
+                    f"(it makes {made})"
                 )
     return norm

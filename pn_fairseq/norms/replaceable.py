@@ -15,11 +15,14 @@ from pn_fairseq.norms.converted import BATCH_NORMS, EPS_NAMES, eps_of, gain_of
 from pn_fairseq.norms.padding import ARGUMENT_FORMS
 
 
-def norms_to_replace(names: dict[nn.Module, list[str]], only, skip, layout: str | None) -> dict[nn.Module, float]:
-    """The modules to replace, of those with ``names``, and what each adds to its gain: 1 if that is zero-centred, as in
-    Gemma, else 0. For the other arguments see :func:`convert_norms`.
+def norms_to_replace(
+    names: dict[nn.Module, list[str]], only, skip, layout: str | None
+) -> dict[nn.Module, float]:
+    """The modules to replace, of those with ``names``, and what each adds to its gain: 1 if that is
+    zero-centred, as in Gemma, else 0. For the other arguments see :func:`convert_norms`.
 
-    One warning names the norms that cannot be replaced and that ``skip`` does not name, and says why.
+    One warning names the norms that cannot be replaced and that ``skip`` does not name, and says
+    why.
 
     Raises:
         ValueError: there is none, a pattern matches none, or the weight of a norm would be lost.
@@ -28,8 +31,11 @@ def norms_to_replace(names: dict[nn.Module, list[str]], only, skip, layout: str 
         [patterns] if isinstance(patterns, str) else None if patterns is None else list(patterns)
         for patterns in (only, skip)
     )
-    with torch.device("cpu"):  # the model may be in the making in `with torch.device("meta")`, as in transformers
-        offsets = {module: offset for module in names if (offset := _offset(module, layout)) is not None}
+    # the model may be in the making in `with torch.device("meta")`, as in transformers
+    with torch.device("cpu"):
+        offsets = {
+            module: offset for module in names if (offset := _offset(module, layout)) is not None
+        }
     for pattern in [*(only or ()), *(skip or ())]:
         if not any(fnmatchcase(name, pattern) for module in offsets for name in names[module]):
             known = ", ".join(names[module][0] or "the model" for module in offsets)
@@ -42,7 +48,8 @@ def norms_to_replace(names: dict[nn.Module, list[str]], only, skip, layout: str 
     wanted = [
         module
         for module in offsets
-        if (only is None or matches(module, only)) and not (skip is not None and matches(module, skip))
+        if (only is None or matches(module, only))
+        and not (skip is not None and matches(module, skip))
     ]
     labels = {module: names[module][0] or type(module).__name__ for module in wanted}
     chosen = {module: offsets[module] for module in wanted if not isinstance(offsets[module], str)}
@@ -53,19 +60,26 @@ def norms_to_replace(names: dict[nn.Module, list[str]], only, skip, layout: str 
         elif not wanted:
             listed = "only= and skip= leave none"
         raise ValueError(f"the model has no norm to replace: {listed}")
-    left = [module for module in wanted if module not in chosen and chosen.keys().isdisjoint(module.modules())]
+    left = [
+        module
+        for module in wanted
+        if module not in chosen and chosen.keys().isdisjoint(module.modules())
+    ]
     _warn_of_those_left({labels[module]: offsets[module] for module in left})
     for module in chosen:
         for key in ("weight", "bias"):
             if key not in module._parameters and isinstance(getattr(module, key, None), Tensor):
                 raise ValueError(
-                    f"the {key} of {labels[module]} is not a parameter of its own and would be lost (does a "
-                    "parametrization or pruning compute it?); convert the model first, or leave this norm as it is "
+                    f"the {key} of {labels[module]} is not a parameter of its own and would be "
+                    "lost (does a "
+                    "parametrization or pruning compute it?); convert the model first, or leave "
+                    "this norm as it is "
                     "(skip=...)"
                 )
         if layout == "BCT" and not isinstance(module, BATCH_NORMS):
             raise ValueError(
-                f"layout='BCT' is for batch norms; {labels[module]} is a {type(module).__name__} over the last "
+                f"layout='BCT' is for batch norms; {labels[module]} is a {type(module).__name__} "
+                "over the last "
                 "dimension: give 'BTC' or 'TBC'"
             )
     return chosen
@@ -75,9 +89,13 @@ def _why_none(modules: Iterable[nn.Module]) -> str:
     """Why none of ``modules`` can be replaced."""
     own = sorted({type(module).__name__ for module in modules if isinstance(module, ChannelNorm)})
     if own:
-        return f"its norms are of this package already ({', '.join(own)}); convert a model with its original norms"
+        return (
+            f"its norms are of this package already ({', '.join(own)}); convert a model with its "
+            f"original norms"
+        )
     return (
-        "it has neither a LayerNorm or RMSNorm over the last dimension, nor a BatchNorm1d or SyncBatchNorm, nor a "
+        "it has neither a LayerNorm or RMSNorm over the last dimension, nor a BatchNorm1d or "
+        "SyncBatchNorm, nor a "
         "module of another class that computes the same"
     )
 
@@ -93,7 +111,8 @@ def _warn_of_those_left(reasons: dict[str, str]) -> None:
         lines.append(f"{names[0]} {reason}{more}")
     if lines:
         warnings.warn(
-            f"convert_norms leaves some norms as they are: {'; '.join(lines)}. (With their names in skip=... it "
+            f"convert_norms leaves some norms as they are: {'; '.join(lines)}. (With their names "
+            "in skip=... it "
             "does so without this warning.)",
             stacklevel=5,
         )
@@ -104,15 +123,19 @@ _OTHERS = (nn.GroupNorm, nn.modules.batchnorm._NormBase, ChannelNorm)
 
 
 def _offset(module: nn.Module, layout: str | None) -> float | str | None:
-    """What the norm ``module`` adds to its gain; a string: why it cannot be replaced; None: it is no norm, or of a kind
-    that always stays."""
+    """What the norm ``module`` adds to its gain; a string: why it cannot be replaced; None: it is
+    no norm, or of a kind that always stays.
+    """
     offset = _offset_with_one_input(module, layout)
     second = None if offset is None or isinstance(offset, str) else _second_input(module)
     return offset if second is None else f"takes a second input, {second}, that is no padding mask"
 
 
 def _second_input(module: nn.Module) -> str | None:
-    """What the forward of ``module`` takes besides the activations and a padding mask, such as a gate or a residual."""
+    """What the forward of ``module`` takes besides the activations and a padding mask,
+
+    such as a gate or a residual.
+    """
     try:
         parameters = list(inspect.signature(module.forward).parameters.values())[1:]
     except (TypeError, ValueError):
@@ -141,7 +164,9 @@ def _offset_with_one_input(module: nn.Module, layout: str | None) -> float | str
     gain = gain_of(module)
     if gain is None or getattr(module, gain).dim() != 1 or gain in module._buffers:
         return None
-    others = [name for name, _ in module.named_parameters() if gain not in name and "bias" not in name]
+    others = [
+        name for name, _ in module.named_parameters() if gain not in name and "bias" not in name
+    ]
     if others:
         return None
     if eps_of(module) is not None or "norm" in type(module).__name__.lower():
@@ -152,17 +177,21 @@ def _offset_with_one_input(module: nn.Module, layout: str | None) -> float | str
     return offset if offset == _UNKNOWN_EPS else None
 
 
-#: Why a norm is left whose formula holds with an epsilon that it stores in none of :data:`EPS_NAMES`.
-_UNKNOWN_EPS = f"computes LayerNorm or RMSNorm, but its epsilon is unknown: store it as {' or '.join(EPS_NAMES)}"
+#: Why a norm is left whose formula holds with an epsilon that it stores in none of
+#: :data:`EPS_NAMES`.
+_UNKNOWN_EPS = (
+    f"computes LayerNorm or RMSNorm, but its epsilon is unknown: store it as "
+    f"{' or '.join(EPS_NAMES)}"
+)
 
 
 @torch.no_grad()
 def _compare(module: nn.Module) -> float | str:
-    """What ``module`` adds to its gain, if it is LayerNorm or RMSNorm of the last dimension with its gain, bias and
-    eps; else why not.
+    """What ``module`` adds to its gain, if it is LayerNorm or RMSNorm of the last dimension with
+    its gain, bias and eps; else why not.
 
-    Its own gain may be zeros, uninitialized or on the meta device: random tokens get a random one. A gain that is
-    computed, as by a parametrization, stays as it is.
+    Its own gain may be zeros, uninitialized or on the meta device: random tokens get a random one.
+    A gain that is computed, as by a parametrization, stays as it is.
     """
     generator = torch.Generator().manual_seed(0)
     gain_name = gain_of(module)
@@ -170,18 +199,26 @@ def _compare(module: nn.Module) -> float | str:
     channels = weight.numel() if weight is not None else module.normalized_shape[0]
     # Short tokens show where eps is added.
     x = torch.randn(3, 4, channels, generator=generator)
-    x = x * torch.tensor([1.0, 1e-3, 10.0])[:, None, None] + torch.linspace(-1, 1, 4)[None, :, None] * 1e-3
+    x = (
+        x * torch.tensor([1.0, 1e-3, 10.0])[:, None, None]
+        + torch.linspace(-1, 1, 4)[None, :, None] * 1e-3
+    )
     if weight is not None:
         x = x.to("cpu" if weight.is_meta else weight.device, weight.dtype)
     eps = eps_of(module)
     is_stored = eps is not None or hasattr(module, "eps")
     if eps is None:  # as nn.RMSNorm; a class that has no such attribute adds nothing
         eps = torch.finfo(x.dtype).eps if is_stored else 0.0
-    affine = {name: value for name, value in ((gain_name, weight), ("bias", bias)) if value is not None}
+    affine = {
+        name: value for name, value in ((gain_name, weight), ("bias", bias)) if value is not None
+    }
     learned = [name for name in affine if name in module._parameters]
     random = {name: (torch.rand(channels, generator=generator) + 0.5).to(x) for name in learned}
     affine |= random
-    gain, shift = affine.get(gain_name, torch.ones(())).double(), affine.get("bias", torch.zeros(())).double()
+    gain, shift = (
+        affine.get(gain_name, torch.ones(())).double(),
+        affine.get("bias", torch.zeros(())).double(),
+    )
     y = _output(module, random, x)
     if y is None:
         return "does not accept inputs of shape (..., C)"
@@ -189,7 +226,8 @@ def _compare(module: nn.Module) -> float | str:
     if offset is not None:
         return offset
     if not is_stored:
-        long = torch.randn(3, 4, channels, generator=generator).to(x) * 30  # beside them no usual epsilon matters
+        # beside them no usual epsilon matters
+        long = torch.randn(3, 4, channels, generator=generator).to(x) * 30
         y = _output(module, random, long)
         if y is not None and _fitting_offset(long, y, gain, shift, 0.0) is not None:
             return _UNKNOWN_EPS
@@ -197,7 +235,9 @@ def _compare(module: nn.Module) -> float | str:
 
 
 def _output(module: nn.Module, parameters: dict[str, Tensor], x: Tensor) -> Tensor | None:
-    """What ``module`` makes of ``x`` with ``parameters``, in float64; None: nothing of its shape."""
+    """What ``module`` makes of ``x`` with ``parameters``, in float64; None: nothing of its
+    shape.
+    """
     try:
         y = torch.func.functional_call(module, parameters, x)
     except Exception:
@@ -212,6 +252,8 @@ def _fitting_offset(x: Tensor, y: Tensor, gain: Tensor, shift: Tensor, eps: floa
     for centered in (wide - wide.mean(-1, keepdim=True), wide):
         normalized = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps)
         for offset in (0.0, 1.0):
-            if torch.allclose(y, (gain + offset) * normalized + shift, rtol=tolerance, atol=tolerance):
+            if torch.allclose(
+                y, (gain + offset) * normalized + shift, rtol=tolerance, atol=tolerance
+            ):
                 return offset
     return None

@@ -10,11 +10,13 @@ from pn_fairseq.norms.base import ChannelNorm
 
 
 class RMSNorm(ChannelNorm):
-    r"""Root mean square normalization (Zhang & Sennrich 2019, Eq. 4): per token, over its C channels.
+    r"""Root mean square normalization (Zhang & Sennrich 2019, Eq. 4): per token, over its C
+    channels.
 
     .. math:: y = \gamma\, x / \sqrt{\mathrm{mean}(x^2) + \epsilon}
 
-    What ``torch.nn.RMSNorm`` computes. There is no bias. It has no state, and a padding mask changes nothing.
+    What ``torch.nn.RMSNorm`` computes. There is no bias. It has no state, and a padding mask
+    changes nothing.
 
     Arguments: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
     """
@@ -27,7 +29,8 @@ class RMSNorm(ChannelNorm):
 
 
 class RMSNormRelease(RMSNorm):
-    r"""RMSNorm as in its authors' code for PyTorch: :math:`y = \gamma\, x / (\sqrt{\mathrm{mean}(x^2)} + 10^{-8})`.
+    r"""RMSNorm as in its authors' code for PyTorch: :math:`y = \gamma\, x /
+    (\sqrt{\mathrm{mean}(x^2)} + 10^{-8})`.
 
     Arguments and shapes: see :class:`RMSNorm`; only layer-scale uses ``eps``.
     """
@@ -41,8 +44,8 @@ class ScaleNorm(ChannelNorm):
 
     .. math:: y = g\, x / \max(\lVert x \rVert_2, \epsilon)
 
-    ``g``, (1,), is initially :math:`\sqrt{C}`; it is always learned, also with ``affine=False``. There are no
-    gain and bias per channel. It has no state, and a padding mask changes nothing.
+    ``g``, (1,), is initially :math:`\sqrt{C}`; it is always learned, also with ``affine=False``.
+    There are no gain and bias per channel. It has no state, and a padding mask changes nothing.
 
     Args:
         eps: the least length that is divided by, and epsilon of layer-scale.
@@ -61,4 +64,6 @@ class ScaleNorm(ChannelNorm):
 
     def normalize(self, h: Tensor) -> Tensor:
         gain = self.g.expand(self.num_features)
-        return kernels.standardized(h, gain, centered=False, square_factor=self.num_features, min_divisor=self.eps)
+        return kernels.standardized(
+            h, gain, centered=False, square_factor=self.num_features, min_divisor=self.eps
+        )

@@ -1,8 +1,10 @@
-"""How the operators of norms that treat each token by itself work on a ``DTensor``, as under ``SequenceParallel``.
+"""How the operators of norms that treat each token by itself work on a ``DTensor``, as under
+``SequenceParallel``.
 
-Each of their inputs may be split along any dimension but the channels. The gradients of parameters are then sums over
-parts, which DTensor adds. The operators are those of :mod:`pn_fairseq.kernels.ops`; a norm with statistics of a batch
-has no rule here, because its sums would need the tokens of all ranks.
+Each of their inputs may be split along any dimension but the channels. The gradients of parameters
+are then sums over parts, which DTensor adds. The operators are those of
+:mod:`pn_fairseq.kernels.ops`; a norm with statistics of a batch has no rule here, because its sums
+would need the tokens of all ranks.
 """
 
 import sys
@@ -15,7 +17,10 @@ from pn_fairseq.kernels.ops import COMPILED
 
 
 def is_distributed(x: Tensor) -> bool:
-    """Whether ``x`` is a DTensor. The module of that class may not be loaded, and is not needed to know."""
+    """Whether ``x`` is a DTensor.
+
+    The module of that class may not be loaded, and is not needed to know.
+    """
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
 
@@ -30,8 +35,10 @@ def register() -> None:
     operators = torch.ops.pn_fairseq
 
     def rules(arguments: list, split: dict[int, int], dimensions: int, results) -> list:
-        """``split``: index of an argument that has the tokens of x -> the number of dimensions before those of x.
-        ``dimensions``: of x. ``results``: the dimension that is split (None: none) -> placements of the results."""
+        """``split``: index of an argument that has the tokens of x -> the number of dimensions
+        before those of x. ``dimensions``: of x. ``results``: the dimension that is split (None:
+        none) -> placements of the results.
+        """
         found = []
         for dimension in (None, *range(dimensions - 1)):
             placements = []

@@ -21,7 +21,8 @@ def check_parts(value: str | Sequence[str]) -> tuple[str, ...]:
 
 
 class NoNorm(ChannelNorm):
-    """No normalization ("w/o Norm" in Xu et al. 2019, Table 1): y = x itself, or the layer-scaled x.
+    """No normalization ("w/o Norm" in Xu et al. 2019, Table 1): y = x itself, or the layer-scaled
+    x.
 
     There are no parameters and no state, and a padding mask changes nothing.
 
@@ -39,8 +40,8 @@ class LayerNormSimple(ChannelNorm):
 
     .. math:: y = (x - \mathrm{mean}(x)) / \sqrt{\mathrm{var}(x) + \epsilon}
 
-    Mean and biased variance are taken over the channels of a token. There are no parameters and no state, and a padding
-    mask changes nothing.
+    Mean and biased variance are taken over the channels of a token. There are no parameters and no
+    state, and a padding mask changes nothing.
 
     Arguments: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
     """
@@ -52,17 +53,19 @@ class LayerNormSimple(ChannelNorm):
 
 
 class DetachNorm(LayerNormSimple):
-    r"""DetachNorm (Xu et al. 2019, Section 3.2): LayerNorm-simple with mean or standard deviation as constants.
+    r"""DetachNorm (Xu et al. 2019, Section 3.2): LayerNorm-simple with mean or standard deviation
+    as constants.
 
-    Forward it is :class:`LayerNormSimple`. With the standard deviation :math:`\sigma = \sqrt{\mathrm{var}(x) +
-    \epsilon}`, the output y, and means over the channels of a token, the gradient is
+    Forward it is :class:`LayerNormSimple`. With the standard deviation :math:`\sigma =
+    \sqrt{\mathrm{var}(x) + \epsilon}`, the output y, and means over the channels of a token, the
+    gradient is
 
     .. math:: \mathrm{d}x = (\mathrm{d}y - [\text{mean not detached}]\; \mathrm{mean}(\mathrm{d}y)
         - [\text{std not detached}]\; y\, \mathrm{mean}(\mathrm{d}y\, y)) / \sigma
 
     Args:
-        detach: statistics that are constants to the gradient: "mean", "std" or "mean,std", or a sequence of these.
-        others: see :class:`LayerNormSimple`.
+        detach: statistics that are constants to the gradient: "mean", "std" or "mean,std", or a
+            sequence of these. others: see :class:`LayerNormSimple`.
     """
 
     def __init__(self, num_features: int, detach: str | Sequence[str] = "mean,std", **common):
@@ -70,7 +73,10 @@ class DetachNorm(LayerNormSimple):
         self.detach = check_parts(detach)
 
     def normalize(self, h: Tensor) -> Tensor:
-        through = {"through_mean": "mean" not in self.detach, "through_divisor": "std" not in self.detach}
+        through = {
+            "through_mean": "mean" not in self.detach,
+            "through_divisor": "std" not in self.detach,
+        }
         return kernels.standardized(h, eps_in_root=self.eps, **through)
 
 
@@ -80,12 +86,13 @@ class AdaNorm(LayerNormSimple):
     .. math:: z = (x - \mathrm{mean}(x)) / \sqrt{\mathrm{var}(x) + \epsilon}, \qquad
         y = a\, \mathrm{sg}(1 - k z) \odot z
 
-    sg is a constant to the gradient. Mean and biased variance are taken over the channels of a token.
+    sg is a constant to the gradient. Mean and biased variance are taken over the channels of a
+    token.
 
     Args:
         ada_k: k, at least 0. The paper has 1/10.
-        ada_scale: the factor a, greater than 0, which the paper calls C. The paper has 1 for English-Vietnamese and 2
-            for German-English and English-German.
+        ada_scale: the factor a, greater than 0, which the paper calls C. The paper has 1 for
+            English-Vietnamese and 2 for German-English and English-German.
         others: see :class:`LayerNormSimple`.
     """
 
@@ -95,18 +102,23 @@ class AdaNorm(LayerNormSimple):
         self.ada_scale = check_positive("ada_scale", ada_scale)
 
     def _normalize(self, h: Tensor, **divisor) -> Tensor:
-        return kernels.standardized(h, gain=self.ada_scale, gain_slope=-self.ada_scale * self.ada_k, **divisor)
+        return kernels.standardized(
+            h, gain=self.ada_scale, gain_slope=-self.ada_scale * self.ada_k, **divisor
+        )
 
     def normalize(self, h: Tensor) -> Tensor:
         return self._normalize(h, eps_in_root=self.eps)
 
 
 class AdaNormRelease(AdaNorm):
-    r"""AdaNorm as in its authors' code: :math:`z = (x - \mathrm{mean}(x)) / (\mathrm{std}(x) + \epsilon)`.
+    r"""AdaNorm as in its authors' code: :math:`z = (x - \mathrm{mean}(x)) / (\mathrm{std}(x) +
+    \epsilon)`.
 
-    The standard deviation is the unbiased one, over C - 1, so that there have to be two channels. Arguments are those
-    of :class:`AdaNorm`. ``ada_scale`` is 2 by default in the authors' code.
+    The standard deviation is the unbiased one, over C - 1, so that there have to be two channels.
+    Arguments are those of :class:`AdaNorm`. ``ada_scale`` is 2 by default in the authors' code.
     """
 
     def normalize(self, h: Tensor) -> Tensor:
-        return self._normalize(h, square_factor=self.num_features / max(self.num_features - 1, 1), eps_outside=self.eps)
+        return self._normalize(
+            h, square_factor=self.num_features / max(self.num_features - 1, 1), eps_outside=self.eps
+        )

@@ -1,17 +1,25 @@
-"""The state of a norm: plain buffers, which a backward moves in place, and what a forward reads of them."""
+"""The state of a norm: plain buffers, which a backward moves in place, and what a forward reads
+of them.
+"""
 
 import torch
 from torch import Tensor, nn
 
 from pn_fairseq.norms.channel import ChannelNorm
 from pn_fairseq.norms.compiled import look
-from pn_fairseq.norms.passes import copies_of, inside_backward, refuse_captured_recomputation, unrecorded
+from pn_fairseq.norms.passes import (
+    copies_of,
+    inside_backward,
+    refuse_captured_recomputation,
+    unrecorded,
+)
 
 COUNT = "num_batches_tracked"
 
 
 class Seen:
-    """What the last training forward outside of a backward pass read: a recomputation reads it again.
+    """What the last training forward outside of a backward pass read: a recomputation reads it
+    again.
 
     Attributes:
         state: copies of the state, by name; before the first forward of any values.
@@ -26,39 +34,49 @@ class Seen:
 
 
 class StatefulNorm(ChannelNorm):
-    """A norm whose state is right however the module is created, converted, copied, saved and loaded."""
+    """A norm whose state is right however the module is created, converted, copied, saved and
+    loaded.
+    """
 
     #: The state that a training forward reads, by name; None: all of it.
     reads: tuple[str, ...] | None = None
 
-    #: Whether the norm follows a schedule in optimizer updates, for which it keeps their number on its device.
+    #: Whether the norm follows a schedule in optimizer updates, for which it keeps their number on
+    #: its device.
     follows_updates = False
 
-    #: One more whenever the state is replaced: a step whose forward came before does not enter the new state.
+    #: One more whenever the state is replaced: a step whose forward came before does not enter the
+    #: new state.
     epoch = 0
 
     def __init__(self, num_features: int, **common):
         super().__init__(num_features, **common)
         self._initial: dict[str, float] = {}
         self._num_updates: int | None = None
-        #: Tensors that follow the device of the norm and are no state: the number of completed updates (-1: unknown).
+        #: Tensors that follow the device of the norm and are no state: the number of completed
+        #: updates (-1: unknown).
         self._scratch = {"updates": torch.tensor(-1)} if self.follows_updates else {}
         self._seen = Seen({})
         self.register_buffer(COUNT, torch.zeros((), dtype=torch.int64))
-        self.register_load_state_dict_pre_hook(_before_loading)  # a function of this file: a norm can be pickled
+        # a function of this file: a norm can be pickled
+        self.register_load_state_dict_pre_hook(_before_loading)
 
     def add_state(self, name: str, initial: float, *rows: int) -> None:
         """Register the buffer ``name``, (C,) float32 or (\\*rows, C), with its initial value."""
         self._initial[name] = initial
-        self.register_buffer(name, torch.full((*rows, self.num_features), initial, dtype=torch.float32))
-        self._buffers[COUNT] = self._buffers.pop(COUNT)  # the counter comes last, as in torch.nn.BatchNorm1d
+        self.register_buffer(
+            name, torch.full((*rows, self.num_features), initial, dtype=torch.float32)
+        )
+        # the counter comes last, as in torch.nn.BatchNorm1d
+        self._buffers[COUNT] = self._buffers.pop(COUNT)
         self._seen = Seen({name: buffer.clone() for name, buffer in self._buffers.items()})
 
     def read_state(self) -> dict[str, Tensor]:
         """Copies of the state that a training forward reads, by name.
 
-        A forward inside a backward pass repeats an earlier one (activation checkpointing). It reads what the last
-        training forward outside of a backward pass read, though the state may have moved since.
+        A forward inside a backward pass repeats an earlier one (activation checkpointing). It reads
+        what the last training forward outside of a backward pass read, though the state may have
+        moved since.
         """
         names = self.reads
         if names is None:
@@ -68,7 +86,9 @@ class StatefulNorm(ChannelNorm):
         buffers = [self._buffers[name] for name in names]
         seen = self._seen
         if torch.compiler.is_compiling():
-            return dict(zip(names, look([seen.state[name] for name in names], buffers), strict=True))
+            return dict(
+                zip(names, look([seen.state[name] for name in names], buffers), strict=True)
+            )
         if seen.read and inside_backward():
             refuse_captured_recomputation(buffers[0])
             return {name: seen.state[name] for name in names}
@@ -83,10 +103,11 @@ class StatefulNorm(ChannelNorm):
         return read
 
     def check_memory(self) -> None:
-        """Raise RuntimeError where a part of the state is still on the meta device and has no values.
+        """Raise RuntimeError where a part of the state is still on the meta device and has no
+        values.
 
-        FSDP1 with ``MixedPrecision(buffer_dtype=...)`` assigns to ``data`` of the buffers, past :meth:`_apply`: here
-        they become float32 again.
+        FSDP1 with ``MixedPrecision(buffer_dtype=...)`` assigns to ``data`` of the buffers, past
+        :meth:`_apply`: here they become float32 again.
         """
         for name in self._initial:
             buffer = self._buffers[name]
@@ -95,15 +116,20 @@ class StatefulNorm(ChannelNorm):
         missing = [name for name, buffer in self._buffers.items() if buffer.is_meta]
         if missing:
             raise RuntimeError(
-                f"{', '.join(missing)} of {getattr(self, 'name', type(self).__name__)} never got values: the module "
-                "is on the meta device, or was when load_state_dict(assign=True) loaded a checkpoint without them: "
-                'model.to_empty(device="cpu") before load_state_dict gives them their initial values'
+                f"{', '.join(missing)} of {getattr(self, 'name', type(self).__name__)} never got "
+                "values: the module "
+                "is on the meta device, or was when load_state_dict(assign=True) loaded a "
+                "checkpoint without them: "
+                'model.to_empty(device="cpu") before load_state_dict gives them their initial '
+                "values"
             )
         if self._scratch["diagnostics"].device != self._buffers[COUNT].device:
             self._follow_buffers()  # from_pretrained of transformers gives a module other buffers
 
     def set_num_updates(self, num_updates: int | None) -> None:
-        """Tell the norm that ``num_updates`` optimizer updates are completed; None: it is not known."""
+        """Tell the norm that ``num_updates`` optimizer updates are completed; None: it is not
+        known.
+        """
         self._num_updates = num_updates
         if self.follows_updates:
             self._scratch["updates"].fill_(-1 if num_updates is None else num_updates)
@@ -115,7 +141,10 @@ class StatefulNorm(ChannelNorm):
         return torch.where(updates < 0, state[COUNT], updates)
 
     def reset_parameters(self) -> None:
-        """Give the parameters and the state their initial values, as ``reset_parameters`` of torch's BatchNorm does."""
+        """Give the parameters and the state their initial values,
+
+        as ``reset_parameters`` of torch's BatchNorm does.
+        """
         super().reset_parameters()
         self.reset_running_stats()
 
@@ -126,7 +155,10 @@ class StatefulNorm(ChannelNorm):
             nn.init.constant_(self._buffers[name], self._initial.get(name, 0))
 
     def _apply(self, fn, recurse=True):
-        """Buffers take device and memory of ``fn``, and neither its dtype nor its values: ``to_empty`` has none."""
+        """Buffers take device and memory of ``fn``, and neither its dtype nor its values:
+
+        ``to_empty`` has none.
+        """
         before = dict(self._buffers)
         super()._apply(fn, recurse)
         for name, old in before.items():
@@ -145,7 +177,9 @@ class StatefulNorm(ChannelNorm):
         """Move the tensors that are no state to the device of the state."""
         device = self._buffers[COUNT].device
         self._scratch = {name: _moved(tensor, device) for name, tensor in self._scratch.items()}
-        self._seen.state = {name: _moved(tensor, device) for name, tensor in self._seen.state.items()}
+        self._seen.state = {
+            name: _moved(tensor, device) for name, tensor in self._seen.state.items()
+        }
         StatefulNorm.set_num_updates(self, self._num_updates)
 
     def __getstate__(self):
@@ -166,7 +200,8 @@ def _before_loading(module: StatefulNorm, state_dict: dict, prefix: str, *_) -> 
         return  # the parameters of adapters, for example: the state stays
     module.epoch += 1
     module.set_num_updates(None)
-    # With assign=True torch takes the tensors as they are. The dict is torch's own, not the caller's.
+    # With assign=True torch takes the tensors as they are. The dict is torch's own, not the
+    # caller's.
     for name, buffer in module._buffers.items():
         loaded = state_dict.get(prefix + name)
         if isinstance(loaded, Tensor):

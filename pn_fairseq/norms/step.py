@@ -1,4 +1,6 @@
-"""One training step of a norm: the tokens of its batch, what its forward read, and what its backward contributes."""
+"""One training step of a norm: the tokens of its batch, what its forward read, and what its
+backward contributes.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -31,9 +33,9 @@ class Forward:
     """What a backward has to know of its forward before it may move the state.
 
     Attributes:
-        counts: whether the step still has to enter the state. A step enters once, also where its graph is retained.
-        epoch: :attr:`.StatefulNorm.epoch` at the forward.
-        buffers: the buffers of the module at the forward, by name.
+        counts: whether the step still has to enter the state. A step enters once, also where its
+            graph is retained. epoch: :attr:`.StatefulNorm.epoch` at the forward. buffers: the
+            buffers of the module at the forward, by name.
     """
 
     __slots__ = ("buffers", "counts", "epoch")
@@ -43,27 +45,29 @@ class Forward:
 
 
 class Step:
-    """The tokens of one batch with their mask and layer-scale, and the results of the passes over them.
+    """The tokens of one batch with their mask and layer-scale, and the results of the passes over
+    them.
 
-    h denotes the layer-scaled activations, D = sqrt(moment + eps), x_hat = (h - mean) / D, dx_hat = weight * dy / s
-    with the loss scale s (:func:`.set_loss_scale`; 1 without): what the state keeps of gradients does not depend on s.
-    ``weight`` and ``bias`` belong to the norm unless an argument replaces them. In a synchronized norm statistics cover
-    all ranks.
+    h denotes the layer-scaled activations, D = sqrt(moment + eps), x_hat = (h - mean) / D, dx_hat =
+    weight * dy / s with the loss scale s (:func:`.set_loss_scale`; 1 without): what the state keeps
+    of gradients does not depend on s. ``weight`` and ``bias`` belong to the norm unless an argument
+    replaces them. In a synchronized norm statistics cover all ranks.
 
-    A norm stores what its later passes need as further attributes, and names them in :attr:`.RunningNorm.keeps`.
+    A norm stores what its later passes need as further attributes, and names them in
+    :attr:`.RunningNorm.keeps`.
 
     Attributes:
         weight, bias: (C,) parameters of the norm, or None.
         further: the parameters of :meth:`.RunningNorm.further_parameters`.
         state: the state that the forward read, by name: copies, which later steps do not change.
         padding: the mask in the order of x, or None.
-        padding_counts: while True, all tokens count as real, unless the batch is ignored in a synchronized norm, where
-            the mask excludes all of them.
+        padding_counts: while True, all tokens count as real, unless the batch is ignored in a
+            synchronized norm, where the mask excludes all of them.
         ignored: the batch must not count (:attr:`.RunningNorm.ignoring`).
         inv_rms: factors of layer-scale, (..., G); None before the forward has computed them.
         batch: :class:`Moments` of the batch. In ``update`` they cover all ranks.
-        products: (2, C), sums over the real tokens of dx_hat * x_hat and of dx_hat; in ``update`` over all ranks.
-            Divide them by ``batch.count`` for means. Zeros where no backward runs.
+        products: (2, C), sums over the real tokens of dx_hat * x_hat and of dx_hat; in ``update``
+            over all ranks. Divide them by ``batch.count`` for means. Zeros where no backward runs.
         has_gradient: whether a backward runs.
         forward: :class:`Forward`; None in a compiled graph.
         taken_in: whether the state has moved by this step.
@@ -85,7 +89,16 @@ class Step:
     #: On a GPU: when ``sums`` has been computed.
     event = None
 
-    def __init__(self, norm, x: Tensor, padding: Tensor | None, weight, bias, further: Sequence[Tensor], state: dict):
+    def __init__(
+        self,
+        norm,
+        x: Tensor,
+        padding: Tensor | None,
+        weight,
+        bias,
+        further: Sequence[Tensor],
+        state: dict,
+    ):
         self.norm, self.x, self.padding = norm, x, padding
         self.weight, self.bias, self.further, self.state = weight, bias, further, state
         self.ignored = norm.ignoring
@@ -104,7 +117,8 @@ class Step:
     # The forward.
 
     def moments(self, centered: bool = False) -> Moments:
-        """Statistics of the batch before anything is normalized, over all ranks; also :attr:`batch`.
+        """Statistics of the batch before anything is normalized, over all ranks; also
+        :attr:`batch`.
 
         ``centered``: the mean, and the second moment about it; otherwise the second moment about 0.
         """
@@ -128,8 +142,9 @@ class Step:
     ) -> Tensor:
         """y = weight * x_hat + bias.
 
-        ``moments``: the same pass computes :attr:`batch`, the second moment about 0 of this rank's tokens. The backward
-        starts the sum over all ranks, which enters the state; the forward does not wait for it.
+        ``moments``: the same pass computes :attr:`batch`, the second moment about 0 of this rank's
+        tokens. The backward starts the sum over all ranks, which enters the state; the forward does
+        not wait for it.
         """
         y, inv_rms, batch_moment, count = kernels.normalize(
             self.x,
@@ -154,10 +169,12 @@ class Step:
     def gradient_sums(
         self, moment: Tensor, mean: Tensor | None = None, weight: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The sums over tokens that are needed before dx: ``parameters`` and ``products``, each (2, C).
+        """The sums over tokens that are needed before dx: ``parameters`` and ``products``, each (2,
+        C).
 
-        ``parameters``: the sums of dy * x_hat and of dy over all tokens of this rank, the gradients of weight and bias.
-        ``products``: the sums of dx_hat * x_hat and of dx_hat over the real tokens of all ranks; also :attr:`products`.
+        ``parameters``: the sums of dy * x_hat and of dy over all tokens of this rank, the gradients
+        of weight and bias. ``products``: the sums of dx_hat * x_hat and of dx_hat over the real
+        tokens of all ranks; also :attr:`products`.
         """
         norm = self.norm
         weight = self.weight if weight is None else weight
@@ -188,11 +205,13 @@ class Step:
         count: Tensor | None = None,
         sums: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """dx, where dh = s (dx_hat - 1_M (nu * x_hat + offset)) / D and 1_M is 1 on real tokens and 0 on padding.
+        """dx, where dh = s (dx_hat - 1_M (nu * x_hat + offset)) / D and 1_M is 1 on real tokens and
+        0 on padding.
 
-        ``count``: ``nu`` and ``offset`` are divided by it, if it is at least 1. ``sums``: the same pass also gives
-        ``parameters`` as in :meth:`gradient_sums`, and as :attr:`products` the sums over this rank's tokens, which
-        enter the state summed over all ranks. Otherwise the second result is empty.
+        ``count``: ``nu`` and ``offset`` are divided by it, if it is at least 1. ``sums``: the same
+        pass also gives ``parameters`` as in :meth:`gradient_sums`, and as :attr:`products` the sums
+        over this rank's tokens, which enter the state summed over all ranks. Otherwise the second
+        result is empty.
         """
         norm = self.norm
         dx, parameters, products = kernels.gradient(
@@ -218,7 +237,9 @@ class Step:
     # The sum over the ranks.
 
     def start_sum(self, group, wait: bool) -> None:
-        """Start the sum over the ranks of ``group`` of what does not cover all ranks yet; ``wait``: and end it."""
+        """Start the sum over the ranks of ``group`` of what does not cover all ranks yet;
+        ``wait``: and end it.
+        """
         if self.batch.reduced and self.products_reduced:
             return
         local = [] if self.batch.reduced else [self.batch.moment * self.batch.count]
@@ -248,11 +269,13 @@ class Step:
 def _reduced(batch: Moments, group) -> Moments:
     """Moments of the tokens of all ranks.
 
-    A second moment about the mean of a rank is moved to the mean of all ranks. The second moment about 0 minus the
-    squared mean would lose precision.
+    A second moment about the mean of a rank is moved to the mean of all ranks. The second moment
+    about 0 minus the squared mean would lose precision.
     """
     sums = batch.count * (batch.moment if batch.mean is None else batch.mean)
-    total, count = all_reduce_sum(torch.cat([sums, batch.count[None]]), group).split((sums.numel(), 1))
+    total, count = all_reduce_sum(torch.cat([sums, batch.count[None]]), group).split(
+        (sums.numel(), 1)
+    )
     tokens = count[0].clamp(min=1.0)
     if batch.mean is None:
         return Moments(None, total / tokens, count[0], reduced=True)
@@ -262,17 +285,20 @@ def _reduced(batch: Moments, group) -> Moments:
 
 
 class Training(torch.autograd.Function):
-    """A training step of ``norm``: its ``forward_pass``, then its ``backward_pass``, which moves the state.
+    """A training step of ``norm``: its ``forward_pass``, then its ``backward_pass``, which moves
+    the state.
 
-    The forward changes no state. The backward gets a :class:`Step` of its own: ``torch.compile`` does not allow it to
-    change an object of the forward.
+    The forward changes no state. The backward gets a :class:`Step` of its own: ``torch.compile``
+    does not allow it to change an object of the forward.
     """
 
     @staticmethod
     def forward(ctx, x, weight, bias, padding_mask, norm, read, *tensors):
         num_further = len(tensors) - len(read)
         further, copies = tensors[:num_further], tensors[num_further:]
-        step = norm.new_step(x, padding_mask, weight, bias, further, dict(zip(read, copies, strict=True)))
+        step = norm.new_step(
+            x, padding_mask, weight, bias, further, dict(zip(read, copies, strict=True))
+        )
         y = norm.forward_pass(step)
         kept = [getattr(step, name) for name in norm.keeps]
         ctx.norm, ctx.read, ctx.num_further = norm, read, num_further
@@ -299,7 +325,10 @@ class Training(torch.autograd.Function):
         dx, parameters, *gradients = norm.backward_pass(step)
         if not step.taken_in:
             norm.contribute(step)
-        gradients = [value.to(parameter.dtype) for value, parameter in zip(gradients, step.further, strict=True)]
+        gradients = [
+            value.to(parameter.dtype)
+            for value, parameter in zip(gradients, step.further, strict=True)
+        ]
         gradients += [None] * len(ctx.read)
         if step.weight is None:
             return dx, None, None, None, None, None, *gradients
@@ -313,7 +342,9 @@ def _step_of_backward(ctx, dy: Tensor) -> Step:
     norm, read, num_further = ctx.norm, ctx.read, ctx.num_further
     x, weight, bias, padding, inv_rms, mean, moment, count, *rest = ctx.saved_tensors
     copies, kept = rest[num_further : num_further + len(read)], rest[num_further + len(read) :]
-    step = Step(norm, x, padding, weight, bias, rest[:num_further], dict(zip(read, copies, strict=True)))
+    step = Step(
+        norm, x, padding, weight, bias, rest[:num_further], dict(zip(read, copies, strict=True))
+    )
     step.inv_rms, step.batch = inv_rms, Moments(mean, moment, count, ctx.reduced)
     step.forward, step.ignored = ctx.forward, ctx.ignored
     for name, tensor, constant in zip(norm.keeps, kept, ctx.constants, strict=True):

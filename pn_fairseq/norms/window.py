@@ -12,11 +12,13 @@ class WindowNorm(RunningNorm):
     r"""A norm that averages :math:`\psi_B^2 = \mathrm{mean}_M(x^2)` and
     :math:`\lambda_B = \mathrm{mean}_M(\mathrm{d}\hat x\,\hat x)` over the last ``window`` steps.
 
-    A *step* is a training forward that has updated the state. With gradient accumulation an optimizer update has
-    several steps. Step number t goes to row t mod ``window`` of two ring buffers. They are state like any other: saved,
-    resumed, copied; averages over ranks and over checkpoints are taken row by row.
+    A *step* is a training forward that has updated the state. With gradient accumulation an
+    optimizer update has several steps. Step number t goes to row t mod ``window`` of two ring
+    buffers. They are state like any other: saved, resumed, copied; averages over ranks and over
+    checkpoints are taken row by row.
 
-    A step is *early* while t <= ``window``, and before optimizer update number ``psi_warmup_updates`` (without calls of
+    A step is *early* while t <= ``window``, and before optimizer update number
+    ``psi_warmup_updates`` (without calls of
     :meth:`set_num_updates` steps are counted). Early steps use their own statistics.
 
     Args:
@@ -24,16 +26,17 @@ class WindowNorm(RunningNorm):
         psi_warmup_updates: length of the warm-up in optimizer updates.
         others: see :class:`RunningNorm`.
 
-    Buffers: ``running_psi2`` (C,), initially 1, ``psi2_window`` and ``lambda_window`` (window, C), initially 0.
+    Buffers: ``running_psi2`` (C,), initially 1, ``psi2_window`` and ``lambda_window`` (window, C),
+    initially 0.
     """
 
     moment_name = "running_psi2"
     gradient_state = ("nu", "lambda_window")
     follows_updates = True
 
-    #: ``number``, ``updates``: of this step and of its optimizer update, from 1; ``early``: whether it is early.
-    #: ``own_psi2``, ``counted``: psi_B^2, and the number of tokens that it is over. ``psi2``, ``ratio``: psi^2 in D,
-    #: and r.
+    #: ``number``, ``updates``: of this step and of its optimizer update, from 1; ``early``: whether
+    #: it is early. ``own_psi2``, ``counted``: psi_B^2, and the number of tokens that it is over.
+    #: ``psi2``, ``ratio``: psi^2 in D, and r.
     keeps = ("number", "updates", "early", "own_psi2", "counted", "psi2", "ratio")
 
     #: The ratio r is 1 for at least so many updates.
@@ -58,7 +61,9 @@ class WindowNorm(RunningNorm):
         r"""r = sqrt(psi^2 + eps) / sqrt(running psi^2 + eps) in [1/5, 5]; 1 at first."""
         running = step.state["running_psi2"].to(step.psi2.dtype)
         ratio = ((step.psi2 + self.eps) / (running + self.eps)).sqrt().clamp(1 / 5, 5)
-        return torch.where(step.updates <= max(self.ratio_warmup, self.psi_warmup_updates), 1.0, ratio)
+        return torch.where(
+            step.updates <= max(self.ratio_warmup, self.psi_warmup_updates), 1.0, ratio
+        )
 
     def own_lambda(self, step: Step) -> Tensor:
         """lambda_B; 0 without a backward."""

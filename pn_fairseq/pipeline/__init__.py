@@ -4,7 +4,10 @@ import argparse
 import os
 
 #: The help of the option --run.
-RUN_HELP = "a training run: a folder of pn train, the --save-dir of fairseq-train, or a job of fairseq-hydra-train"
+RUN_HELP = (
+    "a training run: a folder of pn train, the --save-dir of fairseq-train, or a job of "
+    "fairseq-hydra-train"
+)
 #: The help of the option --subset.
 SUBSET_HELP = "test (default), valid, or a further test set (pn prepare text --test NAME)"
 
@@ -19,5 +22,8 @@ def add_norm_module(parser: argparse.ArgumentParser) -> None:
                 raise argparse.ArgumentTypeError(f"there is no file {path}")
         return ",".join(paths)
 
-    meaning = "the Python files that register the model's own norms, if the files moved after the training run"
+    meaning = (
+        "the Python files that register the model's own norms, if the files moved after the "
+        "training run"
+    )
     parser.add_argument("--norm-module", type=existing, metavar="FILE[,FILE]", help=meaning)

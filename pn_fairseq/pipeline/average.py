@@ -16,7 +16,15 @@ from pn_fairseq.common.checkpoints import (
     save_checkpoint,
     without_loss_scale,
 )
-from pn_fairseq.common.command import ArgumentParser, UserError, say, say_next, shown, whole, without_fairseqs_log
+from pn_fairseq.common.command import (
+    ArgumentParser,
+    UserError,
+    say,
+    say_next,
+    shown,
+    whole,
+    without_fairseqs_log,
+)
 from pn_fairseq.common.files import only_writer, write_settings
 from pn_fairseq.pipeline import RUN_HELP, add_norm_module, stamp
 from pn_fairseq.pipeline.runs import Run, open_run
@@ -30,10 +38,11 @@ examples:
   a list of files, with running statistics that fit the averaged weights:
     %(prog)s --inputs checkpoint3.pt checkpoint7.pt --output averaged.pt --recalibrate data-bin
 
-Weights and floating-point statistics are averaged in float64 and stored in their own dtype. Everything else is copied
-from the newest checkpoint, the one with the most updates. Inputs are read without executing code from them. With --run,
-%(prog)s does nothing if the output was made from the same checkpoints with the same options. --recalibrate prints the
-validation loss before and after, and uses a GPU if there is one (docs/averaging.md).
+Weights and floating-point statistics are averaged in float64 and stored in their own dtype.
+Everything else is copied from the newest checkpoint, the one with the most updates. Inputs are read
+without executing code from them. With --run, %(prog)s does nothing if the output was made from the
+same checkpoints with the same options. --recalibrate prints the validation loss before and after,
+and uses a GPU if there is one (docs/averaging.md).
 """
 
 #: Default number of training batches for --recalibrate.
@@ -48,15 +57,34 @@ def _parser() -> ArgumentParser:
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--run", type=Path, metavar="DIR", help=RUN_HELP)
-    inputs = "checkpoint files; or one folder (fairseq's --save-dir), together with --last: its epoch checkpoints, "
+    inputs = (
+        "checkpoint files; or one folder (fairseq's --save-dir), together with --last: its epoch "
+        "checkpoints, "
+    )
     inputs += "else its update checkpoints, else only checkpoint_last.pt"
     source.add_argument("--inputs", nargs="+", metavar="PATH", type=Path, help=inputs)
-    output = "the file to write, which must not be an input (default with --run: DIR/checkpoints/averaged.pt)"
+    output = (
+        "the file to write, which must not be an input (default with --run: "
+        "DIR/checkpoints/averaged.pt)"
+    )
     add("--output", metavar="FILE", type=Path, help=output)
-    last = "average the N newest checkpoints of the run or folder, or all if there are fewer (default with --run: "
-    add("--last", type=whole, metavar="N", help=f"{last}average_last of its configuration, else as many as it keeps)")
-    recalibrate = "re-estimate the norms' running statistics with the averaged weights on this binarized data (default "
-    recalibrate += "with --run: its training data); without this option the statistics are averaged as well"
+    last = (
+        "average the N newest checkpoints of the run or folder, or all if there are fewer (default "
+        "with --run: "
+    )
+    add(
+        "--last",
+        type=whole,
+        metavar="N",
+        help=f"{last}average_last of its configuration, else as many as it keeps)",
+    )
+    recalibrate = (
+        "re-estimate the norms' running statistics with the averaged weights on this binarized "
+        "data (default "
+    )
+    recalibrate += (
+        "with --run: its training data); without this option the statistics are averaged as well"
+    )
     add("--recalibrate", nargs="?", const=True, metavar="DATA", help=recalibrate)
     batches = f"at most N training batches for --recalibrate (default {BATCHES})"
     add("--batches", type=whole, metavar="N", help=batches)
@@ -65,7 +93,10 @@ def _parser() -> ArgumentParser:
 
 
 def num_updates(state: dict) -> int:
-    """Number of updates before a checkpoint was written; -1 if the checkpoint does not record it."""
+    """Number of updates before a checkpoint was written;
+
+    -1 if the checkpoint does not record it.
+    """
     history = state.get("optimizer_history") or [{}]
     return history[-1].get("num_updates", -1)
 
@@ -74,28 +105,32 @@ def num_updates(state: dict) -> int:
 def average_checkpoints(paths: Sequence[Path]) -> dict:
     """The arithmetic mean of fairseq checkpoints, as a checkpoint that fairseq loads.
 
-    Every floating-point tensor of ``state["model"]`` is summed in float64, divided by the number of checkpoints and
-    cast back to its dtype. Everything else is copied from the newest checkpoint: integer and boolean buffers
-    (``num_batches_tracked``), ``cfg``, ``extra_state``. The newest checkpoint is the one with the most updates. A
-    checkpoint that records no updates counts as older than one that does; among equals the last in ``paths`` is the
-    newest. Except for that tie, and for float64's rounding, the order of ``paths`` has no influence. The result has no
-    optimizer state, which would belong to weights that it does not contain. Tensors that share memory in the newest
-    checkpoint (tied embeddings) and have the same mean share memory in the result. Memory holds one checkpoint at a
-    time and the float64 sums. Prints a line for each checkpoint.
+    Every floating-point tensor of ``state["model"]`` is summed in float64, divided by the number of
+    checkpoints and cast back to its dtype. Everything else is copied from the newest checkpoint:
+    integer and boolean buffers (``num_batches_tracked``), ``cfg``, ``extra_state``. The newest
+    checkpoint is the one with the most updates. A checkpoint that records no updates counts as
+    older than one that does; among equals the last in ``paths`` is the newest. Except for that tie,
+    and for float64's rounding, the order of ``paths`` has no influence. The result has no optimizer
+    state, which would belong to weights that it does not contain. Tensors that share memory in the
+    newest checkpoint (tied embeddings) and have the same mean share memory in the result. Memory
+    holds one checkpoint at a time and the float64 sums. Prints a line for each checkpoint.
 
     Args:
         paths: the files, all different, at least one.
 
     Raises:
-        CheckpointError: a file appears twice, cannot be loaded, differs from the first in its keys, shapes or dtypes,
-            or contains a NaN or an infinity.
+        CheckpointError: a file appears twice, cannot be loaded, differs from the first in its keys,
+            shapes or dtypes, or contains a NaN or an infinity.
     """
-    # All paths are checked before the first file is read: a misspelt name must not show up after minutes of work.
+    # All paths are checked before the first file is read: a misspelt name must not show up after
+    # minutes of work.
     seen: dict[tuple, Path] = {}
     for path in paths:
         info = check_input_path(path)
         if (first := seen.setdefault((info.st_dev, info.st_ino), path)) is not path:
-            raise CheckpointError(f"{path}: is given twice (also as {first}); name each checkpoint once")
+            raise CheckpointError(
+                f"{path}: is given twice (also as {first}); name each checkpoint once"
+            )
 
     reference: dict[str, tuple] = {}
     sums: dict[str, torch.Tensor] = {}
@@ -109,25 +144,47 @@ def average_checkpoints(paths: Sequence[Path]) -> dict:
         print(f"[{number}/{len(paths)}] {path}: update {updates}, {len(model)} tensors", flush=True)
         layout = {key: (list(value.shape), value.dtype) for key, value in model.items()}
         # fairseq's _float_tensor is memory that was never written: any bits, NaN too.
-        averaged = [key for key in model if model[key].is_floating_point() and not key.endswith("_float_tensor")]
+        averaged = [
+            key
+            for key in model
+            if model[key].is_floating_point() and not key.endswith("_float_tensor")
+        ]
         reference = reference or layout
         if layout != reference:
-            key = next(key for key in {**reference, **layout} if layout.get(key) != reference.get(key))
-            own, first = (" ".join(map(str, tensors.get(key, ["absent"]))) for tensors in (layout, reference))
+            key = next(
+                key for key in {**reference, **layout} if layout.get(key) != reference.get(key)
+            )
+            own, first = (
+                " ".join(map(str, tensors.get(key, ["absent"]))) for tensors in (layout, reference)
+            )
             raise CheckpointError(f"{path}: does not match {paths[0]}: {key} is {own}, not {first}")
         if updates >= 0 and (same := path_of_update.setdefault(updates, path)) != path:
-            # fairseq copies: checkpoint_best.pt and checkpoint_last.pt repeat an epoch's checkpoint.
-            say("average", f"warning: {same} and {path} are both of update {updates}; is one a copy?")
+            # fairseq copies: checkpoint_best.pt and checkpoint_last.pt repeat an epoch's
+            # checkpoint.
+            say(
+                "average",
+                f"warning: {same} and {path} are both of update {updates}; is one a copy?",
+            )
         if not newest or updates >= num_updates(newest):
             newest, first = state, {}  # the first key of each view of memory
-            views = {key: (model[key].data_ptr(), model[key].shape, model[key].stride()) for key in averaged}
+            views = {
+                key: (model[key].data_ptr(), model[key].shape, model[key].stride())
+                for key in averaged
+            }
             tied = {key: first.setdefault(view, key) for key, view in views.items()}
         for key in averaged:
             wide = model[key].to(torch.float64)
             if not torch.isfinite(wide).all():
-                raise CheckpointError(f"{path}: {key} holds a NaN or an infinity; leave this checkpoint out")
-            # A copy: a float64 input comes through .to() unchanged, and may overlap another tensor of the file.
-            sums[key] = sums[key].add_(wide) if key in sums else wide.clone(memory_format=torch.contiguous_format)
+                raise CheckpointError(
+                    f"{path}: {key} holds a NaN or an infinity; leave this checkpoint out"
+                )
+            # A copy: a float64 input comes through .to() unchanged, and may overlap another tensor
+            # of the file.
+            sums[key] = (
+                sums[key].add_(wide)
+                if key in sums
+                else wide.clone(memory_format=torch.contiguous_format)
+            )
             model[key] = None  # the sum and the tensor together would double the memory
         del state, model
 
@@ -144,15 +201,21 @@ def _select(args: argparse.Namespace, run: Run | None) -> tuple[list[Path], str]
     folder = run.checkpoints if run else args.inputs[0]
     if not run and (len(args.inputs) > 1 or not folder.is_dir()):
         if args.last:
-            raise UserError(f"--last selects from a folder, but --inputs names files ('{folder}' is no folder)")
+            raise UserError(
+                f"--last selects from a folder, but --inputs names files ('{folder}' is no folder)"
+            )
         return args.inputs, FILES
     usual, last = "epoch", args.last
     if run:
-        epochs, updates = (run.get(f"checkpoint.keep_{what}", -1) for what in ("last_epochs", "interval_updates"))
+        epochs, updates = (
+            run.get(f"checkpoint.keep_{what}", -1) for what in ("last_epochs", "interval_updates")
+        )
         usual, kept = ("update", updates) if updates > 0 else ("epoch", epochs)
         last = last or run.get("average_last") or run.get("scoring.average_last") or kept
     if not last or last < 1:
-        raise UserError(f"'{folder}' is a folder of checkpoints: choose with --last N how many to average")
+        raise UserError(
+            f"'{folder}' is a folder of checkpoints: choose with --last N how many to average"
+        )
     paths, kind, note = checkpoints_to_average(folder, last, usual)
     if note:
         say("average", note)
@@ -160,9 +223,11 @@ def _select(args: argparse.Namespace, run: Run | None) -> tuple[list[Path], str]
 
 
 def _note_on_newer(paths: Sequence[Path], updates: int, output: Path) -> None:
-    """Say that the folder has a newer checkpoint than ``paths``, the newest of which is of update ``updates``.
+    """Say that the folder has a newer checkpoint than ``paths``, the newest of which is of update
+    ``updates``.
 
-    The last model of a training is in checkpoint_last.pt only, unless its update is one at which the training saves.
+    The last model of a training is in checkpoint_last.pt only, unless its update is one at which
+    the training saves.
     """
     folder = paths[0].parent
     last = folder / "checkpoint_last.pt"
@@ -178,7 +243,10 @@ def _note_on_newer(paths: Sequence[Path], updates: int, output: Path) -> None:
         if own > updates:
             files = [*paths[1:], path] if len(paths) > 1 else [path]
             command = shown(["average", "--inputs", *files, "--output", output])
-            newer = f"{path} (update {own}) is newer than all of these (up to update {updates}), and is left out"
+            newer = (
+                f"{path} (update {own}) is newer than all of these (up to update {updates}), and "
+                f"is left out"
+            )
             say("average", f"note: {newer}; to average it as well: {command}")
 
 
@@ -189,17 +257,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.inputs and not args.output:
         raise UserError("--inputs needs --output FILE")
     if args.inputs and args.recalibrate is True:
-        raise UserError("--recalibrate needs DATA, the folder of the binarized data, unless --run names a run")
+        raise UserError(
+            "--recalibrate needs DATA, the folder of the binarized data, unless --run names a run"
+        )
     run = open_run(args.run) if args.run else None
     output = args.output or run.checkpoints / "averaged.pt"
     data = run.bin if args.recalibrate is True else args.recalibrate and Path(args.recalibrate)
     if data and not any(data.glob("dict.*")):
-        raise UserError(f"--recalibrate {data}: is not a folder of binarized data (fairseq-preprocess makes one)")
+        raise UserError(
+            f"--recalibrate {data}: is not a folder of binarized data (fairseq-preprocess makes "
+            "one)"
+        )
     paths, averaged = _select(args, run)
     batches, data_files = (args.batches or BATCHES, sorted(data.glob("[!.]*"))) if data else (0, [])
     made, wanted = stamp.stamp_of(output), {}
     if run:
-        settings = {"averaged": averaged, "recalibrated_on": batches, "norm_module": args.norm_module or ""}
+        settings = {
+            "averaged": averaged,
+            "recalibrated_on": batches,
+            "norm_module": args.norm_module or "",
+        }
         wanted = stamp.made_from(settings, {"checkpoints": paths, "data": data_files})
         if stamp.done("average", made, wanted, output):
             return 0

@@ -1,4 +1,7 @@
-"""The significance of differences between decoded runs over test sentences: the paired bootstrap."""
+"""The significance of differences between decoded runs over test sentences:
+
+the paired bootstrap.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -18,11 +21,13 @@ RESAMPLES = 1000
 
 
 class Comparison(NamedTuple):
-    """The result of :func:`paired_bootstrap`: a metric's signature, and one result for the name of each system.
+    """The result of :func:`paired_bootstrap`: a metric's signature, and one result for the name of
+    each system.
 
-    A result has the ``score`` on the whole text, the ``mean`` of the scores over the resamples, half the width ``ci``
-    of their 95% confidence interval, and ``p_value`` of no difference from the baseline, which is the first system and
-    has no p. p is 1 if every resample gives both systems the same score.
+    A result has the ``score`` on the whole text, the ``mean`` of the scores over the resamples,
+    half the width ``ci`` of their 95% confidence interval, and ``p_value`` of no difference from
+    the baseline, which is the first system and has no p. p is 1 if every resample gives both
+    systems the same score.
     """
 
     signature: str
@@ -35,16 +40,22 @@ def p_text(p: float) -> str:
 
 
 def paired_bootstrap(
-    systems: Mapping[str, Sequence[str]], reference: Sequence[str], metric: SacrebleuMetric, resamples: int = RESAMPLES
+    systems: Mapping[str, Sequence[str]],
+    reference: Sequence[str],
+    metric: SacrebleuMetric,
+    resamples: int = RESAMPLES,
 ) -> Comparison:
-    """Test whether each system differs from the first, the baseline, by more than the choice of test sentences.
+    """Test whether each system differs from the first, the baseline, by more than the choice of
+    test sentences.
 
-    Paired bootstrap resampling (Koehn 2004, "Statistical significance tests for machine translation evaluation") by
-    sacrebleu's ``PairedTest``: the same resampled sets of sentences for both. With the difference ``d`` of scores on
-    the whole text, and ``d_b`` on the b-th set, ``p = (1 + #{b: |d_b| - mean(|d_b|) > |d|}) / (1 + resamples)``. If
-    ``d`` is large compared with the spread of ``d_b``, this is the area under one tail: a two-sided p would be twice as
-    large. If ``d`` is 0, p is about 0.42, and not 1. The test does not cover the variation over training seeds. It
-    needs about 80 bytes of memory for each sentence and resample. The seed is sacrebleu's, 12345 or SACREBLEU_SEED.
+    Paired bootstrap resampling (Koehn 2004, "Statistical significance tests for machine translation
+    evaluation") by sacrebleu's ``PairedTest``: the same resampled sets of sentences for both. With
+    the difference ``d`` of scores on the whole text, and ``d_b`` on the b-th set, ``p = (1 + #{b:
+    |d_b| - mean(|d_b|) > |d|}) / (1 + resamples)``. If ``d`` is large compared with the spread of
+    ``d_b``, this is the area under one tail: a two-sided p would be twice as large. If ``d`` is 0,
+    p is about 0.42, and not 1. The test does not cover the variation over training seeds. It needs
+    about 80 bytes of memory for each sentence and resample. The seed is sacrebleu's, 12345 or
+    SACREBLEU_SEED.
 
     Args:
         systems: name -> hypotheses; the baseline first.
@@ -53,25 +64,38 @@ def paired_bootstrap(
         resamples: number of resampled sets.
     """
     check_same_length(systems, reference)
-    signatures, table = PairedTest(list(systems.items()), {"": metric}, [reference], "bs", n_samples=resamples)()
+    signatures, table = PairedTest(
+        list(systems.items()), {"": metric}, [reference], "bs", n_samples=resamples
+    )()
     ((key, signature),) = signatures.items()
     results = table[key]
     for result in results[1:]:
         # If no resample makes a difference, sacrebleu's formula gives its smallest p.
-        if (result.score, result.mean, result.ci) == (results[0].score, results[0].mean, results[0].ci):
+        if (result.score, result.mean, result.ci) == (
+            results[0].score,
+            results[0].mean,
+            results[0].ci,
+        ):
             result.p_value = 1.0
     return Comparison(str(signature), dict(zip(systems, results, strict=True)))
 
 
-def compare_folders(folders: Mapping[str, Path], resamples: int = RESAMPLES) -> dict[str, Comparison]:
-    """:func:`paired_bootstrap` for decodings that :func:`score_run` has scored, by each metric that all of them have.
+def compare_folders(
+    folders: Mapping[str, Path], resamples: int = RESAMPLES
+) -> dict[str, Comparison]:
+    """:func:`paired_bootstrap` for decodings that :func:`score_run` has scored, by each metric that
+    all of them have.
 
-    ``folders`` maps the name of a system to its folder, the baseline first. All systems must have translated the same
-    text and be scored in the same way.
+    ``folders`` maps the name of a system to its folder, the baseline first. All systems must have
+    translated the same text and be scored in the same way.
     """
     scores = {name: read_scores(folder) for name, folder in folders.items()}
     first, expected = next(iter(scores.items()))
-    metrics = [name for name in METRICS if all(name in of_system.by_metric for of_system in scores.values())]
+    metrics = [
+        name
+        for name in METRICS
+        if all(name in of_system.by_metric for of_system in scores.values())
+    ]
     for system, of_system in scores.items():
         for kind in ("ref.tok", "ref.txt"):
             if (folders[system] / kind).read_bytes() != (folders[first] / kind).read_bytes():
@@ -80,8 +104,12 @@ def compare_folders(folders: Mapping[str, Path], resamples: int = RESAMPLES) -> 
         for name in metrics:
             usual, own = expected.by_metric[name].signature, of_system.by_metric[name].signature
             if usual != own:
-                raise UserError(f"{first} and {system} were scored in different ways: {usual} and {own}")
-    scoring = Scoring(expected.lowercase, expected.target, expected.by_metric["tokenized"].compound_split)
+                raise UserError(
+                    f"{first} and {system} were scored in different ways: {usual} and {own}"
+                )
+    scoring = Scoring(
+        expected.lowercase, expected.target, expected.by_metric["tokenized"].compound_split
+    )
     comparisons = {}
     for name in metrics:
         kind = "tok" if METRICS[name].on_tokens else "txt"

@@ -1,7 +1,8 @@
 """Settings, prepared data and checkpoints, checked before a training run begins.
 
-hydra compares the settings of all sections but the model with the types that fairseq declares. fairseq declares a model
-by the flags of its parser, and declares no ranges: :data:`RANGES` has them.
+hydra compares the settings of all sections but the model with the types that fairseq declares.
+fairseq declares a model by the flags of its parser, and declares no ranges: :data:`RANGES` has
+them.
 """
 
 import argparse
@@ -34,16 +35,37 @@ from pn_fairseq.pipeline.settings import Batches, flags
 #: Pattern of dotted names, lower bound, upper bound (excluded).
 RANGES = (
     (r"model\.(\w+_)?(dropout|layerdrop)|criterion\.label_smoothing", 0, 1),
-    (r"model\.(encoder|decoder)_(layers|attention_heads|\w*_dim)|model\.(core_rank|cores)", 1, math.inf),
-    (r"(model|task)\.max_(source|target)_positions|task\.tokens_per_sample|generation\.beam", 1, math.inf),
-    (r"dataset\.(max_tokens|batch_size)(_valid)?|dataset\.required_batch_size_multiple", 1, math.inf),
+    (
+        r"model\.(encoder|decoder)_(layers|attention_heads|\w*_dim)|model\.(core_rank|cores)",
+        1,
+        math.inf,
+    ),
+    (
+        r"(model|task)\.max_(source|target)_positions|task\.tokens_per_sample|generation\.beam",
+        1,
+        math.inf,
+    ),
+    (
+        r"dataset\.(max_tokens|batch_size)(_valid)?|dataset\.required_batch_size_multiple",
+        1,
+        math.inf,
+    ),
     (r"dataset\.(validate_interval|num_workers\w*)|checkpoint\.save_interval_updates", 0, math.inf),
-    (r"optimization\.(lr|clip_norm|max_update|max_epoch|stop_time_hours)|optimizer\.weight_decay", 0, math.inf),
+    (
+        r"optimization\.(lr|clip_norm|max_update|max_epoch|stop_time_hours)|optimizer\.weight_decay",
+        0,
+        math.inf,
+    ),
     (r"optimizer\.adam_eps|lr_scheduler\.(warmup_updates|min_lr)", 0, math.inf),
-    (r"optimization\.stop_min_lr|lr_scheduler\.warmup_init_lr|checkpoint\.(patience|keep_\w+s)", -1, math.inf),
+    (
+        r"optimization\.stop_min_lr|lr_scheduler\.warmup_init_lr|checkpoint\.(patience|keep_\w+s)",
+        -1,
+        math.inf,
+    ),
 )
-#: Settings that may change when a run is resumed, as patterns of dotted names: when to stop, what to report, save and
-#: validate, how to decode, where things are, on how many ranks. All others decide the weights.
+#: Settings that may change when a run is resumed, as patterns of dotted names: when to stop, what
+#: to report, save and validate, how to decode, where things are, on how many ranks. All others
+#: decide the weights.
 MAY_CHANGE = re.compile(
     r"(generation|common_eval|eval_lm|interactive|distributed_training|bmuf|scoring)(\..*)?|average_last"
     r"|optimization\.(max_update|max_epoch|stop_time_hours|update_freq)"
@@ -56,13 +78,16 @@ MAY_CHANGE = re.compile(
 
 
 def check_values(cfg: DictConfig) -> None:
-    """Refuse a value of a wrong type, one that is none of a flag's choices, and one outside of its range."""
+    """Refuse a value of a wrong type, one that is none of a flag's choices, and one outside of
+    its range.
+    """
     parser = argparse.ArgumentParser()
     for action in flags("model", ARCH_MODEL_REGISTRY[cfg.model._name]):
         name, value = f"model.{action.dest}", cfg.model.get(action.dest)
         if value is not None and action.nargs == 0 and not isinstance(value, bool):
             raise UserError(f"{name}={value} must be true or false")
-        if value is not None and action.type in (int, float, str, None):  # build checks norms and their options
+        # build checks norms and their options
+        if value is not None and action.type in (int, float, str, None):
             try:
                 parser._check_value(action, parser._get_value(action, str(value)))
             except argparse.ArgumentError as error:
@@ -74,24 +99,33 @@ def check_values(cfg: DictConfig) -> None:
         except (SyntaxError, TypeError, ValueError):
             within = False
         if not within:
-            raise UserError(f"optimizer.adam_betas={betas} must be two numbers from 0 to below 1: '(0.9, 0.98)'")
+            raise UserError(
+                f"optimizer.adam_betas={betas} must be two numbers from 0 to below 1: '(0.9, 0.98)'"
+            )
     for name, value in flat(OmegaConf.to_container(cfg)).items():
-        bounds = next(((low, high) for pattern, low, high in RANGES if re.fullmatch(pattern, name)), None)
+        bounds = next(
+            ((low, high) for pattern, low, high in RANGES if re.fullmatch(pattern, name)), None
+        )
         for number in value if isinstance(value, list) else [value]:
             if bounds and isinstance(number, int | float) and not bounds[0] <= number < bounds[1]:
                 end = "" if bounds[1] == math.inf else f" and below {bounds[1]}"
-                raise UserError(f"{name}={value} is outside of its range: it must be at least {bounds[0]}{end}")
+                raise UserError(
+                    f"{name}={value} is outside of its range: it must be at least {bounds[0]}{end}"
+                )
 
 
 def build(cfg: DictConfig, with_data: bool = True) -> tuple:
-    """The task and the model, on the meta device, after criterion, optimizer and schedule; ``cfg`` stays as it is.
+    """The task and the model, on the meta device, after criterion, optimizer and schedule; ``cfg``
+    stays as it is.
 
     Without the data a vocabulary stands in for its own.
     """
     cfg = OmegaConf.create(OmegaConf.to_container(cfg))
     is_lm = issubclass(ARCH_MODEL_REGISTRY[cfg.model._name], FairseqLanguageModel)
     if is_lm != {"language_modeling": True, "translation": False}.get(cfg.task._name, is_lm):
-        raise UserError(f"model._name={cfg.model._name} is not a model for task._name={cfg.task._name}")
+        raise UserError(
+            f"model._name={cfg.model._name} is not a model for task._name={cfg.task._name}"
+        )
     try:
         if with_data:
             task = tasks.setup_task(cfg.task)
@@ -106,7 +140,9 @@ def build(cfg: DictConfig, with_data: bool = True) -> tuple:
         task.build_criterion(cfg.criterion)
         if is_lm:
             check_criterion(model, cfg.criterion._name == "adaptive_loss")
-        optimizer = build_optimizer(cfg.optimizer, [weight for weight in model.parameters() if weight.requires_grad])
+        optimizer = build_optimizer(
+            cfg.optimizer, [weight for weight in model.parameters() if weight.requires_grad]
+        )
         build_lr_scheduler(cfg.lr_scheduler, optimizer)
         return task, model
     except (UserError, OSError):
@@ -118,14 +154,15 @@ def build(cfg: DictConfig, with_data: bool = True) -> tuple:
 
 
 def check_model(cfg: DictConfig, data: Path, batches: Batches) -> torch.nn.Module:
-    """Build all parts of the training, without memory for the weights, and look at the lengths of all sentences.
+    """Build all parts of the training, without memory for the weights, and look at the lengths of
+    all sentences.
 
     Returns:
         The model, on the meta device.
 
     Raises:
-        UserError: a part cannot be built, the data is damaged or does not fit the model, or a sentence is too long:
-            fairseq would silently skip it.
+        UserError: a part cannot be built, the data is damaged or does not fit the model, or a
+            sentence is too long: fairseq would silently skip it.
     """
     task, model = build(cfg)
     if cfg.task._name == "language_modeling":
@@ -140,12 +177,23 @@ def check_model(cfg: DictConfig, data: Path, batches: Batches) -> torch.nn.Modul
             limit = min(most, cfg.dataset.max_tokens or most) if split == "train" else most
             too_long = dataset.sizes > limit
             if count := int(too_long.sum()):
-                advice = f"raise dataset.max_tokens or task.max_{side}_positions and model.max_{side}_positions"
-                if split == "train" and limit == batches.max_tokens and batches.world_size * batches.update_freq > 1:
-                    advice = f"use fewer ranks or a larger tokens_per_update ({batches}), or {advice}"
+                advice = (
+                    f"raise dataset.max_tokens or task.max_{side}_positions and "
+                    f"model.max_{side}_positions"
+                )
+                if (
+                    split == "train"
+                    and limit == batches.max_tokens
+                    and batches.world_size * batches.update_freq > 1
+                ):
+                    advice = (
+                        f"use fewer ranks or a larger tokens_per_update ({batches}), or {advice}"
+                    )
                 raise UserError(
-                    f"{data}/bpe/{split}.{lang} has {count} sentences of more than {limit - 1} subwords, the first in "
-                    f"line {int(too_long.argmax()) + 1}: fairseq would silently skip them; shorten them, or {advice}"
+                    f"{data}/bpe/{split}.{lang} has {count} sentences of more than {limit - 1} "
+                    "subwords, the first in "
+                    f"line {int(too_long.argmax()) + 1}: fairseq would silently skip them; shorten "
+                    f"them, or {advice}"
                 )
     return model
 
@@ -160,10 +208,15 @@ def _check_blocks(cfg: DictConfig, data: Path, task, model) -> None:
         longest = {"none": block, "eos": line}.get(mode, max(block, line))
         blocks = f"{split} has blocks of {longest} tokens"
         if longest > model.max_positions():
-            raise UserError(f"{blocks}, the model takes {model.max_positions()}: raise task.max_target_positions")
+            raise UserError(
+                f"{blocks}, the model takes {model.max_positions()}: raise "
+                "task.max_target_positions"
+            )
         if split == "train" and cfg.dataset.max_tokens and longest > cfg.dataset.max_tokens:
             advice = "lower task.tokens_per_sample or raise dataset.max_tokens"
-            raise UserError(f"{blocks}, and a rank takes {cfg.dataset.max_tokens} at once: {advice}")
+            raise UserError(
+                f"{blocks}, and a rank takes {cfg.dataset.max_tokens} at once: {advice}"
+            )
 
 
 def open_data(folder: Path, name: str, dictionary: Dictionary) -> MMapIndexedDataset:
@@ -171,7 +224,11 @@ def open_data(folder: Path, name: str, dictionary: Dictionary) -> MMapIndexedDat
 
     Its ``sizes`` are a view of a file that is open for as long as it exists.
     """
-    index, content, again = folder / f"{name}.idx", folder / f"{name}.bin", "prepare the data again (pn prepare)"
+    index, content, again = (
+        folder / f"{name}.idx",
+        folder / f"{name}.bin",
+        "prepare the data again (pn prepare)",
+    )
     if not (index.is_file() and content.is_file()):
         raise UserError(f"{folder} has no {name}: {again}")
     try:
@@ -181,11 +238,14 @@ def open_data(folder: Path, name: str, dictionary: Dictionary) -> MMapIndexedDat
     dtype = np.dtype(dataset._index.dtype)
     expected = int(np.sum(dataset.sizes, dtype=np.int64)) * dtype.itemsize
     if content.stat().st_size != expected:
-        raise UserError(f"{content} has {content.stat().st_size} bytes instead of {expected}: {again}")
+        raise UserError(
+            f"{content} has {content.stat().st_size} bytes instead of {expected}: {again}"
+        )
     largest = int(np.memmap(content, dtype, "r").max()) if expected else 0
     if largest >= len(dictionary):
         raise UserError(
-            f"{content} has the subword number {largest}, but its dictionary in {folder} only {len(dictionary)} "
+            f"{content} has the subword number {largest}, but its dictionary in {folder} only "
+            f"{len(dictionary)} "
             f"subwords: {again}"
         )
     return dataset
@@ -198,7 +258,8 @@ def take_languages(cfg: DictConfig, data: Path) -> None:
         UserError: the settings name other languages than those of the data.
     """
     file = data / "settings.txt"
-    if "source_lang" not in cfg.task or not file.is_file():  # a language model; pn train --check needs no data
+    # a language model; pn train --check needs no data
+    if "source_lang" not in cfg.task or not file.is_file():
         return
     of_data = [*map(read_settings(file).get, ("source", "target"))]
     named = [cfg.task.source_lang, cfg.task.target_lang]
@@ -217,17 +278,28 @@ def check_same_run(cfg: DictConfig, data: Path, run: Path) -> None:
     """Refuse to resume a run that was started with different settings or different data."""
     kept = run / "data.settings"
     if kept.is_file() and kept.read_bytes() != (data / "settings.txt").read_bytes():
-        raise UserError(f"'{run}' was started with different data than '{data}' (compare {kept}); use another --run")
-    before, now = (flat(OmegaConf.to_container(one)) for one in (load_config(run / "config.yaml"), cfg))
+        raise UserError(
+            f"'{run}' was started with different data than '{data}' (compare {kept}); use another "
+            "--run"
+        )
+    before, now = (
+        flat(OmegaConf.to_container(one)) for one in (load_config(run / "config.yaml"), cfg)
+    )
     keys = sorted({*before, *now}, key=lambda key: (not key.startswith("model."), key))
-    changed = [key for key in keys if before.get(key) != now.get(key) and not MAY_CHANGE.fullmatch(key)]
+    changed = [
+        key for key in keys if before.get(key) != now.get(key) and not MAY_CHANGE.fullmatch(key)
+    ]
     if changed:
-        values = ((key, *("unset" if one.get(key) is None else one[key] for one in (before, now))) for key in changed)
+        values = (
+            (key, *("unset" if one.get(key) is None else one[key] for one in (before, now)))
+            for key in changed
+        )
         shown = ", ".join(f"{key} {old} -> {new}" for key, old, new in [*values][:3])
         shown += f", and {len(changed) - 3} more" if len(changed) > 3 else ""
         raise UserError(
             f"'{run}' was started with different settings: {shown}; use another --run or remove "
-            "it (only limits, decoding, saving, validation and logging may change when a run is resumed)"
+            "it (only limits, decoding, saving, validation and logging may change when a run is "
+            "resumed)"
         )
 
 
@@ -241,14 +313,17 @@ def longer_than_asked(cfg: DictConfig, run: Path) -> str:
         if 0 < limit < has:
             asked = f"{limit} {name}{'s' * (limit > 1)}"
             return (
-                f"'{run}' was trained for {has} {name}s, more than optimization.max_{name}={limit}: it stays as it is, "
+                f"'{run}' was trained for {has} {name}s, more than "
+                f"optimization.max_{name}={limit}: it stays as it is, "
                 f"and is not comparable with runs of {asked}, which need another folder"
             )
     return ""
 
 
 def check_weights(model: torch.nn.Module, file: str | os.PathLike, cfg: DictConfig) -> dict:
-    """Refuse a checkpoint that is damaged or does not fit ``model``, which is on the meta device; return its state."""
+    """Refuse a checkpoint that is damaged or does not fit ``model``, which is on the meta
+    device; return its state.
+    """
     state = load_checkpoint(file)
     with warnings.catch_warnings(action="ignore"):  # nothing is copied to the meta device
         load_weights(model, state["model"], file, cfg.model)

@@ -26,10 +26,13 @@ class Perplexity:
     vocabulary: int  # size of fairseq's dictionary
     unknown: int  # how many of the tokens are <unk>
     block: int  # longest input of the model
-    context: int  # tokens of a block that are only context; with 0 the first token of a block has no context
+    # tokens of a block that are only context; with 0 the first token of a block has no context
+    context: int
     causal: bool  # False if the model sees the tokens that it predicts
-    batch_nll: float | None = None  # nll with batch statistics, without dropout; None without norms that have them
-    blocks: str = "none"  # fairseq's sample_break_mode: none for blocks of one length, eos for sentences
+    # nll with batch statistics, without dropout; None without norms that have them
+    batch_nll: float | None = None
+    # fairseq's sample_break_mode: none for blocks of one length, eos for sentences
+    blocks: str = "none"
 
     @property
     def perplexity(self) -> float:
@@ -57,7 +60,10 @@ class Perplexity:
     def text(self) -> str:
         """The printed lines."""
         caution = "" if self.causal else ", not causal: the model sees the tokens that it predicts"
-        batch = f"with statistics of the batch, as in training: perplexity {self.batch_perplexity:.2f}\n"
+        batch = (
+            f"with statistics of the batch, as in training: perplexity "
+            f"{self.batch_perplexity:.2f}\n"
+        )
         return (
             f"perplexity:     {self.perplexity:.2f}{caution}\n"
             f"bits per {'byte: ' if self.unit == 'byte' else 'token:'} {self.bits:.4f}\n"
@@ -75,22 +81,35 @@ def read_perplexity(run: Path, subset: str = "test", context: int = 0) -> Perple
     file = result_file(run, subset, context)
     try:
         values = json.loads(file.read_text("utf-8"))
-        return Perplexity(**{name: values[name] for name in Perplexity.__dataclass_fields__ if name in values})
+        return Perplexity(
+            **{name: values[name] for name in Perplexity.__dataclass_fields__ if name in values}
+        )
     except FileNotFoundError:
         raise UserError(f"there is no {file} (pn evaluate-lm writes it)") from None
     except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{file} cannot be read ({error}); pn evaluate-lm writes it again") from None
+        raise UserError(
+            f"{file} cannot be read ({error}); pn evaluate-lm writes it again"
+        ) from None
 
 
 def evaluate(
-    run: Run, checkpoint: Path, subset: str = "test", context: int = 0, norm_module: str | None = None
+    run: Run,
+    checkpoint: Path,
+    subset: str = "test",
+    context: int = 0,
+    norm_module: str | None = None,
 ) -> Perplexity:
-    """Score all tokens of a split, in blocks as in training, with ``context`` tokens of context for each block."""
+    """Score all tokens of a split, in blocks as in training, with ``context`` tokens of context
+    for each block.
+    """
     index = run.bin / f"{subset}.idx"
     if not index.is_file():
         raise UserError(f"the data has no '{subset}': there is no {index}")
     output = result_file(run.path, subset, context)
-    inputs = {"checkpoint": [checkpoint], "data": [index, index.with_suffix(".bin"), *sorted(run.bin.glob("dict.*"))]}
+    inputs = {
+        "checkpoint": [checkpoint],
+        "data": [index, index.with_suffix(".bin"), *sorted(run.bin.glob("dict.*"))],
+    }
     wanted = stamp.made_from({"subset": subset, "context": context}, inputs)
     made = stamp.stamp_of(output)
     if stamp.done("evaluate-lm", made, wanted, output):
@@ -99,13 +118,19 @@ def evaluate(
     with only_writer(output):
         result = measured(run, checkpoint, subset, context, norm_module)
         made.unlink(missing_ok=True)
-        shown = {"perplexity": result.perplexity, "bits_per_token": result.bits, "signature": result.signature}
+        shown = {
+            "perplexity": result.perplexity,
+            "bits_per_token": result.bits,
+            "signature": result.signature,
+        }
         write_lines(output, [json.dumps({**shown, **asdict(result)}, indent=1)])
         write_settings(made, wanted)
     return result
 
 
-def measured(run: Run, checkpoint: Path, subset: str, context: int, norm_module: str | None) -> Perplexity:
+def measured(
+    run: Run, checkpoint: Path, subset: str, context: int, norm_module: str | None
+) -> Perplexity:
     """What :func:`evaluate` computes."""
     from pn_fairseq.common.checkpoints import load_checkpoint
     from pn_fairseq.models.from_checkpoint import with_norm_module
@@ -118,11 +143,21 @@ def measured(run: Run, checkpoint: Path, subset: str, context: int, norm_module:
         loaded = ModelWithData(state, str(checkpoint), run.bin)
     block, blocks = loaded.cfg.task.tokens_per_sample, loaded.cfg.task.sample_break_mode or "none"
     if not 0 <= context < block:
-        raise UserError(f"--context-window {context} must be at least 0 and less than the blocks of {block} tokens")
+        raise UserError(
+            f"--context-window {context} must be at least 0 and less than the blocks of {block} "
+            "tokens"
+        )
     if context and blocks != "none":
-        raise UserError(f"--context-window is for blocks of one length; this run has task.sample_break_mode={blocks}")
+        raise UserError(
+            "--context-window is for blocks of one length; this run has "
+            f"task.sample_break_mode={blocks}"
+        )
     loaded.task.args.tokens_per_sample = block - context
-    max_tokens, norms, batch_nll = max(run.get("dataset.max_tokens", 0), block), running_norms(loaded.model), None
+    max_tokens, norms, batch_nll = (
+        max(run.get("dataset.max_tokens", 0), block),
+        running_norms(loaded.model),
+        None,
+    )
     with without_fairseqs_log():
         loaded.task.load_dataset(subset)
         nll, tokens, unknown = score(loaded, subset, context, max_tokens)
@@ -137,12 +172,15 @@ def measured(run: Run, checkpoint: Path, subset: str, context: int, norm_module:
         nll=nll,
         subset=subset,
         tokens=tokens,
-        unit=unit_of([word for word in dictionary.symbols[dictionary.nspecial :] if "madeupword" not in word]),
+        unit=unit_of(
+            [word for word in dictionary.symbols[dictionary.nspecial :] if "madeupword" not in word]
+        ),
         vocabulary=len(dictionary),
         unknown=unknown,
         block=block,
         context=context,
-        causal=all(getattr(module, "masked", True) for module in loaded.model.modules()),  # of tensorized attention
+        # of tensorized attention
+        causal=all(getattr(module, "masked", True) for module in loaded.model.modules()),
         batch_nll=batch_nll,
         blocks=blocks,
     )
@@ -164,7 +202,11 @@ def score(loaded, subset: str, context: int, max_tokens: int) -> tuple[float, in
     from torch.nn.functional import cross_entropy
 
     task, model, dictionary = loaded.task, loaded.model, loaded.task.target_dictionary
-    limits = {"max_tokens": max_tokens, "max_positions": model.max_positions(), "context_window": context}
+    limits = {
+        "max_tokens": max_tokens,
+        "max_positions": model.max_positions(),
+        "context_window": context,
+    }
     try:
         batches = task.eval_lm_dataloader(task.dataset(subset), num_workers=0, **limits)
     except ValueError as error:  # blocks that are too long: fairseq_patches/eval_lm_blocks.py
@@ -174,10 +216,20 @@ def score(loaded, subset: str, context: int, max_tokens: int) -> tuple[float, in
     with torch.no_grad():
         for sample in loaded.on_device(batches, len(batches), "scoring"):
             output, target = model(**sample["net_input"])[0].float(), sample["target"]
-            # fairseq's AdaptiveLoss leaves the word out that has the number of the padding in its cluster.
-            (scores, words), *tails = zip(*adaptive(output, target), strict=True) if adaptive else [(output, target)]
-            loss = cross_entropy(scores.flatten(0, -2), words.flatten(), ignore_index=dictionary.pad(), reduction="sum")
-            loss = loss + sum(cross_entropy(*tail, reduction="sum") for tail in tails if tail[0] is not None)
+            # fairseq's AdaptiveLoss leaves the word out that has the number of the padding in its
+            # cluster.
+            (scores, words), *tails = (
+                zip(*adaptive(output, target), strict=True) if adaptive else [(output, target)]
+            )
+            loss = cross_entropy(
+                scores.flatten(0, -2),
+                words.flatten(),
+                ignore_index=dictionary.pad(),
+                reduction="sum",
+            )
+            loss = loss + sum(
+                cross_entropy(*tail, reduction="sum") for tail in tails if tail[0] is not None
+            )
             total += loss.double().item()
             tokens += int(target.ne(dictionary.pad()).sum())
             unknown += int(target.eq(dictionary.unk()).sum())
@@ -187,10 +239,13 @@ def score(loaded, subset: str, context: int, max_tokens: int) -> tuple[float, in
 def main(argv: Sequence[str] | None = None) -> None:
     parser = ArgumentParser(
         prog="pn evaluate-lm",
-        description="Print a language model's perplexity over all tokens of a split, with a signature that states what "
-        "was counted. For a model with running statistics, also print the perplexity with the statistics of the "
+        description="Print a language model's perplexity over all tokens of a split, with a "
+        "signature that states what "
+        "was counted. For a model with running statistics, also print the perplexity with the "
+        "statistics of the "
         "batch, as in training, to show the difference from evaluation.",
-        epilog="Writes DIR/evaluate_lm/SUBSET.json (with context: SUBSET-contextN.json), and does nothing if this "
+        epilog="Writes DIR/evaluate_lm/SUBSET.json (with context: SUBSET-contextN.json), and does "
+        "nothing if this "
         "file exists for the same checkpoint and data. pn report compares runs by SUBSET.json.",
     )
     add = parser.add_argument
@@ -198,12 +253,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     averaged = "default DIR/checkpoints/averaged.pt (written by pn average)"
     add("--checkpoint", type=Path, metavar="FILE", help=averaged)
     add("--subset", default="test", metavar="NAME", help="test (default) or valid")
-    context = "each block except the first starts with N tokens of context, which are not scored (default: 0)"
+    context = (
+        "each block except the first starts with N tokens of context, which are not scored "
+        "(default: 0)"
+    )
     add("--context-window", type=int, default=0, metavar="N", help=context)
     add_norm_module(parser)
     args = parser.parse_args(argv)
     run = open_run(args.run, same_data=True)
     if run.get("task._name") != "language_modeling":
-        raise UserError(f"'{args.run}' is not the run of a language model (task {run.get('task._name')})")
+        raise UserError(
+            f"'{args.run}' is not the run of a language model (task {run.get('task._name')})"
+        )
     (checkpoint,) = run.checkpoint_files(args.checkpoint and [args.checkpoint])
-    print(evaluate(run, checkpoint, args.subset, args.context_window, args.norm_module).text(), end="")
+    print(
+        evaluate(run, checkpoint, args.subset, args.context_window, args.norm_module).text(), end=""
+    )

@@ -1,8 +1,9 @@
 """``pn reproduce``: a corpus, a configuration, a study, or the demo.
 
-A study is a YAML file: ``about`` is its text, ``planned`` the comparisons that were named before its runs (``pn report
---planned``), and ``parts`` has what :func:`~pn_fairseq.pipeline.reproduce.reproduce` is called with. Its lists are
-written out, so that a new norm or placement changes no study.
+A study is a YAML file: ``about`` is its text, ``planned`` the comparisons that were named before
+its runs (``pn report --planned``), and ``parts`` has what
+:func:`~pn_fairseq.pipeline.reproduce.reproduce` is called with. Its lists are written out, so that
+a new norm or placement changes no study.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ Run all steps from text to a report, for a list of norms and seeds. WHAT is
 
 #: The end of every help text.
 AGAIN = """
-The same command skips finished steps and resumes. If a run fails, the report lists it, and the others still run. To
-train on several machines, start the training commands that --dry-run prints with torchrun (docs/several_gpus.md); this
-command then does the remaining steps.
+The same command skips finished steps and resumes. If a run fails, the report lists it, and the
+others still run. To train on several machines, start the training commands that --dry-run prints
+with torchrun (docs/several_gpus.md); this command then does the remaining steps.
 """
 
 
@@ -60,44 +61,91 @@ def seeds(text: str) -> list[int]:
 
 
 def add_ranks(parser: ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=whole, metavar="N", help="ranks for training and decoding (pn train --help)")
+    parser.add_argument(
+        "--ranks", type=whole, metavar="N", help="ranks for training and decoding (pn train --help)"
+    )
 
 
 def _parser(name: str, corpus: Corpus, preparation: Mapping[str, dict]) -> ArgumentParser:
     steps = ", ".join(dict.fromkeys(verb for verb, *_ in corpus.steps))
-    description = f"From raw text to a report. For every norm and seed: {steps}; then one report on all runs.\n"
+    description = (
+        f"From raw text to a report. For every norm and seed: {steps}; then one report on all "
+        f"runs.\n"
+    )
     if "evaluate-lm" in steps:
         description += (
-            "The language models are causal, unlike the code that the paper names (docs/language_modeling.md).\n"
+            "The language models are causal, unlike the code that the paper names "
+            "(docs/language_modeling.md).\n"
         )
 
     def of_flag(option: str, value: str | None, words: list[str]) -> str:
         return setting_of(option, value, [corpus.config])
 
-    parser = ArgumentParser(prog=f"pn reproduce {name}", description=description, epilog=AGAIN, setting_of=of_flag)
-    settings = f"settings that replace those of configuration {corpus.config}; {{run}} stands for the folder of the run"
+    parser = ArgumentParser(
+        prog=f"pn reproduce {name}", description=description, epilog=AGAIN, setting_of=of_flag
+    )
+    settings = (
+        f"settings that replace those of configuration {corpus.config}; {{run}} stands for the "
+        f"folder of the run"
+    )
     parser.add_argument("settings", nargs="*", metavar="key=value", help=settings)
     add = parser.add_argument
-    meaning = f"NORM as in {corpus.models[0]}_NORM_{corpus.size}; NORM+key=value adds a setting of the model"
+    meaning = (
+        f"NORM as in {corpus.models[0]}_NORM_{corpus.size}; NORM+key=value adds a setting of the "
+        f"model"
+    )
     add("--norms", type=names, metavar="LIST", help=f"{meaning} (default {','.join(corpus.norms)})")
     default = ",".join(map(str, corpus.seeds))
-    add("--seeds", type=seeds, metavar="LIST", help=f"train each norm with each seed (default {default})")
-    add("--models", type=names, metavar="LIST", help=f"models to train with each norm ({','.join(corpus.models)})")
-    size = f"size of the models (default {corpus.size}); for another size set --runs: run names do not contain it"
+    add(
+        "--seeds",
+        type=seeds,
+        metavar="LIST",
+        help=f"train each norm with each seed (default {default})",
+    )
+    add(
+        "--models",
+        type=names,
+        metavar="LIST",
+        help=f"models to train with each norm ({','.join(corpus.models)})",
+    )
+    size = (
+        f"size of the models (default {corpus.size}); for another size set --runs: run names do "
+        f"not contain it"
+    )
     add("--size", metavar="SIZE", help=size)
     if corpus.tables:
-        table = "instead of --norms: the rows of a published table, with its configuration (the runs go to runs/CONFIG)"
-        table += f"; the report, DIR/report-NAME, shows the published numbers. NAME: {', '.join(corpus.tables)}"
+        table = (
+            "instead of --norms: the rows of a published table, with its configuration (the runs "
+            "go to runs/CONFIG)"
+        )
+        table += (
+            f"; the report, DIR/report-NAME, shows the published numbers. NAME: "
+            f"{', '.join(corpus.tables)}"
+        )
         add("--table", metavar="NAME", help=table)
-    stem, run_name = Path(corpus.config).stem, f"{'MODEL_' if len(corpus.models) > 1 else ''}NORM_seedN"
-    runs = f"where the runs go, as DIR/{run_name}, and the report, as DIR/report (default runs/{stem})"
+    stem, run_name = (
+        Path(corpus.config).stem,
+        f"{'MODEL_' if len(corpus.models) > 1 else ''}NORM_seedN",
+    )
+    runs = (
+        f"where the runs go, as DIR/{run_name}, and the report, as DIR/report (default runs/{stem})"
+    )
     add("--runs", type=Path, metavar="DIR", help=runs)
     made = "written by pn prepare"
     if name in CORPORA:
         made = f"made if it does not exist; for your own data: pn reproduce {corpus.config}"
-    add("--data", type=Path, metavar="DIR", help=f"the prepared data, {made} (default runs/data/{stem})")
+    add(
+        "--data",
+        type=Path,
+        metavar="DIR",
+        help=f"the prepared data, {made} (default runs/data/{stem})",
+    )
     add_ranks(parser)
-    add("--dry-run", action="store_true", help="check the settings, print the commands and do nothing")
+    add(
+        "--dry-run",
+        action="store_true",
+        help="check the settings, print the commands and do nothing",
+    )
     group = parser.add_argument_group(f"passed on to pn prepare {name}")
     for flag, kind in preparation.items():
         group.add_argument(flag, **kind)
@@ -120,7 +168,8 @@ def of_corpus(name: str, argv: Sequence[str]) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    logging.getLogger().addHandler(logging.NullHandler())  # else fairseq configures logging when it is imported
+    # else fairseq configures logging when it is imported
+    logging.getLogger().addHandler(logging.NullHandler())
     if argv and not argv[0].startswith("-"):
         what, *options = argv
         if what in names_in(STUDIES):
@@ -132,7 +181,9 @@ def main(argv: Sequence[str]) -> int:
         prog="pn reproduce",
         usage="pn reproduce WHAT [options] [key=value ...]",
         description=ABOUT.format(
-            corpora=", ".join(CORPORA), configs=", ".join(names_in(CONFIGS)), studies=", ".join(names_in(STUDIES))
+            corpora=", ".join(CORPORA),
+            configs=", ".join(names_in(CONFIGS)),
+            studies=", ".join(names_in(STUDIES)),
         ),
         epilog="pn reproduce WHAT --help lists the options.",
     )
@@ -178,7 +229,9 @@ def read_study(name: str) -> Study:
 
 
 def study_command(argv: Sequence[str]) -> int:
-    """``pn reproduce --study NAME``: the parts of a study, and a report on each folder; 1 if a run failed."""
+    """``pn reproduce --study NAME``: the parts of a study, and a report on each folder; 1 if a
+    run failed.
+    """
     chosen = ArgumentParser(prog="pn reproduce", add_help=False)
     chosen.add_argument("--study", metavar="NAME-OR-FILE", required=True)
     chosen, options = chosen.parse_known_args(argv)
@@ -190,8 +243,16 @@ def study_command(argv: Sequence[str]) -> int:
         epilog=AGAIN,
     )
     add = parser.add_argument
-    add("settings", nargs="*", metavar="key=value", help="settings of every run, in addition to those of the study")
-    runs = f"where the runs go, as DIR/FOLDER/NORM_seedN, and reports, as DIR/FOLDER/report (default runs/{name})"
+    add(
+        "settings",
+        nargs="*",
+        metavar="key=value",
+        help="settings of every run, in addition to those of the study",
+    )
+    runs = (
+        f"where the runs go, as DIR/FOLDER/NORM_seedN, and reports, as DIR/FOLDER/report (default "
+        f"runs/{name})"
+    )
     add("--runs", type=Path, metavar="DIR", default=f"runs/{name}", help=runs)
     add_ranks(parser)
     add("--dry-run", action="store_true", help="print the commands and do nothing")
@@ -221,20 +282,42 @@ def study_command(argv: Sequence[str]) -> int:
 def demo(argv: Sequence[str]) -> int:
     """One small training run on the verses, with sample translations.
 
-    Trains a small pre-norm transformer with PN in the encoder on Spanish-English verses, with the settings of the
-    configuration demo, and prints BLEU, sample translations and the path of the learning curve. The same
-    command resumes after an interruption.
+    Trains a small pre-norm transformer with PN in the encoder on Spanish-English verses, with the
+    settings of the configuration demo, and prints BLEU, sample translations and the path of the
+    learning curve. The same command resumes after an interruption.
     """
     parser = ArgumentParser(prog="pn reproduce demo", description=inspect.getdoc(demo))
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings of the run")
-    parser.add_argument("--run", type=Path, metavar="DIR", default="runs/demo", help="the results (default runs/demo)")
-    architecture = "transformer_NORM_tiny, such as transformer_ln_tiny (default transformer_pn_tiny)"
+    parser.add_argument(
+        "--run",
+        type=Path,
+        metavar="DIR",
+        default="runs/demo",
+        help="the results (default runs/demo)",
+    )
+    architecture = (
+        "transformer_NORM_tiny, such as transformer_ln_tiny (default transformer_pn_tiny)"
+    )
     parser.add_argument("--arch", metavar="NAME", default="transformer_pn_tiny", help=architecture)
     args = parser.parse_intermixed_args(argv)
     run, data = args.run.absolute(), Path("runs/data/verses_es_en").absolute()
-    train = ["train", "demo", "--data", data, "--run", run, f"model._name={args.arch}", *args.settings]
+    train = [
+        "train",
+        "demo",
+        "--data",
+        data,
+        "--run",
+        run,
+        f"model._name={args.arch}",
+        *args.settings,
+    ]
     after_training = [[verb, "--run", run] for verb in ("average", "generate", "score")]
-    for step in ([*train, "--check"], ["prepare", "verses", "--dest", data], train, *after_training):
+    for step in (
+        [*train, "--check"],
+        ["prepare", "verses", "--dest", data],
+        train,
+        *after_training,
+    ):
         say("demo", shown(step))
         must(step)
     files = {"source": data / "raw/test.es", "reference": data / "raw/test.en"}

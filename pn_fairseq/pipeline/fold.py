@@ -1,15 +1,23 @@
-"""``pn fold``: a checkpoint whose norms are fused into the projections that follow them, for decoding."""
+"""``pn fold``: a checkpoint whose norms are fused into the projections that follow them, for
+decoding.
+"""
 
 import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from pn_fairseq.common.checkpoints import check_output_path, load_checkpoint, save_checkpoint, without_loss_scale
+from pn_fairseq.common.checkpoints import (
+    check_output_path,
+    load_checkpoint,
+    save_checkpoint,
+    without_loss_scale,
+)
 from pn_fairseq.common.command import ArgumentParser, without_fairseqs_log
 from pn_fairseq.pipeline import add_norm_module
 
 DESCRIPTION = (
-    "Fuse the norms of a transformer_pn checkpoint into the linear layers that follow them. Decoding then computes "
+    "Fuse the norms of a transformer_pn checkpoint into the linear layers that follow them. "
+    "Decoding then computes "
     "fewer norms and gives the same hypotheses."
 )
 
@@ -19,18 +27,22 @@ example:
   fairseq-generate DATA --user-dir "$(pn --user-dir)" --path checkpoints/folded.pt \\
       --beam 5 --remove-bpe --required-batch-size-multiple 1
 
-Norms with running statistics, such as PN, PN-V and BN, are folded. Other norms stay, and so does the last norm of a
-decoder whose output projection is shared with its embeddings. Before OUTPUT is written, both models run on random
-sentences, and the largest difference of their logits is printed; more than 1e-4 of the largest logit is an error.
-OUTPUT cannot be trained, and contains no optimizer state. Average checkpoints before you fold. CHECKPOINT is read
-without executing code from it.
+Norms with running statistics, such as PN, PN-V and BN, are folded. Other norms stay, and so does
+the last norm of a decoder whose output projection is shared with its embeddings. Before OUTPUT is
+written, both models run on random sentences, and the largest difference of their logits is printed;
+more than 1e-4 of the largest logit is an error. OUTPUT cannot be trained, and contains no optimizer
+state. Average checkpoints before you fold. CHECKPOINT is read without executing code from it.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = ArgumentParser(prog="pn fold", description=DESCRIPTION, epilog=EPILOG)
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="a checkpoint of transformer_pn")
-    parser.add_argument("output", metavar="OUTPUT", type=Path, help="the file to write; not CHECKPOINT")
+    parser.add_argument(
+        "checkpoint", metavar="CHECKPOINT", type=Path, help="a checkpoint of transformer_pn"
+    )
+    parser.add_argument(
+        "output", metavar="OUTPUT", type=Path, help="the file to write; not CHECKPOINT"
+    )
     add_norm_module(parser)
     args = parser.parse_args(argv)
     check_output_path(args.output, [args.checkpoint])
@@ -44,4 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         folded, outcomes, difference = fold_checkpoint(state, str(args.checkpoint))
     print(*outcomes, difference, sep="\n")
     save_checkpoint(folded, args.output)
-    print(f"wrote {args.output} ({sum('folded into' in line for line in outcomes)} of {len(outcomes)} norms folded)")
+    print(
+        f"wrote {args.output} ({sum('folded into' in line for line in outcomes)} of "
+        f"{len(outcomes)} norms folded)"
+    )

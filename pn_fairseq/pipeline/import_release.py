@@ -1,4 +1,6 @@
-"""``pn import-release``: a checkpoint of the code released with the PowerNorm paper, as one that this plugin loads."""
+"""``pn import-release``: a checkpoint of the code released with the PowerNorm paper, as one that
+this plugin loads.
+"""
 
 import logging
 import sys
@@ -7,11 +9,17 @@ from pathlib import Path
 
 import torch
 
-from pn_fairseq.common.checkpoints import check_output_path, load_checkpoint, save_checkpoint, without_loss_scale
+from pn_fairseq.common.checkpoints import (
+    check_output_path,
+    load_checkpoint,
+    save_checkpoint,
+    without_loss_scale,
+)
 from pn_fairseq.common.command import ArgumentParser, UserError, without_fairseqs_log
 
 DESCRIPTION = (
-    "Turn a checkpoint of the code released with the PowerNorm paper (a fork of fairseq 0.8) into one of the model "
+    "Turn a checkpoint of the code released with the PowerNorm paper (a fork of fairseq 0.8) into "
+    "one of the model "
     "transformer_pn with --norm-variant release."
 )
 
@@ -21,29 +29,44 @@ example:
   fairseq-generate DATA --user-dir "$(pn --user-dir)" --path imported.pt \\
       --beam 5 --remove-bpe --required-batch-size-multiple 1
 
-DATA must be binarized with the dictionaries that the model was trained with. Norms "layer" and "power" can be
-imported, one kind for the encoder and one for the decoder. A tensor that is missing or unknown is an error. The
-optimizer state is left out: to continue training, use fairseq-train --finetune-from-model and --norm-variant
-release. The file is read without executing code from it.
+DATA must be binarized with the dictionaries that the model was trained with. Norms "layer" and
+"power" can be imported, one kind for the encoder and one for the decoder. A tensor that is missing
+or unknown is an error. The optimizer state is left out: to continue training, use fairseq-train
+--finetune-from-model and --norm-variant release. The file is read without executing code from it.
 """
 
 
 class _Meter:
-    """Stands for the meters of fairseq 0.8 in its checkpoints: their numbers are read, and nothing else."""
+    """Stands for the meters of fairseq 0.8 in its checkpoints: their numbers are read, and
+    nothing else.
+    """
 
 
 def load_release(path: Path) -> dict:
-    """Read a checkpoint that fairseq 0.8 wrote, as :func:`pn_fairseq.common.checkpoints.load_checkpoint` does."""
-    meters = [(_Meter, f"fairseq.meters.{name}") for name in ("AverageMeter", "StopwatchMeter", "TimeMeter")]
+    """Read a checkpoint that fairseq 0.8 wrote,
+
+    as :func:`pn_fairseq.common.checkpoints.load_checkpoint` does.
+    """
+    meters = [
+        (_Meter, f"fairseq.meters.{name}")
+        for name in ("AverageMeter", "StopwatchMeter", "TimeMeter")
+    ]
     with torch.serialization.safe_globals(meters):
         return load_checkpoint(path)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = ArgumentParser(prog="pn import-release", description=DESCRIPTION, epilog=EPILOG)
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="the file that the release wrote")
-    parser.add_argument("output", metavar="OUTPUT", type=Path, help="the file to write; not CHECKPOINT")
-    for option, statistic in (("fwd", "psi^2"), ("bwd", "nu; it scales the imported nu, (1 - A) ema_gz")):
+    parser.add_argument(
+        "checkpoint", metavar="CHECKPOINT", type=Path, help="the file that the release wrote"
+    )
+    parser.add_argument(
+        "output", metavar="OUTPUT", type=Path, help="the file to write; not CHECKPOINT"
+    )
+    for option, statistic in (
+        ("fwd", "psi^2"),
+        ("bwd", "nu; it scales the imported nu, (1 - A) ema_gz"),
+    ):
         meaning = f"decay of {statistic} in training (default 0.9); decoding does not depend on it"
         parser.add_argument(f"--alpha-{option}", type=float, default=0.9, metavar="A", help=meaning)
     args = parser.parse_args(argv)
@@ -59,7 +82,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         what = f"{len(others)} of its tensors are not finite ({others[0]}, ...)"
         raise UserError(f"{args.checkpoint}: {what}; use another checkpoint")
     if faulty:  # nu, which decoding does not need
-        text = f"nu of {len(faulty)} norms is not finite ({faulty[0]}, ...): use it for decoding only"
+        text = (
+            f"nu of {len(faulty)} norms is not finite ({faulty[0]}, ...): use it for decoding only"
+        )
         print(f"pn import-release: warning: {text}", file=sys.stderr)
     save_checkpoint(imported, args.output)
     settings = imported["args"]

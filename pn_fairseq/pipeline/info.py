@@ -1,4 +1,7 @@
-"""``pn info``: version, kernels and patches of this installation. ``pn check``: are its kernels right?"""
+"""``pn info``: version, kernels and patches of this installation.
+
+``pn check``: are its kernels right?
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,20 @@ from pn_fairseq.common.files import CONFIGS, PACKAGE
 
 
 def main(argv: list[str]) -> None:
-    description = "Print the version, the kernels in use on each device, and the patches of fairseq."
+    description = (
+        "Print the version, the kernels in use on each device, and the patches of fairseq."
+    )
     ArgumentParser(prog="pn info", description=description).parse_args(argv)
 
     import torch
 
     from pn_fairseq import fairseq_patches, kernels
 
-    fairseq = "" if importlib.util.find_spec("fairseq") else " (fairseq is not installed; the norms do without)"
+    fairseq = (
+        ""
+        if importlib.util.find_spec("fairseq")
+        else " (fairseq is not installed; the norms do without)"
+    )
     print(f"pn_fairseq {__version__}, torch {torch.__version__}{fairseq}")
     print(f"folder for --user-dir: {PACKAGE}\nconfigurations: {CONFIGS}")
     for device, (name, why) in kernels.describe().items():
@@ -29,7 +38,10 @@ def main(argv: list[str]) -> None:
 
 
 def check(argv: list[str]) -> int:
-    description = "Compare the kernels that this machine can run with plain PyTorch; exit code 1 if one is wrong."
+    description = (
+        "Compare the kernels that this machine can run with plain PyTorch; exit code 1 if one is "
+        "wrong."
+    )
     ArgumentParser(prog="pn check", description=description).parse_args(argv)
 
     from pn_fairseq.kernels.check import check

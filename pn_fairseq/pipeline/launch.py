@@ -1,7 +1,9 @@
-"""The ranks of a training run: their number, which one this process is, and torchrun, which starts them.
+"""The ranks of a training run: their number, which one this process is, and torchrun, which starts
+them.
 
-``pn train`` starts torchrun itself, on several machines with the options in torchrun's variables ``PET_...``. Or the
-user starts torchrun, which starts ``pn train`` as each rank (docs/several_gpus.md).
+``pn train`` starts torchrun itself, on several machines with the options in torchrun's variables
+``PET_...``. Or the user starts torchrun, which starts ``pn train`` as each rank
+(docs/several_gpus.md).
 """
 
 import os
@@ -17,11 +19,15 @@ RESUME = "run the same command again to resume"
 
 @dataclass(frozen=True)
 class RankLayout:
-    """The ranks that this process launches on its machine, or the one that torchrun started it as."""
+    """The ranks that this process launches on its machine,
+
+    or the one that torchrun started it as.
+    """
 
     gpu: bool  # whether the ranks compute on GPUs
     world_size: int = 1
-    rank: int | None = None  # of this process; None if it is to launch the ranks, or is the only one
+    # of this process; None if it is to launch the ranks, or is the only one
+    rank: int | None = None
     local_rank: int = 0  # its number on its machine, and the number of its GPU
     machines: int = 1  # on each of which a process launches ranks
 
@@ -31,12 +37,19 @@ class RankLayout:
 
 
 def find_layout(env: Mapping[str, str], gpus: int, ranks: int | None = None) -> RankLayout:
-    """Read torchrun's environment variables, or else ``--ranks`` of this machine, with ``gpus`` visible GPUs."""
+    """Read torchrun's environment variables, or else ``--ranks`` of this machine, with ``gpus``
+    visible GPUs.
+    """
     if "RANK" in env and "WORLD_SIZE" in env:
-        return RankLayout(gpus > 0, int(env["WORLD_SIZE"]), int(env["RANK"]), int(env.get("LOCAL_RANK", 0)))
+        return RankLayout(
+            gpus > 0, int(env["WORLD_SIZE"]), int(env["RANK"]), int(env.get("LOCAL_RANK", 0))
+        )
     machines = env.get("PET_NNODES", "1")
     if not machines.isdecimal() or machines == "0":
-        raise UserError(f"PET_NNODES={machines}: the number of machines of a training run is a whole number above 0")
+        raise UserError(
+            f"PET_NNODES={machines}: the number of machines of a training run is a whole number "
+            "above 0"
+        )
     return RankLayout(gpus > 0, processes(ranks, gpus) * int(machines), machines=int(machines))
 
 
@@ -45,7 +58,8 @@ def processes(ranks: int | None, gpus: int) -> int:
     count = ranks or max(1, gpus)
     if gpus and count > gpus:
         raise UserError(
-            f"--ranks {count}, but {gpus} GPU{'s are' if gpus > 1 else ' is'} visible, and a GPU takes one process "
+            f"--ranks {count}, but {gpus} GPU{'s are' if gpus > 1 else ' is'} visible, and a GPU "
+            "takes one process "
             "(CUDA_VISIBLE_DEVICES= uses the CPU)"
         )
     return count
@@ -56,13 +70,14 @@ class TrainingFailed(Exception):
 
 
 def torchrun(layout: RankLayout, arguments: list[str]) -> int:
-    """Launch the ranks of this machine, each ``python -m pn_fairseq train ARGUMENTS``, wait, and return the exit code.
+    """Launch the ranks of this machine, each ``python -m pn_fairseq train ARGUMENTS``, wait, and
+    return the exit code.
 
     torchrun stops all ranks when one of them fails or when it gets a signal.
 
     Raises:
-        TrainingFailed: a rank failed. The text names the rank, and its error or the signal that killed it.
-        KeyboardInterrupt: a signal ended the training.
+        TrainingFailed: a rank failed. The text names the rank, and its error or the signal that
+            killed it. KeyboardInterrupt: a signal ended the training.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -72,7 +87,8 @@ def torchrun(layout: RankLayout, arguments: list[str]) -> int:
     if layout.machines == 1:
         launch.insert(0, "--standalone")
     options = get_args_parser().parse_args(launch)
-    options.training_script_args = ["train", *arguments]  # torchrun's parser would take --run for one of its own
+    # torchrun's parser would take --run for one of its own
+    options.training_script_args = ["train", *arguments]
     try:
         # This process writes the line about an interruption or a failure, and its ranks do not.
         with mock.patch.dict(os.environ, PN_FAIRSEQ_STEP="1", PN_FAIRSEQ_RANK="1"):

@@ -1,4 +1,7 @@
-"""The measures of translations. :data:`METRICS` is the only list of them: a new measure is one entry."""
+"""The measures of translations. :data:`METRICS` is the only list of them:
+
+a new measure is one entry.
+"""
 
 import re
 from collections.abc import Callable
@@ -39,8 +42,9 @@ class Measure:
         short: its name in ``pn report --planned SYSTEM:MEASURE``.
         better: "higher" or "lower".
         decimals: how many are shown.
-        margin: systems whose whole interval is within this distance of the control are equivalent, by a choice of this
-            project. None: differences over seeds are not tested by this measure.
+        margin: systems whose whole interval is within this distance of the control are equivalent,
+            by a choice of this project. None: differences over seeds are not tested by this
+            measure.
     """
 
     name: str
@@ -62,8 +66,8 @@ class Metric(Measure):
     """A measure of hypotheses against references.
 
     Attributes:
-        compute: the metric of sacrebleu, for a :class:`Scoring`. It raises :class:`UserError` where it cannot score the
-            language.
+        compute: the metric of sacrebleu, for a :class:`Scoring`. It raises :class:`UserError` where
+            it cannot score the language.
         on_tokens: whether it scores tokens as prepared; otherwise plain text.
         symbol: what sacrebleu calls it in a line of scores.
     """
@@ -76,9 +80,10 @@ class Metric(Measure):
 def split_compounds(line: str) -> str:
     """Words with hyphens in parts, as in the WMT14 scores of the literature.
 
-    Perl's ``s{(\\S)-(\\S)}{$1 ##AT##-##AT## $2}g``, from fairseq's ``scripts/compound_split_bleu.sh``. As Perl reads
-    without ``-C``, ``\\S`` is a byte of UTF-8, and matches do not overlap: ``a-b-c`` becomes ``a ##AT##-##AT## b-c``,
-    but ``a-é-c``, whose middle has two bytes, is split at both hyphens.
+    Perl's ``s{(\\S)-(\\S)}{$1 ##AT##-##AT## $2}g``, from fairseq's
+    ``scripts/compound_split_bleu.sh``. As Perl reads without ``-C``, ``\\S`` is a byte of UTF-8,
+    and matches do not overlap: ``a-b-c`` becomes ``a ##AT##-##AT## b-c``, but ``a-é-c``, whose
+    middle has two bytes, is split at both hyphens.
     """
     return re.sub(rb"(\S)-(\S)", rb"\1 ##AT##-##AT## \2", line.encode()).decode()
 
@@ -86,7 +91,8 @@ def split_compounds(line: str) -> str:
 class TokenizedBLEU(BLEU):
     """BLEU of tokens as Moses' ``multi-bleu.perl`` computes it, and its ``-lc`` for ``lowercase``.
 
-    As Perl reads without ``-C``, only ASCII spaces separate tokens, and only A to Z are lower-cased.
+    As Perl reads without ``-C``, only ASCII spaces separate tokens, and only A to Z are
+    lower-cased.
     """
 
     def __init__(self, lowercase: bool, compound_split: bool):
@@ -114,25 +120,37 @@ def _sacrebleu(scoring: Scoring) -> BLEU:
         return BLEU(lowercase=scoring.lowercase, trg_lang=language, force=True)
     except (ImportError, RuntimeError) as error:
         # The tokenizers of Japanese and Korean are separate packages.
-        raise UserError(f"sacrebleu cannot tokenize '{language}': {' '.join(str(error).split())}") from error
+        raise UserError(
+            f"sacrebleu cannot tokenize '{language}': {' '.join(str(error).split())}"
+        ) from error
 
 
 _ALL = (
-    # Papineni et al. 2002: BP * exp(mean of log p_n, n = 1..4) without smoothing; 0 if no n-gram of some order matches.
+    # Papineni et al. 2002: BP * exp(mean of log p_n, n = 1..4) without smoothing; 0 if no n-gram of
+    # some order matches.
     Metric(
-        "tokenized", "tokenized BLEU", "bleu", margin=0.3, on_tokens=True,
+        "tokenized",
+        "tokenized BLEU",
+        "bleu",
+        margin=0.3,
+        on_tokens=True,
         compute=lambda scoring: TokenizedBLEU(scoring.lowercase_tokens, scoring.compound_split),
     ),
     # Post 2018.
     Metric("detokenized", "detokenized BLEU", "sacrebleu", compute=_sacrebleu),
     # Popović 2015: the F-score of character n-grams up to 6, in which recall counts twice.
     Metric(
-        "chrf", "chrF2", "chrf", margin=0.3, symbol="chrF2",
+        "chrf",
+        "chrF2",
+        "chrf",
+        margin=0.3,
+        symbol="chrF2",
         compute=lambda scoring: CHRF(lowercase=scoring.lowercase),
     ),
-    # Snover et al. 2006: edits, with shifts of phrases, per 100 words of the reference; tercom's tokens, without case.
+    # Snover et al. 2006: edits, with shifts of phrases, per 100 words of the reference; tercom's
+    # tokens, without case.
     Metric("ter", "TER", "ter", "lower", margin=0.3, symbol="TER", compute=lambda scoring: TER()),
-)  # fmt: skip
+)
 
 #: The measures of translations by name, in the order in which they are shown.
 METRICS = {metric.name: metric for metric in _ALL}

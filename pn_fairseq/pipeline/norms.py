@@ -5,11 +5,20 @@ from __future__ import annotations
 import inspect
 
 from pn_fairseq.common.command import ArgumentParser, UserError
-from pn_fairseq.norms.registry import NORMS, SHARED, FromRun, default_of, description_of, find_norm, load_norms
+from pn_fairseq.norms.registry import (
+    NORMS,
+    SHARED,
+    FromRun,
+    default_of,
+    description_of,
+    find_norm,
+    load_norms,
+)
 
-EPILOG = """The options of a norm are set by --norm-options KEY=VALUE[,KEY=VALUE] of fairseq-train, and by
-model.norm_options.KEY=VALUE of pn train and fairseq-hydra-train. --encoder-norm-placement and --decoder-norm-placement
-set where the norms are placed, and --qk-norm adds norms to attention (docs/placements.md)."""
+EPILOG = """The options of a norm are set by --norm-options KEY=VALUE[,KEY=VALUE] of fairseq-train,
+and by model.norm_options.KEY=VALUE of pn train and fairseq-hydra-train. --encoder-norm-placement
+and --decoder-norm-placement set where the norms are placed, and --qk-norm adds norms to attention
+(docs/placements.md)."""
 
 
 def describe(name: str) -> str:
@@ -23,16 +32,26 @@ def describe(name: str) -> str:
     for option in entry.own_options:
         rows[f"{option}={_default(entry, option)}"] = description_of(entry.cls, option)
     flags = [option for option in SHARED if option in entry.options]
-    shared = {f"{SHARED[option]} {_default(entry, option)}": description_of(entry.cls, option) for option in flags}
+    shared = {
+        f"{SHARED[option]} {_default(entry, option)}": description_of(entry.cls, option)
+        for option in flags
+    }
     width = max(map(len, [*rows, *shared]))
     lines = [f"{name}: {entry.title}", "", "--norm-options:" if rows else "--norm-options: none"]
     lines += [f"  {row:{width}}  {text}".rstrip() for row, text in rows.items()]
     lines += ["", "flags:"] + [f"  {row:{width}}  {text}".rstrip() for row, text in shared.items()]
     for variant, cls in entry.variants.items():
-        defaults = {option: entry.default(option, variant) for option in [*entry.own_options, *flags]}
-        changed = [f"{option}={new}" for option, new in defaults.items() if new != entry.default(option)]
+        defaults = {
+            option: entry.default(option, variant) for option in [*entry.own_options, *flags]
+        }
+        changed = [
+            f"{option}={new}" for option, new in defaults.items() if new != entry.default(option)
+        ]
         differs = ", ".join(changed)
-        lines += ["", f"--norm-variant {variant}: {cls.__name__}{differs and f', defaults {differs}'}"]
+        lines += [
+            "",
+            f"--norm-variant {variant}: {cls.__name__}{differs and f', defaults {differs}'}",
+        ]
     return "\n".join(lines)
 
 
@@ -41,16 +60,24 @@ def _default(entry, option: str) -> object:
     default = entry.default(option)
     if isinstance(default, FromRun):
         depends_on_run = default.value(1, 0, 0) is None
-        return f"{default.words}, else {default_of(entry.cls, option)}" if depends_on_run else default.words
+        return (
+            f"{default.words}, else {default_of(entry.cls, option)}"
+            if depends_on_run
+            else default.words
+        )
     if option == "sync":
         return "on" if default else "off"
     return "VALUE (needed)" if default is inspect.Parameter.empty else default
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = ArgumentParser(prog="pn norms", description="List the norms, or the options of one.", epilog=EPILOG)
+    parser = ArgumentParser(
+        prog="pn norms", description="List the norms, or the options of one.", epilog=EPILOG
+    )
     parser.add_argument("name", nargs="?", metavar="NAME", help="a norm")
-    parser.add_argument("--norm-module", metavar="FILE[,FILE]", help="Python files that register norms of your own")
+    parser.add_argument(
+        "--norm-module", metavar="FILE[,FILE]", help="Python files that register norms of your own"
+    )
     args = parser.parse_args(argv)
     try:
         for path in filter(None, (args.norm_module or "").split(",")):

@@ -1,4 +1,6 @@
-"""Every step from the text to a report, for a list of norms and seeds, as ``pn reproduce`` calls it."""
+"""Every step from the text to a report, for a list of norms and seeds, as ``pn reproduce`` calls
+it.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ CORPORA = {name: recipe.REPRODUCE for name, recipe in RECIPES.items() if recipe.
 
 @functools.cache
 def find_corpus(name: str) -> Corpus:
-    """A corpus with a recipe, or a configuration for prepared data, of whose models only the norms are to differ."""
+    """A corpus with a recipe, or a configuration for prepared data, of whose models only the
+    norms are to differ.
+    """
     if name in CORPORA:
         return CORPORA[name]
     from pn_fairseq.pipeline.settings import compose
@@ -39,7 +43,8 @@ def find_corpus(name: str) -> Corpus:
     if parts := parts_of(architecture):
         return Corpus(name, parts[2], models=(parts[0],))
     raise UserError(
-        f"{name}: model._name={architecture} is not MODEL_NORM_SIZE, as transformer_pn_tiny: no norm fits it"
+        f"{name}: model._name={architecture} is not MODEL_NORM_SIZE, as transformer_pn_tiny: no "
+        "norm fits it"
     )
 
 
@@ -73,7 +78,9 @@ def of_table(corpus: Corpus, table: str) -> tuple[str, list[str]]:
     if table not in corpus.tables:
         raise UserError(unknown("table", table, corpus.tables))
     config, rows = corpus.tables[table].config, corpus.tables[table].rows
-    return config, ["+".join([NORMS[row.norm].short, *map("=".join, row.settings.items())]) for row in rows]
+    return config, [
+        "+".join([NORMS[row.norm].short, *map("=".join, row.settings.items())]) for row in rows
+    ]
 
 
 def reproduce(
@@ -95,29 +102,37 @@ def reproduce(
 
     Args:
         name: of a corpus in :data:`CORPORA`, or of a configuration, whose ``data`` is prepared.
-        norms, seeds, models, size: one run is made for each norm, seed and model; the default is the corpus's. A norm
-            is ``NORM[+key=value...]`` with settings of the model.
+        norms, seeds, models, size: one run is made for each norm, seed and model; the default is
+            the corpus's. A norm is ``NORM[+key=value...]`` with settings of the model.
         table: a published table, whose rows and configuration replace ``norms``.
-        settings: what differs from the configuration, as ``key=value``; ``{run}`` in one is the folder of the run.
-        runs: the folder for the runs and the report (default ``runs/CONFIG``).
-        data: the prepared data (default ``runs/data/CONFIG``).
-        ranks: of each run and decoding.
-        preparation: more options of ``pn prepare``.
-        dry_run: check the settings and print the commands.
+        settings: what differs from the configuration, as ``key=value``; ``{run}`` in one is the
+            folder of the run. runs: the folder for the runs and the report (default
+            ``runs/CONFIG``). data: the prepared data (default ``runs/data/CONFIG``). ranks: of each
+            run and decoding. preparation: more options of ``pn prepare``. dry_run: check the
+            settings and print the commands.
 
     Returns:
         The exit code: 1 if a run failed.
     """
     corpus = find_corpus(name)
     config, norms = of_table(corpus, table) if table else (corpus.config, norms or corpus.norms)
-    planned = planned_runs(corpus, norms, seeds or corpus.seeds, models or corpus.models, size or corpus.size)
+    planned = planned_runs(
+        corpus, norms, seeds or corpus.seeds, models or corpus.models, size or corpus.size
+    )
     runs = (runs or Path("runs") / Path(config).stem).absolute()
     data = (data or Path("runs/data") / Path(corpus.config).stem).absolute()
     where = [] if name in CORPORA else ["--data", str(data)]
     if where and not ((data / "settings.txt").is_file() and (data / "bin").is_dir()):
-        raise UserError(f"'{data}' is not prepared data (--data): pn prepare makes it from your text")
-    for model in corpus.models:  # each norm with settings of its own, or else one norm of each model
-        of_model = [(arch, *more) for arch, _, *more in planned.values() if arch.startswith(f"model._name={model}_")]
+        raise UserError(
+            f"'{data}' is not prepared data (--data): pn prepare makes it from your text"
+        )
+    # each norm with settings of its own, or else one norm of each model
+    for model in corpus.models:
+        of_model = [
+            (arch, *more)
+            for arch, _, *more in planned.values()
+            if arch.startswith(f"model._name={model}_")
+        ]
         for own in dict.fromkeys(given for given in of_model if len(given) > 1) or of_model[:1]:
             check_training(config, *where, *own, *settings)
 
@@ -129,11 +144,21 @@ def reproduce(
     commands: dict[Path, list[list]] = {}
     for run_name, own in planned.items():
         run = runs / run_name
-        train = ["--data", data, "--run", run, *own, *(setting.replace("{run}", str(run)) for setting in settings)]
+        train = [
+            "--data",
+            data,
+            "--run",
+            run,
+            *own,
+            *(setting.replace("{run}", str(run)) for setting in settings),
+        ]
         commands[run] = [["train", config, *train, *on_ranks]]
         for verb, *options in corpus.steps[1:]:
-            commands[run].append([verb, "--run", run, *options, *(on_ranks if verb == "generate" else [])])
-        if (run / "config.yaml").is_file() and data.is_dir():  # it was begun, with its settings and data
+            commands[run].append(
+                [verb, "--run", run, *options, *(on_ranks if verb == "generate" else [])]
+            )
+        # it was begun, with its settings and data
+        if (run / "config.yaml").is_file() and data.is_dir():
             check_training(config, *map(str, train))
     report = ["report", *commands, "--output", runs / (f"report-{table}" if table else "report")]
     if table in PAPER:  # a report of language models knows its corpus
@@ -168,15 +193,28 @@ def must(step: Sequence[str | Path]) -> None:
 
 
 def program(step: Sequence[str | Path]) -> list[str | Path]:
-    """The command that runs a step by this very package, also where the current folder has another one."""
-    return [sys.executable, *(["-P"] if PACKAGE.parent != Path.cwd() else []), "-m", "pn_fairseq", *step]
+    """The command that runs a step by this very package,
+
+    also where the current folder has another one.
+    """
+    return [
+        sys.executable,
+        *(["-P"] if PACKAGE.parent != Path.cwd() else []),
+        "-m",
+        "pn_fairseq",
+        *step,
+    ]
 
 
 def execute(step: Sequence[str | Path], messages: Path | None = None) -> int:
-    """Run a step to its end and return its exit code; the file ``messages`` also gets what it writes to stderr."""
+    """Run a step to its end and return its exit code;
+
+    the file ``messages`` also gets what it writes to stderr.
+    """
 
     def copy_messages() -> None:
-        for line in process.stderr or ():  # whole lines: the step also writes to stdout, which may be the same file
+        # whole lines: the step also writes to stdout, which may be the same file
+        for line in process.stderr or ():
             line = line.removesuffix(b"\n") + b"\n"
             with contextlib.suppress(OSError):  # a full disk; the step must be able to write
                 kept.write(line)
@@ -189,7 +227,8 @@ def execute(step: Sequence[str | Path], messages: Path | None = None) -> int:
             program(step),
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE if messages else None,
-            env={**os.environ, "PN_FAIRSEQ_STEP": "1"},  # the line about an interruption comes from here
+            # the line about an interruption comes from here
+            env={**os.environ, "PN_FAIRSEQ_STEP": "1"},
         )
         try:
             copy_messages()
@@ -209,8 +248,11 @@ def execute(step: Sequence[str | Path], messages: Path | None = None) -> int:
 
 
 def _make(name: str, run: Path, steps: Sequence[Sequence[str | Path]]) -> bool:
-    """One run through its steps; False after a failure, which is noted in its folder and ends this run only."""
-    work = run.parent / "logs" / run.name  # not in the folder of the run: `pn report DIR/*_seed*` finds runs only
+    """One run through its steps; False after a failure, which is noted in its folder and ends
+    this run only.
+    """
+    # not in the folder of the run: `pn report DIR/*_seed*` finds runs only
+    work = run.parent / "logs" / run.name
     work.mkdir(parents=True, exist_ok=True)
     for step in steps:
         verb, messages = step[0], work / f"{step[0]}.err"

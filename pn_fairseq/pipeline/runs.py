@@ -1,11 +1,13 @@
-"""Reading a training run: a folder of ``pn train``, of a job of ``fairseq-hydra-train``, or of ``fairseq-train``.
+"""Reading a training run: a folder of ``pn train``, of a job of ``fairseq-hydra-train``, or of
+``fairseq-train``.
 
 A run of ``pn train`` is a directory:
-  config.yaml   every setting                            data           the prepared data, by absolute path
-  train.log     fairseq's log                            data.settings  the data's settings when it was trained
-  made.txt      the stamp of a finished training (pipeline/stamp.py)
-  tensorboard/  the same for TensorBoard                 starts.jsonl   when, where and with what it was started
-  checkpoints/  fairseq's checkpoints, and averaged.pt   generate/      hypotheses and scores
+  config.yaml   every setting                            data           the prepared data, by
+  absolute path train.log     fairseq's log                            data.settings  the data's
+  settings when it was trained made.txt      the stamp of a finished training (pipeline/stamp.py)
+  tensorboard/  the same for TensorBoard                 starts.jsonl   when, where and with what it
+  was started checkpoints/  fairseq's checkpoints, and averaged.pt   generate/      hypotheses and
+  scores
 """
 
 from __future__ import annotations
@@ -34,7 +36,10 @@ class Run:
 
     @cached_property
     def ours(self) -> bool:
-        """Whether ``pn train`` wrote the folder; a run that failed at once has only the last of these files."""
+        """Whether ``pn train`` wrote the folder;
+
+        a run that failed at once has only the last of these files.
+        """
         names = ("config.yaml", "data", "data.settings", "starts.jsonl", "failed")
         return any((self.path / name).is_file() for name in names)
 
@@ -60,7 +65,10 @@ class Run:
     def _settings_of_a_checkpoint(self) -> dict:
         files = sorted(self.checkpoints.glob("checkpoint*.pt"))  # checkpoint_last.pt comes last
         if not files:
-            raise UserError(f"'{self.path}' is not a training run: it has no config.yaml and no checkpoint (pn train)")
+            raise UserError(
+                f"'{self.path}' is not a training run: it has no config.yaml and no checkpoint (pn "
+                "train)"
+            )
         from pn_fairseq.common.checkpoints import load_checkpoint  # needs torch
 
         cfg = load_checkpoint(files[-1]).get("cfg")
@@ -68,10 +76,16 @@ class Run:
             raise UserError(f"{files[-1]} has no settings: an older fairseq wrote it")
         settings = {name: getattr(section, "__dict__", section) for name, section in cfg.items()}
         # The model of fairseq-train has every flag: the flags of other sections are left out.
-        others = [section for name, section in settings.items() if name != "model" and isinstance(section, dict)]
+        others = [
+            section
+            for name, section in settings.items()
+            if name != "model" and isinstance(section, dict)
+        ]
         left_out = {"arch", *settings}.union(*others) - {"_name"}
         model = settings.get("model") or {}
-        return settings | {"model": {key: value for key, value in model.items() if key not in left_out}}
+        return settings | {
+            "model": {key: value for key, value in model.items() if key not in left_out}
+        }
 
     @cached_property
     def settings_by_name(self) -> dict[str, object]:
@@ -87,7 +101,10 @@ class Run:
     def bin(self) -> Path:
         """The folder of the binarized data, which may be gone."""
         if (self.path / "data").is_file():
-            return Path((self.path / "data").read_text("utf-8", errors="replace").removesuffix("\n")) / "bin"
+            return (
+                Path((self.path / "data").read_text("utf-8", errors="replace").removesuffix("\n"))
+                / "bin"
+            )
         folders = self.get("task.data")
         if not folders:
             raise UserError(f"the settings of '{self.path}' do not name its data")
@@ -95,12 +112,15 @@ class Run:
 
     @cached_property
     def data(self) -> Path | None:
-        """The prepared data around ``bin``, with tok/ and settings; None where only fairseq-preprocess made it."""
+        """The prepared data around ``bin``, with tok/ and settings; None where only
+        fairseq-preprocess made it.
+        """
         ours = (self.path / "data").is_file() and (self.path / "config.yaml").is_file()
         return self.bin.parent if ours or (self.bin.parent / "settings.txt").is_file() else None
 
     def settings_of_data(self) -> Settings:
-        """How the text was prepared, as its folder says now; only the languages where fairseq-preprocess made it.
+        """How the text was prepared, as its folder says now; only the languages where
+        fairseq-preprocess made it.
 
         Raises:
             UserError: neither the settings nor the names of the data's files tell the languages.
@@ -114,14 +134,17 @@ class Run:
 
     @cached_property
     def log_file(self) -> Path | None:
-        """train.log, or else the text in the folder that is fairseq's log and has the most updates; None without one.
+        """train.log, or else the text in the folder that is fairseq's log and has the most updates;
+        None without one.
 
         Raises:
             OSError: a file cannot be read.
         """
         if (self.path / "train.log").is_file():
             return self.path / "train.log"
-        texts = sorted(file for ending in ("log", "out", "txt") for file in self.path.glob(f"*.{ending}"))
+        texts = sorted(
+            file for ending in ("log", "out", "txt") for file in self.path.glob(f"*.{ending}")
+        )
         updates = {file: read_log(file).updates for file in texts if file.is_file()}
         return max(filter(updates.get, updates), key=updates.get, default=None)
 
@@ -139,14 +162,23 @@ class Run:
         paths = given or [self.checkpoints / "averaged.pt"]
         for path in paths:
             if not path.is_file():
-                others = sorted((file.name for file in self.checkpoints.glob("*.pt")), reverse=True)[:3]
-                advice = f"; {self.checkpoints} has {', '.join(others)} (--checkpoint FILE)" if others else ""
-                raise UserError(f"there is no checkpoint '{path}' (pn average makes averaged.pt){advice}")
+                others = sorted(
+                    (file.name for file in self.checkpoints.glob("*.pt")), reverse=True
+                )[:3]
+                advice = (
+                    f"; {self.checkpoints} has {', '.join(others)} (--checkpoint FILE)"
+                    if others
+                    else ""
+                )
+                raise UserError(
+                    f"there is no checkpoint '{path}' (pn average makes averaged.pt){advice}"
+                )
         return paths
 
 
 def infer_languages(folder: Path) -> tuple[str, str]:
-    """Source and target of binarized data, by the name of a file SPLIT.SOURCE-TARGET.LANG.bin, as fairseq infers them.
+    """Source and target of binarized data, by the name of a file SPLIT.SOURCE-TARGET.LANG.bin, as
+    fairseq infers them.
 
     Raises:
         UserError: no file has such a name.
@@ -156,17 +188,22 @@ def infer_languages(folder: Path) -> tuple[str, str]:
         if len(languages) == 2:
             return languages[0], languages[1]
     raise UserError(
-        f"the languages are not known: no file in {folder} is named SPLIT.SOURCE-TARGET.LANG.bin, as those of "
+        f"the languages are not known: no file in {folder} is named SPLIT.SOURCE-TARGET.LANG.bin, "
+        "as those of "
         "fairseq-preprocess are, and the training had no --source-lang and --target-lang"
     )
 
 
 def parts_of(architecture: str) -> tuple[str, str, str] | None:
-    """Model, norm (by its abbreviation) and size of ``MODEL_NORM_SIZE``; None if the name is not of this form."""
+    """Model, norm (by its abbreviation) and size of ``MODEL_NORM_SIZE``; None if the name is not
+    of this form.
+    """
     from pn_fairseq.norms import NORMS  # needs torch
 
     norms = "|".join(entry.short for entry in NORMS.values())
-    parts = re.fullmatch(rf"(transformer|transformer_lm|tensorized_lm)_({norms})_(\w+)", architecture)
+    parts = re.fullmatch(
+        rf"(transformer|transformer_lm|tensorized_lm)_({norms})_(\w+)", architecture
+    )
     return parts and parts.groups()
 
 
@@ -180,9 +217,15 @@ def open_run(path: Path, same_data: bool = False) -> Run:
     if not run.bin.is_dir():
         raise UserError(f"the data of '{path}' is gone: {run.bin}")
     kept, present = path / "data.settings", run.bin.parent / "settings.txt"
-    if same_data and kept.is_file() and present.is_file() and kept.read_bytes() != present.read_bytes():
+    if (
+        same_data
+        and kept.is_file()
+        and present.is_file()
+        and kept.read_bytes() != present.read_bytes()
+    ):
         raise UserError(
-            f"'{run.data}' was prepared again, with other settings or other text, after '{path}' was trained "
+            f"'{run.data}' was prepared again, with other settings or other text, after '{path}' "
+            "was trained "
             f"(compare {kept})"
         )
     return run
@@ -208,5 +251,7 @@ def flat(settings: dict, prefix: str = "") -> dict[str, object]:
     """Settings by dotted name."""
     values = {}
     for key, value in settings.items():
-        values |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        values |= (
+            flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        )
     return values

@@ -12,7 +12,15 @@ from pn_fairseq.common.files import read_lines, short_names
 from pn_fairseq.pipeline import RUN_HELP, SUBSET_HELP
 from pn_fairseq.pipeline.bootstrap import RESAMPLES, Comparison, compare_folders, p_text
 from pn_fairseq.pipeline.metrics import METRICS, Scoring
-from pn_fairseq.pipeline.scoring import Text, is_scored, low_bleu, read_scores, score_lines, score_run, score_texts
+from pn_fairseq.pipeline.scoring import (
+    Text,
+    is_scored,
+    low_bleu,
+    read_scores,
+    score_lines,
+    score_run,
+    score_texts,
+)
 
 #: A difference counts as significant below this p-value.
 LEVEL = 0.05
@@ -21,21 +29,30 @@ DESCRIPTION = """\
 Score the hypotheses of a run or of a text file, or test whether runs differ significantly.
 
 For a run, it prints these scores and writes them to scores.txt and scores.json:
-  tokenized BLEU    on the tokens as prepared: the value of multi-bleu and fairseq-generate, and of the paper
-  detokenized BLEU  sacreBLEU on plain text, with its signature; case is ignored if the data was lower-cased
+  tokenized BLEU    on the tokens as prepared: the value of multi-bleu and fairseq-generate, and of
+                    the paper
+  detokenized BLEU  sacreBLEU on plain text, with its signature; case is ignored if the data was
+                    lower-cased
   chrF2             on plain text, the F-score of character n-grams
   TER               on plain text, edits for each 100 words of the reference; lower is better
 """
 
 EPILOG = """\
-Without hypotheses of pn generate, --run scores generate-SUBSET.txt, which fairseq-generate --results-path DIR wrote.
+Without hypotheses of pn generate, --run scores generate-SUBSET.txt, which
+fairseq-generate --results-path DIR wrote.
 The paired bootstrap of text files: sacrebleu REF -i BASELINE FILE --paired-bs
 """
 
 #: Option -> the options of which it needs one.
 NEEDS = {
     **{"subset": ("run", "compare"), "output": ("run",), "compound_split": ("run", "tokenized")},
-    **{"resamples": ("compare",), "ref": ("hyp",), "tokenized": ("hyp",), "lowercase": ("hyp",), "target": ("hyp",)},
+    **{
+        "resamples": ("compare",),
+        "ref": ("hyp",),
+        "tokenized": ("hyp",),
+        "lowercase": ("hyp",),
+        "target": ("hyp",),
+    },
 }
 
 
@@ -43,25 +60,55 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = ArgumentParser(prog="pn score", description=DESCRIPTION, epilog=EPILOG)
     add, mode = parser.add_argument, parser.add_mutually_exclusive_group(required=True)
     mode.add_argument("--run", type=Path, metavar="DIR", help=RUN_HELP)
-    compare = "paired bootstrap by sacrebleu: could the difference between a run and the first one, the baseline, come "
+    compare = (
+        "paired bootstrap by sacrebleu: could the difference between a run and the first one, the "
+        "baseline, come "
+    )
     compare += "from the choice of test sentences? Runs that are not scored yet are scored first"
     mode.add_argument("--compare", type=Path, nargs="+", metavar="DIR", help=compare)
     mode.add_argument("--hyp", type=Path, metavar="FILE", help="hypotheses, one sentence per line")
-    references = "with --hyp: references, one sentence per line; several files give several references per sentence"
+    references = (
+        "with --hyp: references, one sentence per line; several files give several references per "
+        "sentence"
+    )
     add("--ref", type=Path, nargs="+", metavar="FILE", help=references)
     add("--subset", metavar="NAME", help=f"subset of the runs: {SUBSET_HELP}")
-    add("--output", type=Path, metavar="DIR", help="the --output of pn generate (default: RUN/generate/SUBSET)")
-    split = 'in tokenized BLEU, split words with hyphens ("rich ##AT##-##AT## text"), as papers on WMT14 do (default: '
+    add(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="the --output of pn generate (default: RUN/generate/SUBSET)",
+    )
+    split = (
+        'in tokenized BLEU, split words with hyphens ("rich ##AT##-##AT## text"), as papers on '
+        "WMT14 do (default: "
+    )
     split += "as the run's data was prepared)"
     add("--compound-split", action=argparse.BooleanOptionalAction, help=split)
-    add("--resamples", type=whole, metavar="N", help=f"with --compare: number of resampled texts (default {RESAMPLES})")
-    add("--tokenized", action="store_true", default=None, help="the files contain tokens (default: plain text)")
+    add(
+        "--resamples",
+        type=whole,
+        metavar="N",
+        help=f"with --compare: number of resampled texts (default {RESAMPLES})",
+    )
+    add(
+        "--tokenized",
+        action="store_true",
+        default=None,
+        help="the files contain tokens (default: plain text)",
+    )
     add("--lowercase", action="store_true", default=None, help="with --hyp: ignore case")
-    add("--target", metavar="LANG", help="with --hyp: the language, which chooses sacrebleu's tokenizer (default: 13a)")
+    add(
+        "--target",
+        metavar="LANG",
+        help="with --hyp: the language, which chooses sacrebleu's tokenizer (default: 13a)",
+    )
     args = parser.parse_args(argv)
     for option, modes in NEEDS.items():
         if getattr(args, option) is not None and all(getattr(args, name) is None for name in modes):
-            raise UserError(f"--{option.replace('_', '-')} needs --{' or --'.join(modes)} (see --help)")
+            raise UserError(
+                f"--{option.replace('_', '-')} needs --{' or --'.join(modes)} (see --help)"
+            )
     if args.hyp and args.ref is None:
         raise UserError("--hyp needs --ref (see --help)")
     return args
@@ -72,7 +119,8 @@ def show(comparisons: Mapping[str, Comparison], text: str) -> str:
     bleu = comparisons["tokenized"].results
     baseline, rows, untested = next(iter(bleu)), [], []
     for name in bleu:
-        # Where nothing was learned, a significant difference would be one between two kinds of noise.
+        # Where nothing was learned, a significant difference would be one between two kinds of
+        # noise.
         low = low_bleu(min(bleu[name].score, bleu[baseline].score))
         row = [f"{name} (baseline)" if name == baseline else name]
         for comparison in comparisons.values():
@@ -82,19 +130,30 @@ def show(comparisons: Mapping[str, Comparison], text: str) -> str:
                 row[-1] += f" {p_text(result.p_value)}{' *' * (result.p_value < LEVEL)}"
         rows.append(row)
         untested += [f"{name} is not tested: {low}"] if name != baseline and low else []
-    return "\n".join([
-        f"paired bootstrap: {text}",
-        "score (mean of the resamples ± 95% confidence interval), p of no difference from the baseline",
-        "",
-        tabulate(rows, headers=["", *(METRICS[name].title for name in comparisons)], tablefmt="plain"),
-        "",
-        *untested,
-        f"* is significant (p < {LEVEL}). Without *, a difference is inconclusive: it may be chance.",
-        "This tests variation over test sentences, not over training seeds; for the latter, train several seeds.",
-        "The p-value is one-sided (sacrebleu's); a two-sided p-value would be about twice as large.",
-        "",
-        *(f"{METRICS[name].title}: {comparison.signature}" for name, comparison in comparisons.items()),
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            f"paired bootstrap: {text}",
+            "score (mean of the resamples ± 95% confidence interval), p of no difference from the "
+            "baseline",
+            "",
+            tabulate(
+                rows, headers=["", *(METRICS[name].title for name in comparisons)], tablefmt="plain"
+            ),
+            "",
+            *untested,
+            f"* is significant (p < {LEVEL}). Without *, a difference is inconclusive: it may be "
+            "chance.",
+            "This tests variation over test sentences, not over training seeds; for the latter, "
+            "train several seeds.",
+            "The p-value is one-sided (sacrebleu's); a two-sided p-value would be about twice as "
+            "large.",
+            "",
+            *(
+                f"{METRICS[name].title}: {comparison.signature}"
+                for name, comparison in comparisons.items()
+            ),
+        ]
+    )
 
 
 def compare_runs(runs: Sequence[Path], subset: str, resamples: int) -> str:
@@ -106,7 +165,9 @@ def compare_runs(runs: Sequence[Path], subset: str, resamples: int) -> str:
     for run in runs:
         if not is_scored(run, subset):  # a scored run needs its data no more
             score_run(run, subset)
-    folders = {name: run / "generate" / subset for name, run in zip(short_names(runs), runs, strict=True)}
+    folders = {
+        name: run / "generate" / subset for name, run in zip(short_names(runs), runs, strict=True)
+    }
     sentences = read_scores(runs[0] / "generate" / subset).sentences
     return show(compare_folders(folders, resamples), f"{subset}, {sentences} sentences")
 
@@ -120,7 +181,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         run = score_run(args.run, args.subset, args.output, args.compound_split)
         scores, warnings = run.by_metric, run.warnings
     else:
-        text, lowercase = Text(read_lines(args.hyp), [read_lines(file) for file in args.ref]), bool(args.lowercase)
+        text, lowercase = (
+            Text(read_lines(args.hyp), [read_lines(file) for file in args.ref]),
+            bool(args.lowercase),
+        )
         scoring = Scoring(lowercase, args.target or "", bool(args.compound_split), lowercase)
         scores, warnings = score_texts(scoring, **{"tokens" if args.tokenized else "plain": text})
     print(*score_lines(scores), sep="\n")

@@ -3,7 +3,8 @@
 The folder of one decoding (``RUN/generate/SUBSET``) holds, line for line:
 
 ``hyp.tok``, ``ref.tok``
-    hypothesis and reference in the form of the model's data: tokens (lower-cased or not), subwords joined.
+    hypothesis and reference in the form of the model's data: tokens (lower-cased or not), subwords
+    joined.
 ``hyp.txt``, ``ref.txt``
     plain text: the detokenized hypothesis, and the reference before any preparation.
 ``scores.json``, ``scores.txt``
@@ -36,8 +37,8 @@ from pn_fairseq.pipeline.runs import Run, open_run
 class Score:
     """One corpus score.
 
-    In the signature ``detok:`` names the detokenizer of the hypotheses (:func:`detokenize`); ``ref:detok`` means that
-    the references were detokenized by it as well.
+    In the signature ``detok:`` names the detokenizer of the hypotheses (:func:`detokenize`);
+    ``ref:detok`` means that the references were detokenized by it as well.
     """
 
     score: float  # from 0 to 100
@@ -48,13 +49,17 @@ class Score:
 
 @dataclass(frozen=True)
 class Scores:
-    """All scores of one decoded subset. ``scores.json`` holds the same, with a key for each metric."""
+    """All scores of one decoded subset.
+
+    ``scores.json`` holds the same, with a key for each metric.
+    """
 
     subset: str
     sentences: int
     lowercase: bool  # plain text was scored without case, because the model's data is lower-cased
     target: str  # language
-    by_metric: dict[str, Score]  # without those that cannot be computed, or did not exist when the run was scored
+    # without those that cannot be computed, or did not exist when the run was scored
+    by_metric: dict[str, Score]
     warnings: list[str] = field(default_factory=list)  # what makes the scores doubtful
 
 
@@ -65,14 +70,18 @@ def score_lines(scores: Mapping[str, Score]) -> list[str]:
         metric = METRICS[name]
         signature = f"{metric.symbol}|{score.signature}"
         lines.append(
-            f"{metric.title + ':':17} {signature} = {score.score:.{metric.decimals}f} {score.verbose}".rstrip()
+            f"{metric.title + ':':17} {signature} = {score.score:.{metric.decimals}f} "
+            f"{score.verbose}".rstrip()
         )
     return lines
 
 
 def low_bleu(bleu: float) -> str | None:
     """A warning if BLEU is so low that it says little about a model."""
-    reason = "the model has hardly learned to translate, or hypotheses and references do not belong together"
+    reason = (
+        "the model has hardly learned to translate, or hypotheses and references do not belong "
+        "together"
+    )
     return f"BLEU is {bleu:.2f}, below 1: {reason}" if bleu < 1 else None
 
 
@@ -96,8 +105,13 @@ class Text(NamedTuple):
     references: Sequence[Sequence[str]]
 
 
-def score_texts(scoring: Scoring, tokens: Text | None = None, plain: Text | None = None) -> tuple[dict, list[str]]:
-    """The scores of tokens and of plain text by the name of the metric, and what makes them doubtful."""
+def score_texts(
+    scoring: Scoring, tokens: Text | None = None, plain: Text | None = None
+) -> tuple[dict, list[str]]:
+    """The scores of tokens and of plain text by the name of the metric,
+
+    and what makes them doubtful.
+    """
     scores, warnings = {}, []
     for name, metric in METRICS.items():
         text = tokens if metric.on_tokens else plain
@@ -113,47 +127,77 @@ def score_texts(scoring: Scoring, tokens: Text | None = None, plain: Text | None
         if not scoring.lowercase and only_references_have_case(text):
             advice = "add --lowercase (with --hyp) to ignore case"
             warnings.append(f"the hypotheses are lower-cased, and the references are not: {advice}")
-        warnings += [warning for warning in doubts(text, tokenized=text is tokens) if warning not in warnings]
+        warnings += [
+            warning for warning in doubts(text, tokenized=text is tokens) if warning not in warnings
+        ]
     return scores, warnings
 
 
-#: Punctuation that stands apart from the word before it, and Moses' escapes: they are rare in plain text.
+#: Punctuation that stands apart from the word before it, and Moses' escapes: they are rare in plain
+#: text.
 _OF_TOKENS = re.compile(r"\S [.,。，、](\s|$)|&(apos|quot|amp|#124|#91|#93);|@-@")
 _OF_SUBWORDS = re.compile(r"@@( |$)|\u2581")
 
 
 def doubts(text: Text, tokenized: bool) -> list[str]:
-    """Signs that a text is not what is scored: subwords, tokens in plain text, or references as hypotheses."""
+    """Signs that a text is not what is scored: subwords, tokens in plain text, or references as
+    hypotheses.
+    """
     warnings, names = [], ["the hypotheses", *["the references"] * len(text.references)]
     for name, lines in zip(names, (text.hypotheses, *text.references), strict=True):
         if any(map(_OF_SUBWORDS.search, lines)):
-            warnings.append(f"{name} hold subwords ('@@ ' or '\u2581'), which are scored as words: join them first")
+            warnings.append(
+                f"{name} hold subwords ('@@ ' or '\u2581'), which are scored as words: join them "
+                "first"
+            )
         elif not tokenized and sum(map(bool, map(_OF_TOKENS.search, lines))) > 0.2 * len(lines):
-            warnings.append(f"{name} look tokenized, but are scored as plain text: detokenize them, or use --tokenized")
+            warnings.append(
+                f"{name} look tokenized, but are scored as plain text: detokenize them, or use "
+                "--tokenized"
+            )
     if any(list(text.hypotheses) == list(reference) for reference in text.references):
-        warnings.append("the hypotheses are the references, line for line (fairseq-generate --score-reference?)")
+        warnings.append(
+            "the hypotheses are the references, line for line (fairseq-generate --score-reference?)"
+        )
     return warnings
 
 
 def only_references_have_case(text: Text) -> bool:
-    """Whether no hypothesis has an upper-case letter, and more than a fifth of the lines of a reference have one."""
-    if any(line != line.lower() for line in text.hypotheses) or not any(map(str.islower, text.hypotheses)):
+    """Whether no hypothesis has an upper-case letter,
+
+    and more than a fifth of the lines of a reference have one.
+    """
+    if any(line != line.lower() for line in text.hypotheses) or not any(
+        map(str.islower, text.hypotheses)
+    ):
         return False
-    return any(sum(line != line.lower() for line in lines) > 0.2 * len(lines) for lines in text.references)
+    return any(
+        sum(line != line.lower() for line in lines) > 0.2 * len(lines) for lines in text.references
+    )
 
 
-def check_same_length(texts: Mapping[str, Sequence[str]], reference: Sequence[str], name: str = "the reference"):
+def check_same_length(
+    texts: Mapping[str, Sequence[str]], reference: Sequence[str], name: str = "the reference"
+):
     for text, lines in texts.items():
         if len(lines) != len(reference):
             count = f"{len(lines)} line{'s' * (len(lines) != 1)}"
-            raise UserError(f"{text}: {count}, but {name} has {len(reference)}: sentences were lost")
+            raise UserError(
+                f"{text}: {count}, but {name} has {len(reference)}: sentences were lost"
+            )
     if not reference:
         raise UserError("there is no sentence to score")
 
 
 def results_of_fairseq(run: Path, subset: str, folder: Path) -> Path | None:
-    """What ``fairseq-generate --results-path RUN`` (or ``RUN/checkpoints``) wrote, unless ``pn generate`` decoded."""
-    made, paths = folder / "made.txt", [parent / f"generate-{subset}.txt" for parent in (run, run / "checkpoints")]
+    """What ``fairseq-generate --results-path RUN`` (or ``RUN/checkpoints``) wrote,
+
+    unless ``pn generate`` decoded.
+    """
+    made, paths = (
+        folder / "made.txt",
+        [parent / f"generate-{subset}.txt" for parent in (run, run / "checkpoints")],
+    )
     if (folder / "hyp.tok").is_file() and not (made.is_file() and "results" in read_settings(made)):
         return None
     return next((path for path in paths if path.is_file()), None)
@@ -163,17 +207,22 @@ def _import_results(results: Path, run: Run, subset: str, folder: Path) -> None:
     """Write ``hyp.tok`` and ``ref.tok`` from the output of fairseq-generate.
 
     Raises:
-        UserError: a sentence of the subset has no hypothesis or no reference, or the hypotheses are subwords.
+        UserError: a sentence of the subset has no hypothesis or no reference, or the hypotheses are
+            subwords.
     """
     index = next(run.bin.glob(f"{subset}.*.idx"), None)
     if index is None:
-        raise UserError(f"'{run.bin}' has no subset '{subset}' (pn prepare text --test NAME adds one)")
+        raise UserError(
+            f"'{run.bin}' has no subset '{subset}' (pn prepare text --test NAME adds one)"
+        )
     try:
         lines = read_lines(results)
         best = [options[0][1] for options in hypotheses(lines, indexed(index), nbest=sys.maxsize)]
         references = texts_of(lines, "T", len(best))
     except UserError as error:
-        raise UserError(f"{results}: {error}; decode with --required-batch-size-multiple 1") from error
+        raise UserError(
+            f"{results}: {error}; decode with --required-batch-size-multiple 1"
+        ) from error
     except KeyError as error:
         raise UserError(f"{results} has no reference (T-) of sentence {error}") from error
     if any("@@ " in line or "\u2581" in line for line in best):
@@ -187,9 +236,13 @@ def _import_results(results: Path, run: Run, subset: str, folder: Path) -> None:
 
 
 def score_run(
-    path: Path, subset: str | None = None, output: Path | None = None, compound_split: bool | None = None
+    path: Path,
+    subset: str | None = None,
+    output: Path | None = None,
+    compound_split: bool | None = None,
 ) -> Scores:
-    """Detokenize a run's hypotheses, compute all scores, and write plain text and scores into their folder.
+    """Detokenize a run's hypotheses, compute all scores, and write plain text and scores into their
+    folder.
 
     Args:
         path, subset, output: the options of pn score.
@@ -201,7 +254,9 @@ def score_run(
     run = open_run(path, same_data=True)
     decoded_subset = stamp.read(output / "made.txt").get("subset") if output else None
     if subset and decoded_subset and subset != decoded_subset:
-        raise UserError(f"'{output}' has hypotheses of {decoded_subset}, and --subset says {subset}")
+        raise UserError(
+            f"'{output}' has hypotheses of {decoded_subset}, and --subset says {subset}"
+        )
     subset = subset or decoded_subset or "test"
     folder = output or path / "generate" / subset
     if results := results_of_fairseq(path, subset, folder):
@@ -218,18 +273,30 @@ def score_run(
     raw = run.data / "raw" / f"{subset}.{target}" if run.data else None
     plain = read_lines(raw) if raw else detokenize(tokens, target)
     check_same_length({str(decoded): translated}, plain, str(raw))
-    translations, note = detokenize(translated, target), f"|detok:{DETOKENIZER}{'' if raw else '|ref:detok'}"
-    settings = {"lowercase": lowercase, "target": target, "compound_split": compound_split, "detokenizer": DETOKENIZER}
+    translations, note = (
+        detokenize(translated, target),
+        f"|detok:{DETOKENIZER}{'' if raw else '|ref:detok'}",
+    )
+    settings = {
+        "lowercase": lowercase,
+        "target": target,
+        "compound_split": compound_split,
+        "detokenizer": DETOKENIZER,
+    }
     settings |= {"metrics": " ".join(METRICS), "sacrebleu": sacrebleu.__version__}
     references = [folder / "ref.tok", *([raw] if raw else [])]
-    wanted = stamp.made_from(settings, {"hypotheses": [results or decoded], "references": references})
+    wanted = stamp.made_from(
+        settings, {"hypotheses": [results or decoded], "references": references}
+    )
     made = stamp.stamp_of(folder / "scores.json")
     if stamp.done("score", made, wanted, folder / "scores.json"):
         with contextlib.suppress(UserError):  # a damaged file
             return read_scores(folder)
     made.unlink(missing_ok=True)
     scored, warnings = score_texts(
-        Scoring(lowercase, target, compound_split), Text(translated, [tokens]), Text(translations, [plain])
+        Scoring(lowercase, target, compound_split),
+        Text(translated, [tokens]),
+        Text(translations, [plain]),
     )
     for name, value in scored.items():
         if not METRICS[name].on_tokens:
@@ -245,12 +312,20 @@ def score_run(
 
 
 def is_scored(run: Path, subset: str) -> bool:
-    """Whether ``scores.json`` exists and belongs to the present hypotheses, or an earlier version wrote it."""
+    """Whether ``scores.json`` exists and belongs to the present hypotheses,
+
+    or an earlier version wrote it.
+    """
     folder = run / "generate" / subset
-    scores, hypotheses = folder / "scores.json", results_of_fairseq(run, subset, folder) or folder / "hyp.tok"
+    scores, hypotheses = (
+        folder / "scores.json",
+        results_of_fairseq(run, subset, folder) or folder / "hyp.tok",
+    )
     if not (made := stamp.stamp_of(scores)).is_file():
         return scores.is_file()
-    return scores.is_file() and not stamp.differences(made, stamp.made_from({}, {"hypotheses": [hypotheses]}))
+    return scores.is_file() and not stamp.differences(
+        made, stamp.made_from({}, {"hypotheses": [hypotheses]})
+    )
 
 
 def read_scores(folder: Path) -> Scores:
@@ -263,4 +338,6 @@ def read_scores(folder: Path) -> Scores:
     except FileNotFoundError:
         raise UserError(f"there is no '{path}' (pn score writes it)") from None
     except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path} is not a file of pn score ({error}); score the run again") from error
+        raise UserError(
+            f"{path} is not a file of pn score ({error}); score the run again"
+        ) from error

@@ -1,8 +1,10 @@
-"""The settings of a training run: a pure function of a file in configs/, the overrides and the world size.
+"""The settings of a training run: a pure function of a file in configs/, the overrides and the
+world size.
 
-hydra reads the file and the overrides as ``fairseq-hydra-train`` does; then every key is checked, and the tokens of an
-update are spread over the ranks. A mistake is a :class:`~pn_fairseq.common.command.UserError`, before anything is
-written. Every rank composes them for itself.
+hydra reads the file and the overrides as ``fairseq-hydra-train`` does; then every key is checked,
+and the tokens of an update are spread over the ranks. A mistake is a
+:class:`~pn_fairseq.common.command.UserError`, before anything is written. Every rank composes them
+for itself.
 """
 
 import argparse
@@ -33,14 +35,21 @@ from pn_fairseq.common.files import CONFIGS
 from pn_fairseq.fairseq_patches.convert_norms import SETTINGS
 from pn_fairseq.pipeline.runs import load_config
 
-#: Settings of this pipeline in addition to fairseq's. Configs hold average_last in fairseq's free section ``scoring``.
+#: Settings of this pipeline in addition to fairseq's. Configs hold average_last in fairseq's free
+#: section ``scoring``.
 OWN = ("tokens_per_update", "average_last")
-#: A short run logs more often than its configuration says, so that its learning curve has this many points.
+#: A short run logs more often than its configuration says, so that its learning curve has this many
+#: points.
 POINTS = 20
-#: Settings that name files. They become absolute, since a run may be resumed, decoded or reported from another folder.
+#: Settings that name files. They become absolute, since a run may be resumed, decoded or reported
+#: from another folder.
 PATHS = ("checkpoint.finetune_from_model", "model.norm_module", "model.norm_probe")
 #: The sections of fairseq's settings.
-SECTIONS = {name: field.type for name, field in FairseqConfig.__dataclass_fields__.items() if name != "_name"}
+SECTIONS = {
+    name: field.type
+    for name, field in FairseqConfig.__dataclass_fields__.items()
+    if name != "_name"
+}
 #: Sections whose component is often exchanged for another with other settings.
 EXCHANGED = ("criterion", "lr_scheduler", "optimizer")
 #: These follow from the number of ranks.
@@ -49,9 +58,11 @@ DERIVED = ("world_size", "rank", "num_procs", "init_method", "port", "no_spawn")
 
 @dataclasses.dataclass(frozen=True)
 class Batches:
-    """How the tokens of one update are spread: ``world_size * update_freq * max_tokens`` of ``tokens_per_update``.
+    """How the tokens of one update are spread: ``world_size * update_freq * max_tokens`` of
+    ``tokens_per_update``.
 
-    Where batches are counted in sentences (``dataset.batch_size``, one rank only), the latter two may be None.
+    Where batches are counted in sentences (``dataset.batch_size``, one rank only), the latter two
+    may be None.
     """
 
     world_size: int
@@ -65,15 +76,20 @@ class Batches:
             return f"{ranks} x dataset.batch_size sentences x update-freq {self.update_freq}"
         product = self.world_size * self.update_freq * self.max_tokens
         of = "" if product == self.tokens_per_update else f" of {self.tokens_per_update}"
-        return f"{ranks} x {self.max_tokens} tokens x update-freq {self.update_freq} = {product}{of} tokens per update"
+        return (
+            f"{ranks} x {self.max_tokens} tokens x update-freq {self.update_freq} = {product}{of} "
+            f"tokens per update"
+        )
 
 
 def spread(tokens_per_update: int, cap: int, world_size: int) -> Batches:
-    """Spread ``tokens_per_update`` over ``world_size`` ranks, none of which takes more than ``cap`` tokens at once.
+    """Spread ``tokens_per_update`` over ``world_size`` ranks, none of which takes more than ``cap``
+    tokens at once.
 
-    update_freq = ceil(tokens_per_update / (world_size * cap)), and then max_tokens = floor(tokens_per_update /
-    (world_size * update_freq)), which is ``cap`` where that divides. fairseq deals the batches of an update out in
-    turn, so ranks with the same max_tokens get the very batches that one rank takes one after the other.
+    update_freq = ceil(tokens_per_update / (world_size * cap)), and then max_tokens =
+    floor(tokens_per_update / (world_size * update_freq)), which is ``cap`` where that divides.
+    fairseq deals the batches of an update out in turn, so ranks with the same max_tokens get the
+    very batches that one rank takes one after the other.
     """
     update_freq = -(-tokens_per_update // (world_size * cap))
     max_tokens = tokens_per_update // (world_size * update_freq)
@@ -82,22 +98,30 @@ def spread(tokens_per_update: int, cap: int, world_size: int) -> Batches:
     return Batches(world_size, update_freq, max_tokens, tokens_per_update)
 
 
-def compose(config: Path, overrides: Sequence[str], world_size: int, on_cpu: bool) -> tuple[DictConfig, Batches]:
+def compose(
+    config: Path, overrides: Sequence[str], world_size: int, on_cpu: bool
+) -> tuple[DictConfig, Batches]:
     """The settings of a training run, as fairseq expects them, and its batches.
 
-    ``overrides`` are ``key=value`` in hydra's syntax, with or without ``+``; ``on_cpu``: the ranks compute on CPUs.
+    ``overrides`` are ``key=value`` in hydra's syntax, with or without ``+``; ``on_cpu``: the ranks
+    compute on CPUs.
     """
     given = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
     for name, value in given.items():
         if name.removeprefix("distributed_training.distributed_") in DERIVED:
-            raise UserError(f"{name} cannot be set here; it follows from --ranks or torchrun (see --help)")
+            raise UserError(
+                f"{name} cannot be set here; it follows from --ranks or torchrun (see --help)"
+            )
         if name in SECTIONS:
-            raise UserError(f"'{name}' is a section of the settings, did you mean '{name}._name={value}'?")
+            raise UserError(
+                f"'{name}' is a section of the settings, did you mean '{name}._name={value}'?"
+            )
     try:
         cfg = _read(config, overrides)
         batches = _batches(config, cfg, given, world_size)
         if batches.max_tokens is not None:
-            # fairseq's value of max_tokens_valid is a reference to max_tokens. Validation is not part of an update.
+            # fairseq's value of max_tokens_valid is a reference to max_tokens. Validation is not
+            # part of an update.
             cfg.dataset.max_tokens_valid = cfg.dataset.max_tokens_valid
             cfg.dataset.max_tokens = batches.max_tokens
             cfg.optimization.update_freq = [batches.update_freq]
@@ -106,7 +130,8 @@ def compose(config: Path, overrides: Sequence[str], world_size: int, on_cpu: boo
             cfg.common.log_interval = min(int(cfg.common.log_interval), most)
         distributed = cfg.distributed_training
         distributed.distributed_world_size = world_size
-        distributed.device_id = 0  # fairseq takes LOCAL_RANK, and the settings of all ranks must be the same
+        # fairseq takes LOCAL_RANK, and the settings of all ranks must be the same
+        distributed.device_id = 0
         if world_size > 1:
             distributed.distributed_no_spawn, distributed.distributed_init_method = True, "env://"
             if on_cpu and "distributed_training.distributed_backend" not in given:
@@ -122,7 +147,10 @@ def compose(config: Path, overrides: Sequence[str], world_size: int, on_cpu: boo
             several = name == "model.norm_module"  # files, separated by commas
             paths = [path for path in str(value).split(",") if path] if several else [str(value)]
             if several and (absent := [path for path in paths if not os.path.isfile(path)]):
-                raise UserError(f"model.norm_module: there is no file '{absent[0]}'; name it by model.norm_module=FILE")
+                raise UserError(
+                    f"model.norm_module: there is no file '{absent[0]}'; name it by "
+                    "model.norm_module=FILE"
+                )
             OmegaConf.update(cfg, name, ",".join(map(os.path.abspath, paths)))
     average_last = cfg.get("average_last", (cfg.scoring or {}).get("average_last", 0))
     cfg.average_last = whole_number("average_last", average_last, least=0) or None
@@ -136,47 +164,75 @@ def _read(config: Path, overrides: Sequence[str]) -> DictConfig:
     The ``defaults`` of the file can name other files next to it, and those in configs/.
     """
     # With ++, hydra sets a key whether or not the file has it.
-    forced = [override if override.startswith("~") else f"++{override.lstrip('+')}" for override in overrides]
+    forced = [
+        override if override.startswith("~") else f"++{override.lstrip('+')}"
+        for override in overrides
+    ]
     load_config(config)  # hydra's message about a broken file has many lines
-    with warnings.catch_warnings(action="ignore"), initialize_config_dir(str(config.parent), version_base="1.1"):
+    with (
+        warnings.catch_warnings(action="ignore"),
+        initialize_config_dir(str(config.parent), version_base="1.1"),
+    ):
         cfg = hydra_compose(config.stem, [*forced, f"hydra.searchpath=['file://{CONFIGS}']"])
     if "_name" not in (cfg.get("model") or {}) or "_name" not in (cfg.get("task") or {}):
-        raise UserError(f"{config} has no model._name or no task._name: it is not a configuration of a training run")
+        raise UserError(
+            f"{config} has no model._name or no task._name: it is not a configuration of a "
+            "training run"
+        )
     _drop(cfg, overrides)
     check_keys(cfg)
-    for key in ("optimization.lr", "optimization.update_freq"):  # fairseq declares lists; a number is a list of one
+    # fairseq declares lists; a number is a list of one
+    for key in ("optimization.lr", "optimization.update_freq"):
         if not OmegaConf.is_list(value := OmegaConf.select(cfg, key)) and value is not None:
             OmegaConf.update(cfg, key, [value])
     schema = OmegaConf.structured(FairseqConfig)
     OmegaConf.set_struct(schema, False)  # for OWN
     cfg = OmegaConf.merge(schema, cfg)
-    with open_dict(cfg):  # fairseq's dataclasses of models have no fields for the settings of a patch
+    # fairseq's dataclasses of models have no fields for the settings of a patch
+    with open_dict(cfg):
         of_patch = {key: cfg.model.pop(key) for key in SETTINGS if key in cfg.model}
-    inspect.unwrap(add_defaults)(cfg)  # fairseq's own: begin() in fairseq_patches/starting.py is for training runs
+    # fairseq's own: begin() in fairseq_patches/starting.py is for training runs
+    inspect.unwrap(add_defaults)(cfg)
     with open_dict(cfg.model):
         cfg.model.update(of_patch)
     return cfg
 
 
 def _drop(cfg: DictConfig, overrides: Sequence[str]) -> None:
-    """Remove from a section whose ``_name`` is overridden the file's settings that its new component does not have."""
+    """Remove from a section whose ``_name`` is overridden the file's settings that its new
+    component does not have.
+    """
     given = {override.lstrip("+~").partition("=")[0] for override in overrides}
     for section in EXCHANGED:
         if f"{section}._name" not in given:
             continue
-        old = {key for key in cfg[section] if f"{section}.{key}" not in given} - known_keys(section, cfg)
+        old = {key for key in cfg[section] if f"{section}.{key}" not in given} - known_keys(
+            section, cfg
+        )
         with open_dict(cfg):
             for key in old:
                 del cfg[section][key]
         if old and "PN_FAIRSEQ_RANK" not in os.environ and os.environ.get("RANK", "0") == "0":
-            say("train", f"note: {section}._name={cfg[section]._name} has no {', '.join(sorted(old))}; dropped")
+            say(
+                "train",
+                f"note: {section}._name={cfg[section]._name} has no {', '.join(sorted(old))}; "
+                "dropped",
+            )
 
 
 def _one_line(error: Exception) -> str:
     """hydra's message and advice, without the lines about its internal keys."""
-    text = f"{error}\n{error.__cause__}" if isinstance(error, HydraException) and error.__cause__ else str(error)
+    text = (
+        f"{error}\n{error.__cause__}"
+        if isinstance(error, HydraException) and error.__cause__
+        else str(error)
+    )
     lines = [line.strip().rstrip(".") for line in text.splitlines()]
-    kept = [line for line in lines if line and not re.match(r"full_key:|reference_type=|object_type=|See https", line)]
+    kept = [
+        line
+        for line in lines
+        if line and not re.match(r"full_key:|reference_type=|object_type=|See https", line)
+    ]
     line = ": ".join(dict.fromkeys(kept)).replace("++", "")
     if isinstance(error, OverrideParseException):
         key = error.override.lstrip("+")
@@ -196,18 +252,28 @@ def check_keys(cfg: DictConfig) -> None:
 
 
 def _advice(name: str, cfg: DictConfig) -> str:
-    """Advice on an unknown setting or section: the most similar one of its section, or a very similar one of another;
-    or which component has it, as another learning-rate schedule."""
+    """Advice on an unknown setting or section: the most similar one of its section, or a very
+    similar one of another; or which component has it, as another learning-rate schedule.
+    """
     own_section, _, key = name.rpartition(".")
     if own_section in EXCHANGED:
         components = components_of(own_section)
-        if owners := [owner for owner in components if key in keys_of(own_section, components[owner])]:
-            return f": {own_section}._name={cfg[own_section]._name} has no such setting, {owners[0]} has one"
+        if owners := [
+            owner for owner in components if key in keys_of(own_section, components[owner])
+        ]:
+            return (
+                f": {own_section}._name={cfg[own_section]._name} has no such setting, {owners[0]} "
+                f"has one"
+            )
     names = {own: own for own in (*OWN, *SECTIONS)}
     for section in sorted(SECTIONS, key=lambda section: section != own_section):
-        names = {known: f"{section}.{known}" for known in known_keys(section, cfg) - {"_name"}} | names
+        names = {
+            known: f"{section}.{known}" for known in known_keys(section, cfg) - {"_name"}
+        } | names
     of_section = known_keys(own_section, cfg) - {"_name"} if own_section else names
-    similar = difflib.get_close_matches(key, of_section, n=1) or difflib.get_close_matches(key, names, n=1, cutoff=0.9)
+    similar = difflib.get_close_matches(key, of_section, n=1) or difflib.get_close_matches(
+        key, names, n=1, cutoff=0.9
+    )
     return f", did you mean '{names[similar[0]]}'?" if similar else ""
 
 
@@ -235,8 +301,15 @@ def known_keys(section: str, cfg: DictConfig) -> set[str]:
         return {"_name", "average_last"} if section == "scoring" else {"_name"}
     components = components_of(section)
     if name not in components:
-        ours = [known for known, component in components.items() if component.__module__.startswith("pn_fairseq.")]
-        similar = did_you_mean(str(name), components) or f"; there are {', '.join(sorted(ours or components))}"
+        ours = [
+            known
+            for known, component in components.items()
+            if component.__module__.startswith("pn_fairseq.")
+        ]
+        similar = (
+            did_you_mean(str(name), components)
+            or f"; there are {', '.join(sorted(ours or components))}"
+        )
         raise UserError(f"unknown {section}._name={name}{similar}")
     return keys_of(section, components[name])
 
@@ -265,21 +338,29 @@ def flags(section: str, component: type) -> list[argparse.Action]:
 
 
 def _batches(config: Path, cfg: DictConfig, given: Mapping[str, str], world_size: int) -> Batches:
-    """The tokens per update are ``tokens_per_update``; without it, and where ``optimization.update_freq`` is
-    overridden, ``update_freq * max_tokens``, which states them for one rank. Where ``dataset.max_tokens`` is overridden
-    and ``update_freq`` is not, a rank takes another number of tokens at once, and an update the same.
+    """The tokens per update are ``tokens_per_update``; without it, and where
+    ``optimization.update_freq`` is overridden, ``update_freq * max_tokens``, which states them for
+    one rank. Where ``dataset.max_tokens`` is overridden and ``update_freq`` is not, a rank takes
+    another number of tokens at once, and an update the same.
     """
     frequencies = list(cfg.optimization.update_freq)
     if len(set(frequencies)) != 1 or int(frequencies[0]) < 1:
-        raise UserError(f"optimization.update_freq={frequencies} must be one whole number, as in [4]")
+        raise UserError(
+            f"optimization.update_freq={frequencies} must be one whole number, as in [4]"
+        )
     update_freq, cap = int(frequencies[0]), cfg.dataset.max_tokens
     if cap is None or cfg.dataset.batch_size is not None:
         if world_size > 1:
-            raise UserError("several ranks need batches in tokens: set dataset.max_tokens, and no dataset.batch_size")
+            raise UserError(
+                "several ranks need batches in tokens: set dataset.max_tokens, and no "
+                "dataset.batch_size"
+            )
         return Batches(1, update_freq, cap, cap and cap * update_freq)
     cap = whole_number("dataset.max_tokens", cap)
     if {"tokens_per_update", "optimization.update_freq"} <= given.keys():
-        raise UserError("tokens_per_update and optimization.update_freq set the same thing: give one of them")
+        raise UserError(
+            "tokens_per_update and optimization.update_freq set the same thing: give one of them"
+        )
     tokens = cfg.get("tokens_per_update")
     if "optimization.update_freq" in given:
         tokens = update_freq * cap

@@ -1,8 +1,10 @@
-"""Whether a step is done already: its output exists, and its stamp says that it was made from the same inputs.
+"""Whether a step is done already: its output exists, and its stamp says that it was made from the
+same inputs.
 
-A stamp is a ``settings`` file: the settings of a step that decide its output, and the checksum of each input. Contents
-are compared, not times, so a copy of a folder is as good as the folder. It is ``settings.txt`` in prepared data,
-``made.txt`` in the folder of any other step, and ``FILE.made.txt`` beside an output of one file.
+A stamp is a ``settings`` file: the settings of a step that decide its output, and the checksum of
+each input. Contents are compared, not times, so a copy of a folder is as good as the folder. It is
+``settings.txt`` in prepared data, ``made.txt`` in the folder of any other step, and
+``FILE.made.txt`` beside an output of one file.
 """
 
 from __future__ import annotations
@@ -20,8 +22,12 @@ def stamp_of(output: Path) -> Path:
     return output.with_name(f"{output.name}.made.txt")
 
 
-def made_from(settings: Mapping[str, object], inputs: Mapping[str, Iterable[Path]]) -> dict[str, str]:
-    """The content of a stamp: name of a setting -> its value, name of an input -> the checksum of all its files."""
+def made_from(
+    settings: Mapping[str, object], inputs: Mapping[str, Iterable[Path]]
+) -> dict[str, str]:
+    """The content of a stamp: name of a setting -> its value, name of an input -> the checksum
+    of all its files.
+    """
     texts = {name: str(value) for name, value in settings.items()}
     for name, paths in inputs.items():
         sums = b"".join(bytes.fromhex(checksum(path)) for path in paths)
@@ -30,7 +36,9 @@ def made_from(settings: Mapping[str, object], inputs: Mapping[str, Iterable[Path
 
 
 def read(stamp: Path) -> dict[str, str]:
-    """What a stamp says; nothing where there is none, or one in the format of an earlier version."""
+    """What a stamp says; nothing where there is none, or one in the format of an earlier
+    version.
+    """
     try:
         return read_settings(stamp) if stamp.is_file() else {}
     except UserError:
@@ -44,14 +52,19 @@ def differences(stamp: Path, wanted: Mapping[str, str]) -> list[str]:
 
 
 def done(step: str, stamp: Path, wanted: Mapping[str, str], *outputs: Path) -> bool:
-    """Whether all ``outputs`` exist and were made from what is ``wanted``; a line says so, or what is different."""
+    """Whether all ``outputs`` exist and were made from what is ``wanted``; a line says so, or
+    what is different.
+    """
     if not all(output.exists() for output in outputs):
         return False
     changed = differences(stamp, wanted)
     if not changed:
         say(step, f"{outputs[0]} already exists")
     elif len(changed) < len(wanted):
-        say(step, f"{outputs[0]} was made with other values of {', '.join(changed)}; making it again")
+        say(
+            step,
+            f"{outputs[0]} was made with other values of {', '.join(changed)}; making it again",
+        )
     else:
         say(step, f"{outputs[0]} was made by an earlier version, or is incomplete; making it again")
     return not changed

@@ -1,4 +1,6 @@
-"""``pn train``: check the settings of a training run, launch its ranks, run fairseq's training in each."""
+"""``pn train``: check the settings of a training run, launch its ranks, run fairseq's training
+in each.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,24 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pn_fairseq.common.command import ArgumentParser, UserError, check_settings, say, say_next, whole
+from pn_fairseq.common.command import (
+    ArgumentParser,
+    UserError,
+    check_settings,
+    say,
+    say_next,
+    whole,
+)
 from pn_fairseq.common.errors import NotFiniteError, error_chain
-from pn_fairseq.common.files import CONFIGS, PACKAGE, atomic_write, find_yaml, lock, names_in, write_settings
+from pn_fairseq.common.files import (
+    CONFIGS,
+    PACKAGE,
+    atomic_write,
+    find_yaml,
+    lock,
+    names_in,
+    write_settings,
+)
 from pn_fairseq.common.machine import describe, own_cores
 from pn_fairseq.pipeline import stamp
 from pn_fairseq.pipeline.launch import RESUME, RankLayout, TrainingFailed, find_layout, torchrun
@@ -28,14 +45,15 @@ settings (key=value, in hydra's syntax):
   model._name=transformer_bn_tiny  model.encoder_norm=batch  model.encoder_layers=2  common.seed=2
   optimization.max_update=400  tokens_per_update=65536  average_last=10  common.fp16=true
 
-One rank per visible GPU, or one on the CPU. fairseq's log is in DIR/train.log. To resume an interrupted run from
-its last checkpoint, repeat the command, on any number of ranks. It may then set other limits (optimization.max_update,
-...) and other settings of decoding, saving, validation and logging. A finished run continues only if a limit is raised;
-pn average and pn generate then use the new settings of decoding.
+One rank per visible GPU, or one on the CPU. fairseq's log is in DIR/train.log. To resume an
+interrupted run from its last checkpoint, repeat the command, on any number of ranks. It may then
+set other limits (optimization.max_update, ...) and other settings of decoding, saving, validation
+and logging. A finished run continues only if a limit is raised; pn average and pn generate then use
+the new settings of decoding.
 
-An update processes tokens_per_update tokens on any number of ranks: a batch of one rank contains at most
-dataset.max_tokens, and optimization.update_freq is computed from both. If you set optimization.update_freq, give its
-value for one rank.
+An update processes tokens_per_update tokens on any number of ranks: a batch of one rank contains at
+most dataset.max_tokens, and optimization.update_freq is computed from both. If you set
+optimization.update_freq, give its value for one rank.
 
 If one rank fails, all stop, and the exit code is not 0. Several machines, and SLURM, need torchrun:
 docs/several_gpus.md.
@@ -44,7 +62,12 @@ docs/several_gpus.md.
 #: The checkpoint that a run resumes from.
 LAST = "checkpoint_last.pt"
 #: Limits that decide whether a run is finished.
-LIMITS = ("optimization.max_update", "optimization.max_epoch", "optimization.stop_time_hours", "checkpoint.patience")
+LIMITS = (
+    "optimization.max_update",
+    "optimization.max_epoch",
+    "optimization.stop_time_hours",
+    "checkpoint.patience",
+)
 #: Seconds between two lines of progress where the output is not a terminal.
 LOG_SECONDS = 30
 
@@ -52,11 +75,26 @@ LOG_SECONDS = 30
 def main(argv: list[str]) -> int:
     parser = ArgumentParser(prog="pn train", epilog=EPILOG, setting_of=setting_of)
     names = ", ".join(names_in(CONFIGS))
-    parser.add_argument("config", metavar="CONFIG", help=f"a name in configs/ ({names}) or the path of a YAML file")
-    parser.add_argument("settings", nargs="*", default=[], metavar="key=value", help="replaces a setting of the file")
-    parser.add_argument("--data", type=Path, metavar="DIR", help="prepared data (default runs/data/CONFIG)")
-    parser.add_argument("--run", type=Path, metavar="DIR", help="checkpoints and logs (default runs/CONFIG)")
-    ranks = "number of ranks: at most one per visible GPU, or any number on the CPU (default: one per GPU, or one)"
+    parser.add_argument(
+        "config", metavar="CONFIG", help=f"a name in configs/ ({names}) or the path of a YAML file"
+    )
+    parser.add_argument(
+        "settings",
+        nargs="*",
+        default=[],
+        metavar="key=value",
+        help="replaces a setting of the file",
+    )
+    parser.add_argument(
+        "--data", type=Path, metavar="DIR", help="prepared data (default runs/data/CONFIG)"
+    )
+    parser.add_argument(
+        "--run", type=Path, metavar="DIR", help="checkpoints and logs (default runs/CONFIG)"
+    )
+    ranks = (
+        "number of ranks: at most one per visible GPU, or any number on the CPU (default: one per "
+        "GPU, or one)"
+    )
     parser.add_argument("--ranks", type=whole, metavar="N", help=ranks)
     check = "check the settings, and those of an existing --run, and stop; needs no data"
     parser.add_argument("--check", action="store_true", help=check)
@@ -66,10 +104,16 @@ def main(argv: list[str]) -> int:
     data = (args.data or Path("runs/data") / config.stem).absolute()
     run = (args.run or Path("runs") / config.stem).absolute()
     if not args.check and not ((data / "bin").is_dir() and (data / "settings.txt").is_file()):
-        raise UserError(f"'{data}' is not prepared data: it has no bin/ or no settings.txt (pn prepare makes them)")
+        raise UserError(
+            f"'{data}' is not prepared data: it has no bin/ or no settings.txt (pn prepare makes "
+            "them)"
+        )
     if ":" in str(data):
-        raise UserError(f"'{data}' has a colon, at which fairseq splits paths; use another path (--data)")
-    logging.getLogger().addHandler(logging.NullHandler())  # else fairseq configures logging when it is imported
+        raise UserError(
+            f"'{data}' has a colon, at which fairseq splits paths; use another path (--data)"
+        )
+    # else fairseq configures logging when it is imported
+    logging.getLogger().addHandler(logging.NullHandler())
     logging.captureWarnings(True)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
@@ -87,7 +131,8 @@ def main(argv: list[str]) -> int:
             return 2  # every rank finds the same error; local rank 0 prints it
         raise
     except TrainingFailed as error:
-        if "PN_FAIRSEQ_RANK" in os.environ:  # the process that launched the ranks prints the first failure
+        # the process that launched the ranks prints the first failure
+        if "PN_FAIRSEQ_RANK" in os.environ:
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
             get_error_handler().record_exception(error)
@@ -97,7 +142,10 @@ def main(argv: list[str]) -> int:
 
 
 def setting_of(option: str, value: str | None, words: list[str]) -> str:
-    """The setting that an option of fairseq-train is, in the words of a command line with a configuration."""
+    """The setting that an option of fairseq-train is,
+
+    in the words of a command line with a configuration.
+    """
     from pn_fairseq.pipeline import settings
 
     names = [word for word in words if not word.startswith("-") and "=" not in word]
@@ -118,20 +166,26 @@ def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, r
         "common.tensorboard_logdir": run / "tensorboard",
     }
     # A string of JSON is also one of hydra.
-    overrides = [f"{key}={json.dumps(str(path), ensure_ascii=False)}" for key, path in where.items()] + args.settings
+    overrides = [
+        f"{key}={json.dumps(str(path), ensure_ascii=False)}" for key, path in where.items()
+    ] + args.settings
     cfg, batches = compose(config, overrides, layout.world_size, not layout.gpu)
     if cfg.common.wandb_project:
         try:
             from wandb import init  # noqa: F401 (fairseq trains without it, and only its log shows that)
         except ImportError as error:
-            raise UserError(f"common.wandb_project needs Weights & Biases: pip install wandb ({error})") from error
+            raise UserError(
+                f"common.wandb_project needs Weights & Biases: pip install wandb ({error})"
+            ) from error
         os.environ.setdefault("WANDB_DIR", str(run))
     checks.check_values(cfg)
     checks.take_languages(cfg, data)
     if cfg.checkpoint.restore_file != LAST:
         raise UserError(
-            f"checkpoint.restore_file={cfg.checkpoint.restore_file} would start again from there whenever the run is "
-            "resumed; start from the weights of another run with checkpoint.finetune_from_model=FILE"
+            f"checkpoint.restore_file={cfg.checkpoint.restore_file} would start again from there "
+            "whenever the run is "
+            "resumed; start from the weights of another run with "
+            "checkpoint.finetune_from_model=FILE"
         )
     if args.check:
         checks.build(cfg, with_data=False)
@@ -142,7 +196,8 @@ def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, r
         return 0
     model = checks.check_model(cfg, data, batches)
     last = run / "checkpoints" / LAST
-    if weights := cfg.checkpoint.finetune_from_model:  # without the file fairseq silently starts from random weights
+    # without the file fairseq silently starts from random weights
+    if weights := cfg.checkpoint.finetune_from_model:
         checks.check_weights(model, weights, cfg)
     if last.exists() and (run / "config.yaml").exists():
         checks.check_same_run(cfg, data, run)
@@ -154,8 +209,11 @@ def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, r
             return 0
     if layout.rank is None and layout.world_size > 1:
         if not layout.gpu:
-            os.environ.setdefault("OMP_NUM_THREADS", str(max(1, own_cores() // layout.ranks_per_machine)))
-        logging.disable(logging.CRITICAL)  # torchrun's words about signals and failures; this process has its own
+            os.environ.setdefault(
+                "OMP_NUM_THREADS", str(max(1, own_cores() // layout.ranks_per_machine))
+            )
+        # torchrun's words about signals and failures; this process has its own
+        logging.disable(logging.CRITICAL)
         return torchrun(layout, argv)
     if not layout.rank:
         begin(cfg, batches, layout, data, run, argv)
@@ -164,7 +222,10 @@ def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, r
 
 
 def goal(cfg, data: Path) -> dict[str, str]:
-    """The stamp of a finished run: its limits and its data. config.yaml has the settings that may not change."""
+    """The stamp of a finished run:
+
+    its limits and its data. config.yaml has the settings that may not change.
+    """
     from omegaconf import OmegaConf
 
     limits = {key: OmegaConf.select(cfg, key) for key in LIMITS}
@@ -178,7 +239,9 @@ def is_finished(cfg, updates: int, run: Path, data: Path) -> bool:
     if (run / "made.txt").is_file():
         return not stamp.differences(run / "made.txt", goal(cfg, data))
     before = Run(run)  # which an earlier version may have trained
-    return before.log is not None and before.log.ended and goal(before.config, data) == goal(cfg, data)
+    return (
+        before.log is not None and before.log.ended and goal(before.config, data) == goal(cfg, data)
+    )
 
 
 def note_on_longer(cfg, run: Path) -> None:
@@ -190,7 +253,9 @@ def note_on_longer(cfg, run: Path) -> None:
 
 
 def take_settings_of_decoding(cfg, run: Path) -> str:
-    """Write the settings that ``pn average`` and ``pn generate`` read into a finished run's config.yaml; say which."""
+    """Write the settings that ``pn average`` and ``pn generate`` read into a finished run's
+    config.yaml; say which.
+    """
     from omegaconf import OmegaConf
 
     config = load_config(run / "config.yaml")
@@ -207,11 +272,16 @@ def take_settings_of_decoding(cfg, run: Path) -> str:
 
 
 def begin(cfg, batches, layout: RankLayout, data: Path, run: Path, argv: list[str]) -> None:
-    """What the first rank does before it trains: lock the run, and write down what is trained, and how."""
+    """What the first rank does before it trains: lock the run, and write down what is trained,
+    and how.
+    """
     from omegaconf import OmegaConf
 
     run.mkdir(parents=True, exist_ok=True)
-    lock(run / ".lock", f"'{run}' is being trained by another process: wait for it, or use another --run")
+    lock(
+        run / ".lock",
+        f"'{run}' is being trained by another process: wait for it, or use another --run",
+    )
     (run / "made.txt").unlink(missing_ok=True)
     files = {"config.yaml": OmegaConf.to_yaml(cfg).encode(), "data": f"{data}\n".encode()}
     files["data.settings"] = (data / "settings.txt").read_bytes()
@@ -229,7 +299,10 @@ def begin(cfg, batches, layout: RankLayout, data: Path, run: Path, argv: list[st
         record["gpus"] = []
     with (run / "starts.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
-    say("train", f"{batches}{'' if layout.gpu else ', on the CPU'}; fairseq's log is {run / 'train.log'}")
+    say(
+        "train",
+        f"{batches}{'' if layout.gpu else ', on the CPU'}; fairseq's log is {run / 'train.log'}",
+    )
 
 
 def train(cfg, layout: RankLayout, data: Path, run: Path) -> None:
@@ -245,10 +318,15 @@ def train(cfg, layout: RankLayout, data: Path, run: Path) -> None:
 
     rank = layout.rank or 0
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        # A rank in a collective call waits for the others for ever: it must not outlive torchrun, however that ends.
+        # A rank in a collective call waits for the others for ever: it must not outlive torchrun,
+        # however that ends.
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)
-    settings, wanted = (OmegaConf.to_yaml(cfg), (data / "settings.txt").read_bytes()), goal(cfg, data)
-    cfg.common.log_file = None  # the handler below has all of fairseq's log, not only the log of fairseq_cli.train
+    settings, wanted = (
+        (OmegaConf.to_yaml(cfg), (data / "settings.txt").read_bytes()),
+        goal(cfg, data),
+    )
+    # the handler below has all of fairseq's log, not only the log of fairseq_cli.train
+    cfg.common.log_file = None
     # fairseq reads torchrun's variables itself, but divides the local rank by the number of GPUs.
     cfg.distributed_training.distributed_rank = rank
     cfg.distributed_training.device_id = layout.local_rank % max(1, torch.cuda.device_count())
@@ -260,7 +338,9 @@ def train(cfg, layout: RankLayout, data: Path, run: Path) -> None:
             torch.distributed.all_gather_object(of_ranks, settings)
             for number, settings_of_rank in enumerate(of_ranks):
                 if settings_of_rank != of_ranks[0]:
-                    raise UserError(f"rank {number} was started with different settings or data than rank 0")
+                    raise UserError(
+                        f"rank {number} was started with different settings or data than rank 0"
+                    )
         fairseq_main(cfg)
 
     with logging_to(run / "train.log", cfg.optimization.max_update, rank) as logger:
@@ -276,7 +356,9 @@ def train(cfg, layout: RankLayout, data: Path, run: Path) -> None:
 
 
 def explained(error: Exception, cfg, run: Path) -> UserError | TrainingFailed:
-    """The one line for an error of the training: a mistake of the user, a fault of the machine, or a bug."""
+    """The one line for an error of the training: a mistake of the user, a fault of the machine,
+    or a bug.
+    """
     import torch
 
     metric = cfg.checkpoint.best_checkpoint_metric
@@ -296,8 +378,12 @@ def explained(error: Exception, cfg, run: Path) -> UserError | TrainingFailed:
                 f"(checkpoint.keep_interval_updates, checkpoint.keep_last_epochs), then {RESUME}"
             )
     if "out of memory" in text or isinstance(error, MemoryError):
-        advice = f"lower dataset.max_tokens; an update still has tokens_per_update tokens, then {RESUME}"
-    elif isinstance(error, OSError | torch.distributed.DistError) or re.search("onnection (clos|res)|imed out", text):
+        advice = (
+            f"lower dataset.max_tokens; an update still has tokens_per_update tokens, then {RESUME}"
+        )
+    elif isinstance(error, OSError | torch.distributed.DistError) or re.search(
+        "onnection (clos|res)|imed out", text
+    ):
         advice = RESUME  # a fault of another rank, machine or file system
     else:
         advice = "this is a bug of pn_fairseq or fairseq: please report it"
@@ -310,7 +396,11 @@ def logging_to(log: Path, total: int, rank: int):
     root = logging.getLogger()
     root.setLevel(logging.INFO)
     file = logging.FileHandler(log, encoding="utf-8", delay=True)
-    file.setFormatter(logging.Formatter("%(asctime)s | %(levelname)s | %(name)s | %(message)s", "%Y-%m-%d %H:%M:%S"))
+    file.setFormatter(
+        logging.Formatter(
+            "%(asctime)s | %(levelname)s | %(name)s | %(message)s", "%Y-%m-%d %H:%M:%S"
+        )
+    )
     file.setLevel(logging.ERROR if rank else logging.INFO)
     file.handleError = lambda record: None  # a full disk: saving a checkpoint names the file
     handlers = [file] if rank else [file, Progress(total)]
@@ -325,7 +415,9 @@ def logging_to(log: Path, total: int, rank: int):
 
 
 class Progress(logging.Handler):
-    """One line of progress from fairseq's JSON records: rewritten on a terminal, every so often in a log."""
+    """One line of progress from fairseq's JSON records: rewritten on a terminal, every so often
+    in a log.
+    """
 
     def __init__(self, total: int):
         super().__init__(logging.INFO)
@@ -349,7 +441,11 @@ class Progress(logging.Handler):
         elif "ups" in values:
             updates, speed = int(values["num_updates"]), float(values["ups"])
             of = f" of {self.total}" if self.total else ""
-            left = f", {max(self.total - updates, 0) / speed / 60:.1f} minutes left" if speed and self.total else ""
+            left = (
+                f", {max(self.total - updates, 0) / speed / 60:.1f} minutes left"
+                if speed and self.total
+                else ""
+            )
             line = f"update {updates}{of}, loss {float(values['loss']):.3f}{self.valid}"
             self.show(f"{line}, {float(values['wps']):.0f} tokens/s{left}")
 

@@ -1,4 +1,6 @@
-"""Reading fairseq's training log in its log format ``json``: the ``--log-file``, or the saved standard output."""
+"""Reading fairseq's training log in its log format ``json``: the ``--log-file``, or the saved
+standard output.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-#: A JSON record, at the start of a line or after what a logger writes there. A setting can also hold JSON.
+#: A JSON record, at the start of a line or after what a logger writes there. A setting can also
+#: hold JSON.
 _JSON = re.compile(r'(?:^|[|-] )(?=\{")')
 _DEVICES = re.compile(r"training on (\d+) devices")
 _PARAMETERS = re.compile(r"num\. (?:shared )?model params: ([\d,]+)")
@@ -20,7 +23,9 @@ _REASONS = {
     "Stopping training due to cumulative_training_time": "stop_time_hours",
     "early stop since valid performance": "patience",
 }
-_FAULT = re.compile(r"\b(?:NaN|Inf) detected in output of|Detected nan/inf grad norm|gradients are Nan/Inf")
+_FAULT = re.compile(
+    r"\b(?:NaN|Inf) detected in output of|Detected nan/inf grad norm|gradients are Nan/Inf"
+)
 
 
 @dataclass
@@ -29,28 +34,40 @@ class Start:
 
     world_size: int | None = None  # None if the log does not say
     updates: list[int] = field(default_factory=list)  # of its training records, in order
-    tokens: float = 0.0  # target tokens trained on between the first and the last record (wpb times updates)
-    interval_seconds: float = 0.0  # between the records, validation and saving included (updates times wpb / wps)
-    wall: float = 0.0  # fairseq's wall of the last record, in seconds; 0 in a start that resumed a run
-    done_seconds: float | None = None  # "done training in ... seconds"; None if the start was cut off
+    # target tokens trained on between the first and the last record (wpb times updates)
+    tokens: float = 0.0
+    # between the records, validation and saving included (updates times wpb / wps)
+    interval_seconds: float = 0.0
+    # fairseq's wall of the last record, in seconds; 0 in a start that resumed a run
+    wall: float = 0.0
+    # "done training in ... seconds"; None if the start was cut off
+    done_seconds: float | None = None
     reason: str | None = None  # why it ended, a value of _REASONS; None if the log does not say
 
     @property
     def seconds(self) -> float:
         """Length in seconds; of a start that was cut off, up to its last record."""
-        return max(self.wall, self.interval_seconds) if self.done_seconds is None else self.done_seconds
+        return (
+            max(self.wall, self.interval_seconds)
+            if self.done_seconds is None
+            else self.done_seconds
+        )
 
 
 @dataclass
 class TrainingLog:
     """What one log says. Losses are in bits per target token."""
 
-    train: dict[int, float] = field(default_factory=dict)  # update -> fairseq's loss since the previous record
-    train_nll: dict[int, float] = field(default_factory=dict)  # without label smoothing: nll_loss, or else loss
-    valid: dict[int, float] = field(default_factory=dict)  # update -> validation loss without label smoothing
+    # update -> fairseq's loss since the previous record
+    train: dict[int, float] = field(default_factory=dict)
+    # without label smoothing: nll_loss, or else loss
+    train_nll: dict[int, float] = field(default_factory=dict)
+    # update -> validation loss without label smoothing
+    valid: dict[int, float] = field(default_factory=dict)
     starts: list[Start] = field(default_factory=list)  # in order
     tokens_per_second: dict[int, float] = field(default_factory=dict)  # update -> fairseq's wps
-    saved: tuple[int, int] | None = None  # epoch and update of the last checkpoint; None if the log has none
+    # epoch and update of the last checkpoint; None if the log has none
+    saved: tuple[int, int] | None = None
     parameters: int | None = None  # of the model; None if the log does not say
     unreadable: int = 0  # lines that look like a record but are cut off or hold no numbers
     faults: int = 0  # lines in which fairseq reports a NaN or an infinity
@@ -101,8 +118,13 @@ class TrainingLog:
         if start.updates and update <= start.updates[-1]:
             # A resumed run whose log does not say on how many devices.
             self.starts.append(start := Start())
-        # fairseq logs at fixed updates, so a resumed run continues after the nearest record of the starts before it.
-        before = start.updates[-1] if start.updates else max((u for u in self.train if u < update), default=0)
+        # fairseq logs at fixed updates, so a resumed run continues after the nearest record of the
+        # starts before it.
+        before = (
+            start.updates[-1]
+            if start.updates
+            else max((u for u in self.train if u < update), default=0)
+        )
         start.updates.append(update)
         self.train[update] = loss
         self.train_nll[update] = float(record.get("nll_loss", loss))
@@ -117,8 +139,8 @@ class TrainingLog:
 def read_log(path: str | Path) -> TrainingLog:
     """Read a log.
 
-    Where a resumed run repeated an update, the later record counts; the time of both does. A line that was cut off is
-    counted in ``unreadable``.
+    Where a resumed run repeated an update, the later record counts; the time of both does. A line
+    that was cut off is counted in ``unreadable``.
 
     Raises:
         OSError: the file cannot be read.

@@ -16,7 +16,9 @@ SHOWN = 10
 
 
 def to_subwords(run: Run, lines: list[str], moses: Path | None) -> list[str]:
-    """``lines`` in the form of the model's training data; ``moses``: a checkout of mosesdecoder, if that was used."""
+    """``lines`` in the form of the model's training data; ``moses``: a checkout of mosesdecoder,
+    if that was used.
+    """
     how = run.settings_of_data()
     tokenize = tokenizer(how, how.source, "test" in how.straighten, moses)
     model = run.data / "bpe" / subwords.MODELS[how.segmentation]
@@ -26,30 +28,42 @@ def to_subwords(run: Run, lines: list[str], moses: Path | None) -> list[str]:
 
 
 def check_output(output: Path | None, given: Path | None) -> None:
-    """Refuse a file that the translations could not be written to, or would destroy, before they are made."""
+    """Refuse a file that the translations could not be written to, or would destroy, before they
+    are made.
+    """
     if output is None:
         return
     if not output.absolute().parent.is_dir():
-        raise UserError(f"there is no folder {str(output.absolute().parent)!r} for --output {output}")
+        raise UserError(
+            f"there is no folder {str(output.absolute().parent)!r} for --output {output}"
+        )
     if output.is_dir():
         raise UserError(f"--output {output} is a folder; name a file")
     if given is not None and output.exists() and given.exists() and output.samefile(given):
-        raise UserError(f"--output {output} is the file of --input, which would be replaced; name another file")
+        raise UserError(
+            f"--output {output} is the file of --input, which would be replaced; name another file"
+        )
 
 
 def main(argv: list[str] | None = None) -> int:
-    description = "Translate UTF-8 text, one sentence per line, into as many lines; empty lines stay empty."
+    description = (
+        "Translate UTF-8 text, one sentence per line, into as many lines; empty lines stay empty."
+    )
     parser = ArgumentParser(prog="pn translate", description=description)
     add_decoding_options(parser)
     moses = "a checkout of mosesdecoder, if the data was prepared with pn prepare --moses"
     parser.add_argument("--moses", type=absolute, metavar="DIR", help=moses)
-    parser.add_argument("--input", type=Path, metavar="FILE", help="text to translate (default: standard input)")
+    parser.add_argument(
+        "--input", type=Path, metavar="FILE", help="text to translate (default: standard input)"
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: standard output")
     args = parser.parse_args(argv)
     check_output(args.output, args.input)
     run = open_run(args.run, same_data=True)
     if run.data is None:
-        raise UserError(f"{run.bin}/../settings.txt does not exist: how its text was tokenized is not known")
+        raise UserError(
+            f"{run.bin}/../settings.txt does not exist: how its text was tokenized is not known"
+        )
     decoding = Decoding(args, run)
     text = [line.removeprefix("\ufeff").removesuffix("\r") for line in read_lines(args.input)]
     lines = to_subwords(run, text, args.moses) if text else []
@@ -63,18 +77,35 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as name:
         source = Path(name) / "source"
         write_lines(source, sentences.values())
-        command = ["fairseq_cli.interactive", str(run.bin), "--input", str(source), *decoding.options]
+        command = [
+            "fairseq_cli.interactive",
+            str(run.bin),
+            "--input",
+            str(source),
+            *decoding.options,
+        ]
         command += ["--buffer-size", str(max(len(sentences), args.batch_size))]
-        log = decoding.run("translate", [command], len(sentences), Path(f"{name}.err")) if sentences else []
+        log = (
+            decoding.run("translate", [command], len(sentences), Path(f"{name}.err"))
+            if sentences
+            else []
+        )
     best = iter(hypotheses(log, len(sentences)))
     tokens = [next(best)[0][1] if line else "" for line in lines]
     lengths = {number: len(line.split()) + 1 for number, line in enumerate(sentences.values())}
     numbers = list(sentences)
     if cut := [numbers[number] for number in decoding.at_limit(log, lengths)]:
-        named = ", ".join(map(str, cut[:SHOWN])) + (f" and {len(cut) - SHOWN} more" if len(cut) > SHOWN else "")
-        options = f"--max-len-b {decoding.search['max_len_b']}, --max-len-a {decoding.search['max_len_a']}"
+        named = ", ".join(map(str, cut[:SHOWN])) + (
+            f" and {len(cut) - SHOWN} more" if len(cut) > SHOWN else ""
+        )
+        options = (
+            f"--max-len-b {decoding.search['max_len_b']}, --max-len-a "
+            f"{decoding.search['max_len_a']}"
+        )
         count = f"{len(cut)} of {len(numbers)} translations are as long as they may be ({options})"
-        say("translate", f"warning: {count}, and may be cut off: line{'s' * (len(cut) > 1)} {named}")
+        say(
+            "translate", f"warning: {count}, and may be cut off: line{'s' * (len(cut) > 1)} {named}"
+        )
     plain = detokenize(tokens, decoding.text.target)
     if args.output:
         write_lines(args.output, plain)

@@ -1,6 +1,7 @@
 """The report over training runs: what ``pn report`` writes.
 
-``runs`` reads folders of runs, ``systems`` groups them (runs that differ by nothing but their seed are one system),
-``significance`` and ``intervals`` compare systems, ``tables`` and ``translation`` (for language models ``perplexity``)
-collect what the template ``report.md.j2`` shows, ``markdown`` renders it, ``curves`` draws, and ``page`` writes.
+``runs`` reads folders of runs, ``systems`` groups them (runs that differ by nothing but their seed
+are one system), ``significance`` and ``intervals`` compare systems, ``tables`` and ``translation``
+(for language models ``perplexity``) collect what the template ``report.md.j2`` shows, ``markdown``
+renders it, ``curves`` draws, and ``page`` writes.
 """

@@ -14,8 +14,9 @@ _EPILOG = """\
 example:
   %(prog)s runs/iwslt14_de_en/*_seed* --output runs/iwslt14_de_en/report
 
-RUN is a folder of pn train; of fairseq-train, with the files of pn score --run and a log (--log-file, or the output of
---log-format json) or only checkpoints; or of one job, or of all jobs, of fairseq-hydra-train -m.
+RUN is a folder of pn train; of fairseq-train, with the files of pn score --run and a log
+(--log-file, or the output of --log-format json) or only checkpoints; or of one job, or of all jobs,
+of fairseq-hydra-train -m.
 
 Writes into DIR and replaces the files of an earlier report:
   report.md               for GitHub, with the pictures next to it
@@ -24,12 +25,14 @@ Writes into DIR and replaces the files of an earlier report:
   report-curves-N.png     learning curves, of LN and a few other systems in each picture
   report-curves.csv       the records behind these curves
 
-If pn figures wrote figures into DIR, the report shows them. It also lists the files of --norm-probe.
+If pn figures wrote figures into DIR, the report shows them. It also lists the files of
+--norm-probe.
 
-Runs that differ only by their seed are averaged. Systems are compared with LN within blocks, the runs of one seed on
-one machine; runs on different data are never compared. The report lists what failed or is missing in a run. The numbers
-of the PowerNorm paper's Table 1 are shown next to runs on its data, recognised by languages, case, BPE and the size of
-the test set; --paper selects another table, or none. The report on language models shows perplexities.
+Runs that differ only by their seed are averaged. Systems are compared with LN within blocks, the
+runs of one seed on one machine; runs on different data are never compared. The report lists what
+failed or is missing in a run. The numbers of the PowerNorm paper's Table 1 are shown next to runs
+on its data, recognised by languages, case, BPE and the size of the test set; --paper selects
+another table, or none. The report on language models shows perplexities.
 """
 
 
@@ -37,23 +40,47 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run ``pn report`` on ``argv`` (by default the process's arguments)."""
     parser = ArgumentParser(
         prog="pn report",
-        description="Report on training runs: scores over seeds, published scores, differences from LN, learning "
+        description="Report on training runs: scores over seeds, published scores, differences "
+        "from LN, learning "
         "curves, settings, versions, hardware, speed, and failures.",
         epilog=_EPILOG,
     )
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
-    add("--output", required=True, type=Path, metavar="DIR", help="where to write; created if needed")
+    add(
+        "--output",
+        required=True,
+        type=Path,
+        metavar="DIR",
+        help="where to write; created if needed",
+    )
     add("--subset", default="test", help="decoded subset to report on (default: test)")
-    table = "the published table to show next to the results: a YAML file of yours (docs/compare.md), none, or one of "
-    table += f"{', '.join(PAPER)}; for language models ptb or wikitext103 (Tables 2 and 3 of the PowerNorm paper) or "
+    table = (
+        "the published table to show next to the results: a YAML file of yours (docs/compare.md), "
+        "none, or one of "
+    )
+    table += (
+        f"{', '.join(PAPER)}; for language models ptb or wikitext103 (Tables 2 and 3 of the "
+        f"PowerNorm paper) or "
+    )
     table += "enwik8 (AdaNorm paper); default: chosen by the data"
     add("--paper", metavar="TABLE", default="auto", help=table)
-    comparison = "a comparison with LN that was planned before the runs, such as PN:loss; tested without correction "
-    comparison += "for the other comparisons. MEASURE is bleu, chrf, ter, loss (validation) or bits (test loss of a "
+    comparison = (
+        "a comparison with LN that was planned before the runs, such as PN:loss; tested without "
+        "correction "
+    )
+    comparison += (
+        "for the other comparisons. MEASURE is bleu, chrf, ter, loss (validation) or bits (test "
+        "loss of a "
+    )
     comparison += "language model). May be repeated"
     add("--planned", action="append", default=[], metavar="SYSTEM:MEASURE", help=comparison)
-    add("--resamples", type=whole, metavar="N", help="texts in the paired bootstrap (default: sacrebleu's, 1000)")
+    add(
+        "--resamples",
+        type=whole,
+        metavar="N",
+        help="texts in the paired bootstrap (default: sacrebleu's, 1000)",
+    )
     args = parser.parse_args(argv)
 
     # Imported here, so that --help is fast.
@@ -79,14 +106,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     corpora = group([run for run in runs if run.known])
     systems = {label for corpus in corpora for label in corpus.settings}
     if absent := [system for system, _ in planned if system not in systems]:
-        raise UserError(f"--planned {absent[0]}: there is no such system{did_you_mean(absent[0], systems)}")
+        raise UserError(
+            f"--planned {absent[0]}: there is no such system{did_you_mean(absent[0], systems)}"
+        )
     kinds = {run.language_model for run in runs if run.settings_by_name}
     if len(kinds) > 1:
         raise UserError("some runs are language models and some are not: report on them apart")
     language_models = kinds == {True}
     if args.paper not in ("auto", "none") and language_models is not (args.paper in LM_PAPER):
         raise UserError(
-            f"--paper {args.paper} is {'not ' if language_models else ''}of language models, unlike the runs"
+            f"--paper {args.paper} is {'not ' if language_models else ''}of language models, "
+            "unlike the runs"
         )
 
     resamples = args.resamples or RESAMPLES

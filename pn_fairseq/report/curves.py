@@ -13,27 +13,30 @@ import pandas
 from pn_fairseq.common.files import atomic_write
 from pn_fairseq.pipeline.training_log import TrainingLog
 
-#: Colours that the colour-blind can tell apart (Okabe and Ito 2008, without the two that vanish on white, and a grey),
-#: each with a dash and a marker, so that the lines also differ in grey.
+#: Colours that the colour-blind can tell apart (Okabe and Ito 2008, without the two that vanish on
+#: white, and a grey), each with a dash and a marker, so that the lines also differ in grey.
 COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#777777")
 DASHES = ("-", (0, (5, 2)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)), (0, (9, 3)))
 MARKERS = ("o", "s", "^", "D", "v", "X", "P")
 
-#: In points, at a width of 6.4 inches: 6 points where a picture is printed in a column of 3.4 inches.
+#: In points, at a width of 6.4 inches: 6 points where a picture is printed in a column of 3.4
+#: inches.
 TEXT_SIZE = 11.5
 
 #: Markers on a line; more would hide it.
 _MARKERS_PER_LINE = 12
 
-#: The losses of the first updates are several times the later losses and would flatten the rest of the curves.
+#: The losses of the first updates are several times the later losses and would flatten the rest of
+#: the curves.
 _SKIPPED = 0.2
 
 
 def on_one_grid(curves: Sequence[Mapping[int, float]]) -> tuple[list[int], np.ndarray]:
-    """Curves at the updates of the first one that are within all: updates (n), and values (curves, n).
+    """Curves at the updates of the first one that are within all: updates (n), and values (curves,
+    n).
 
-    An epoch may have a batch more or less with another seed, and the validation at its end is then at another update:
-    between the updates of a curve its value is linearly interpolated.
+    An epoch may have a batch more or less with another seed, and the validation at its end is then
+    at another update: between the updates of a curve its value is linearly interpolated.
     """
     curves = [dict(sorted(curve.items())) for curve in curves if curve]
     if not curves:
@@ -55,7 +58,9 @@ def difference(
         within = {update: loss for update, loss in curve.items() if grid[0] <= update <= grid[-1]}
         if within:
             means = np.interp(list(within), grid, values.mean(axis=0))
-            differences.append(dict(zip(within, np.array(list(within.values())) - means, strict=True)))
+            differences.append(
+                dict(zip(within, np.array(list(within.values())) - means, strict=True))
+            )
     return differences
 
 
@@ -122,8 +127,11 @@ COLUMNS = ("picture", "system", "compared with", "run", "update", *_LOSSES, "end
 _ENDS = {"patience": "patience", "stop_time_hours": "its time limit", "max_update": "max_update"}
 
 
-def records(picture: str, systems: Mapping[str, Mapping[str, TrainingLog]], baselines: Mapping[str, str]) -> list[dict]:
-    """What a picture shows: a row for each run and update, with a loss that was not logged as an empty text.
+def records(
+    picture: str, systems: Mapping[str, Mapping[str, TrainingLog]], baselines: Mapping[str, str]
+) -> list[dict]:
+    """What a picture shows: a row for each run and update, with a loss that was not logged as an
+    empty text.
 
     ``end`` says in the last row of a run why it ended, if the log does.
 
@@ -133,9 +141,19 @@ def records(picture: str, systems: Mapping[str, Mapping[str, TrainingLog]], base
         baselines: label -> the label of the system it is compared with.
     """
     return [
-        {"picture": picture, "system": label, "compared with": baselines.get(label, ""), "run": name, "update": update}
+        {
+            "picture": picture,
+            "system": label,
+            "compared with": baselines.get(label, ""),
+            "run": name,
+            "update": update,
+        }
         | {loss: f"{getattr(log, loss).get(update, '')}" for loss in _LOSSES}
-        | {"end": (_ENDS.get(log.reason, "") if log.ended else "not finished") if update == log.updates else ""}
+        | {
+            "end": (_ENDS.get(log.reason, "") if log.ended else "not finished")
+            if update == log.updates
+            else ""
+        }
         for label, logs in systems.items()
         for name, log in logs.items()
         for update in sorted({update for loss in _LOSSES for update in getattr(log, loss)})
@@ -143,30 +161,55 @@ def records(picture: str, systems: Mapping[str, Mapping[str, TrainingLog]], base
 
 
 def _finite(curves: Sequence[Mapping[int, float]]) -> list[dict[int, float]]:
-    return [{update: loss for update, loss in curve.items() if math.isfinite(loss)} for curve in curves]
+    return [
+        {update: loss for update, loss in curve.items() if math.isfinite(loss)} for curve in curves
+    ]
 
 
 def _frame(axis, drawn: Sequence[Mapping[int, float]], below: bool) -> None:
-    """Cut off values of early updates above (and below) the rest of the curves; the panel says what is cut."""
-    rest = [loss for curve in _finite(drawn) for update, loss in curve.items() if update >= _SKIPPED * max(curve)]
+    """Cut off values of early updates above (and below) the rest of the curves;
+
+    the panel says what is cut.
+    """
+    rest = [
+        loss
+        for curve in _finite(drawn)
+        for update, loss in curve.items()
+        if update >= _SKIPPED * max(curve)
+    ]
     if not rest or max(rest) == min(rest):
         return
     margin = 0.08 * (max(rest) - min(rest))
-    low = min(rest if below else [loss for curve in _finite(drawn) for loss in curve.values()]) - margin
+    low = (
+        min(rest if below else [loss for curve in _finite(drawn) for loss in curve.values()])
+        - margin
+    )
     high = max(rest) + margin
     axis.set_ylim(low, high)
-    cut = [(update, loss) for curve in _finite(drawn) for update, loss in curve.items() if not low <= loss <= high]
+    cut = [
+        (update, loss)
+        for curve in _finite(drawn)
+        for update, loss in curve.items()
+        if not low <= loss <= high
+    ]
     if cut:
         worst, last = max((loss for _, loss in cut), key=abs), max(update for update, _ in cut)
         axis.text(
-            0.985, 0.95, f"not shown: up to {worst:.3g} in the first {last:,} updates",
-            transform=axis.transAxes, ha="right", va="top", style="italic",
+            0.985,
+            0.95,
+            f"not shown: up to {worst:.3g} in the first {last:,} updates",
+            transform=axis.transAxes,
+            ha="right",
+            va="top",
+            style="italic",
             bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
-        )  # fmt: skip
+        )
 
 
 def _early_end(rows: pandas.DataFrame) -> str:
-    """Where and why the line of a system ends: with its shortest run, whose rows are the first to end."""
+    """Where and why the line of a system ends: with its shortest run, whose rows are the first
+    to end.
+    """
     last = rows.astype({"update": int}).groupby("run")["update"].max()
     run = last.idxmin()
     reasons = [text for text in rows[rows["run"] == run]["end"] if text] if "end" in rows else []
@@ -176,9 +219,10 @@ def _early_end(rows: pandas.DataFrame) -> str:
 def plot(rows: pandas.DataFrame, output: Path) -> None:
     """Draw the learning curves in the :func:`records` of a picture, as text, into ``output``.
 
-    Each system is a line; of several runs it is their mean over the updates that all have reached, in a band from the
-    lowest to the highest run. The legend says of how many runs, and where and why a line ends that ends before others.
-    A panel shows the differences from the systems that others are compared with.
+    Each system is a line; of several runs it is their mean over the updates that all have reached,
+    in a band from the lowest to the highest run. The legend says of how many runs, and where and
+    why a line ends that ends before others. A panel shows the differences from the systems that
+    others are compared with.
     """
     compared = rows[rows["compared with"] != ""].drop_duplicates("system")
     baselines = dict(zip(compared["system"], compared["compared with"], strict=True))
@@ -194,8 +238,13 @@ def plot(rows: pandas.DataFrame, output: Path) -> None:
 
     train, valid, smoothed = curves("train_nll"), curves("valid"), curves("train")
     # A baseline may have one of its own, in another picture: LN with other initial weights, and LN.
-    minus = {label: difference(valid[label], valid[ln]) for label, ln in baselines.items() if ln in valid}
-    panels = [("training, negative log-likelihood", train), ("validation, negative log-likelihood", valid)]
+    minus = {
+        label: difference(valid[label], valid[ln]) for label, ln in baselines.items() if ln in valid
+    }
+    panels = [
+        ("training, negative log-likelihood", train),
+        ("validation, negative log-likelihood", valid),
+    ]
     if any(minus.values()):
         controls = set(baselines.values())
         name = controls.pop() if len(controls) == 1 else "the LN that differs least"
@@ -204,7 +253,11 @@ def plot(rows: pandas.DataFrame, output: Path) -> None:
     if smoothed != train:
         panels.append(("training with label smoothing (what is minimized)", smoothed))
 
-    ends = {label: min(map(max, of_system)) for label, of_system in train.items() if of_system and all(of_system)}
+    ends = {
+        label: min(map(max, of_system))
+        for label, of_system in train.items()
+        if of_system and all(of_system)
+    }
     names = {}
     for label in labels:
         of_system = rows[rows["system"] == label]
@@ -216,7 +269,9 @@ def plot(rows: pandas.DataFrame, output: Path) -> None:
     columns = 3 if longest < 14 else 2 if longest < 24 else 1
     height = 2.2 * len(panels) + 0.3 * math.ceil(len(labels) / columns) + 0.4
     size = (6.4, height)
-    figure, axes = headless_pyplot().subplots(len(panels), 1, figsize=size, sharex=True, layout="constrained")
+    figure, axes = headless_pyplot().subplots(
+        len(panels), 1, figsize=size, sharex=True, layout="constrained"
+    )
     lines = {}
     for axis, (title, drawn) in zip(axes, panels, strict=True):
         for label, of_system in drawn.items():
@@ -224,7 +279,9 @@ def plot(rows: pandas.DataFrame, output: Path) -> None:
                 shift = labels.index(label) / len(labels) if title.startswith("training") else 0
                 lines[label] = _draw(axis, of_system, labels.index(label), shift)
         if not any(drawn.values()):
-            axis.text(0.5, 0.5, "nothing logged", ha="center", va="center", transform=axis.transAxes)
+            axis.text(
+                0.5, 0.5, "nothing logged", ha="center", va="center", transform=axis.transAxes
+            )
         _frame(axis, sum(drawn.values(), []), below=drawn is minus)
         axis.set_title(title, loc="left", parse_math=False)
         axis.set_ylabel("bits per token")

@@ -1,4 +1,7 @@
-"""``pn figures``: Figures 2 to 7 of the PowerNorm paper, from the probes, scores and checkpoints of your runs."""
+"""``pn figures``:
+
+Figures 2 to 7 of the PowerNorm paper, from the probes, scores and checkpoints of your runs.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,13 @@ import numpy as np
 import pandas
 
 from pn_fairseq.common.command import ArgumentParser, UserError, did_you_mean
-from pn_fairseq.common.published import PAPER_BLEU, PAPER_GAIN, PAPER_MEDIANS, PAPER_SPECTRA, SPECTRA_INDICES
+from pn_fairseq.common.published import (
+    PAPER_BLEU,
+    PAPER_GAIN,
+    PAPER_MEDIANS,
+    PAPER_SPECTRA,
+    SPECTRA_INDICES,
+)
 from pn_fairseq.report.curves import COLOURS, headless_pyplot, legend, save, style
 
 #: Marks that tell boxes apart in grey.
@@ -21,9 +30,19 @@ _HATCHES = ("", "////", "....", "xxxx", "\\\\\\\\", "oo")
 
 _KINDS = ("png", "pdf")
 
-_PAPER_MARKS = {"paper, ResNet20 on CIFAR-10": "D", "paper, BN on IWSLT14": "*", "paper, PN-V on IWSLT14": "P"}
+_PAPER_MARKS = {
+    "paper, ResNet20 on CIFAR-10": "D",
+    "paper, BN on IWSLT14": "*",
+    "paper, PN-V on IWSLT14": "P",
+}
 
-_PAPER_STYLE = {"linestyle": ":", "color": "#555555", "markersize": 5, "markerfacecolor": "white", "linewidth": 1}
+_PAPER_STYLE = {
+    "linestyle": ":",
+    "color": "#555555",
+    "markersize": 5,
+    "markerfacecolor": "white",
+    "linewidth": 1,
+}
 
 _AXES = {
     "mu_distance": r"$\frac{1}{d}\|\mu-\mu_B\|$",
@@ -51,11 +70,14 @@ class Subject:
     bleu: float | None = None  # tokenized
     checkpoint: Path | None = None  # its last one
     series: pandas.DataFrame | None = None  # of series_of, of the norm of Figures 2 to 4
-    spectrum: np.ndarray | None = None  # of the word embeddings, if it is known without the checkpoint
+    # of the word embeddings, if it is known without the checkpoint
+    spectrum: np.ndarray | None = None
 
 
 def series_of(probe: pandas.DataFrame, norm: str, updates: int) -> pandas.DataFrame:
-    """The rows of a norm, one for each forward, with the ``fifth`` of the ``updates`` of the run."""
+    """The rows of a norm, one for each forward, with the ``fifth`` of the ``updates`` of the
+    run.
+    """
     series = probe[(probe["norm"] == norm) & probe["forward"].notna()]
     return series.assign(fifth=np.ceil(5 * series["update"] / updates).clip(1, 5))
 
@@ -79,10 +101,15 @@ def read_subject(run, label: str, line: str, name: str | None = None) -> Subject
             raise UserError(str(error)) from error
         known = list(probe["norm"].unique())
         if name is not None and name not in known:
-            raise UserError(f"{folder} has no norm {name!r} (it has {', '.join(known)}){did_you_mean(name, known)}")
+            raise UserError(
+                f"{folder} has no norm {name!r} (it has "
+                f"{', '.join(known)}){did_you_mean(name, known)}"
+            )
         logged = run.log.updates if run.log else 0
         planned = logged if run.log and run.log.ended else run.max_update or logged
-        subject.series = series_of(probe, name or known[0], max(planned, int(probe["update"].max())))
+        subject.series = series_of(
+            probe, name or known[0], max(planned, int(probe["update"].max()))
+        )
     return subject
 
 
@@ -92,14 +119,22 @@ def read_subject(run, label: str, line: str, name: str | None = None) -> Subject
 def _stacked(titles: Sequence[str], height: float, **options):
     """A figure with a panel for each title, one below the other, and the panels."""
     size, count = (6.4, height * len(titles)), len(titles)
-    figure, axes = headless_pyplot().subplots(count, 1, figsize=size, layout="constrained", squeeze=False, **options)
+    figure, axes = headless_pyplot().subplots(
+        count, 1, figsize=size, layout="constrained", squeeze=False, **options
+    )
     for axis, title in zip(axes[:, 0], titles, strict=True):
         axis.set_title(title, loc="left", parse_math=False)
     return figure, axes[:, 0]
 
 
-def _boxes(axis, groups: Mapping[str, Sequence[np.ndarray]], ticks: Sequence, medians: Mapping[str, Sequence[float]]):
-    """A group of box plots at each tick (label -> values at each tick), and the paper's medians next to them.
+def _boxes(
+    axis,
+    groups: Mapping[str, Sequence[np.ndarray]],
+    ticks: Sequence,
+    medians: Mapping[str, Sequence[float]],
+):
+    """A group of box plots at each tick (label -> values at each tick), and the paper's medians
+    next to them.
 
     Whiskers reach 1.5 interquartile ranges, as in the paper; points beyond are drawn.
     """
@@ -110,31 +145,50 @@ def _boxes(axis, groups: Mapping[str, Sequence[np.ndarray]], ticks: Sequence, me
         positions = np.arange(len(values)) + (index - (slots - 1) / 2) * width
         finite = [np.asarray(of_tick)[np.isfinite(of_tick)] for of_tick in values]
         drawn = axis.boxplot(
-            finite, positions=positions, widths=0.85 * width, whis=1.5, patch_artist=True, manage_ticks=False,
+            finite,
+            positions=positions,
+            widths=0.85 * width,
+            whis=1.5,
+            patch_artist=True,
+            manage_ticks=False,
             medianprops={"color": "black", "linewidth": 1.6},
             flierprops={"marker": style(index)["marker"], "markersize": 2.5, "alpha": 0.5},
-        )  # fmt: skip
+        )
         for box in drawn["boxes"]:
             colour = style(index)["color"]
             # When the colours begin again, each has another hatch.
-            box.set(edgecolor=colour, facecolor=f"{colour}55", hatch=_HATCHES[(index + index // len(COLOURS)) % 6])
+            box.set(
+                edgecolor=colour,
+                facecolor=f"{colour}55",
+                hatch=_HATCHES[(index + index // len(COLOURS)) % 6],
+            )
         handles[label] = drawn["boxes"][0]
-    for label, values in medians.items():  # at the ticks: a line that is shifted is read at another place
-        handles[label] = axis.plot(range(len(values)), values, marker=_PAPER_MARKS[label], zorder=5, **_PAPER_STYLE)[0]
+    # at the ticks: a line that is shifted is read at another place
+    for label, values in medians.items():
+        handles[label] = axis.plot(
+            range(len(values)), values, marker=_PAPER_MARKS[label], zorder=5, **_PAPER_STYLE
+        )[0]
     axis.set_xticks(range(len(ticks)), ticks)
     axis.grid(axis="y", alpha=0.3)
     return handles
 
 
 def values_of(series: pandas.DataFrame, column: str) -> pandas.Series:
-    """What Figures 2 to 4 show of a column; a gradient is of the summed loss, and summed over the tokens."""
-    return series[column] * (series["tokens"] * series["sample_size"] if column.startswith("g_") else 1)
+    """What Figures 2 to 4 show of a column; a gradient is of the summed loss, and summed over
+    the tokens.
+    """
+    return series[column] * (
+        series["tokens"] * series["sample_size"] if column.startswith("g_") else 1
+    )
 
 
 def _fifths(subjects: Sequence[Subject], column: str) -> list[np.ndarray]:
     """The values of a column in each fifth of training, of all runs."""
     runs = [(values_of(subject.series, column), subject.series["fifth"]) for subject in subjects]
-    return [np.concatenate([values[fifths == fifth] for values, fifths in runs]) for fifth in range(1, 6)]
+    return [
+        np.concatenate([values[fifths == fifth] for values, fifths in runs])
+        for fifth in range(1, 6)
+    ]
 
 
 def _by_label(subjects: Sequence[Subject]) -> dict[str, list[Subject]]:
@@ -147,11 +201,15 @@ def _legend(figure, handles: Mapping[str, object]) -> None:
 
 
 def _over_training(panels: Sequence[Sequence[str]]):
-    """A figure of box plots over fifths of training; of two columns, norms with running psi^2 show the last."""
+    """A figure of box plots over fifths of training; of two columns, norms with running psi^2
+    show the last.
+    """
 
     def draw(subjects: Sequence[Subject]):
         systems, handles = _by_label(subjects), {}
-        norms = dict.fromkeys(norm for subject in subjects for norm in subject.series["norm"].unique())
+        norms = dict.fromkeys(
+            norm for subject in subjects for norm in subject.series["norm"].unique()
+        )
         figure, axes = _stacked([", ".join(norms)] * len(panels), 4.2)
         for axis, columns in zip(axes, panels, strict=True):
             groups = {}
@@ -181,32 +239,60 @@ def _over_training(panels: Sequence[Sequence[str]]):
 def batch_size(subjects: Sequence[Subject]):
     """Figure 5."""
     points = [(subject.line, subject.tokens, subject.bleu) for subject in subjects]
-    paper = [(norm, tokens, bleu) for norm, of_norm in PAPER_BLEU.items() for tokens, bleu in of_norm.items()]
+    paper = [
+        (norm, tokens, bleu)
+        for norm, of_norm in PAPER_BLEU.items()
+        for tokens, bleu in of_norm.items()
+    ]
     titles = {"these runs": points, "the paper, IWSLT14 German-English": paper}
-    frames = {title: pandas.DataFrame(rows, columns=["line", "tokens", "bleu"]) for title, rows in titles.items()}
+    frames = {
+        title: pandas.DataFrame(rows, columns=["line", "tokens", "bleu"])
+        for title, rows in titles.items()
+    }
     figure, axes = _stacked(list(titles), 4, sharex=True)
     sizes = sorted({tokens for _, tokens, _ in [*points, *paper]})
-    lines = list(dict.fromkeys([*PAPER_BLEU, *(line for line, _, _ in points)]))  # the same style on both sides
+    # the same style on both sides
+    lines = list(dict.fromkeys([*PAPER_BLEU, *(line for line, _, _ in points)]))
     span = 1.1 * max(frame["bleu"].max() - frame["bleu"].min() for frame in frames.values()) or 1
     for axis, drawn in zip(axes, frames.values(), strict=True):
         for line, of_line in drawn.groupby("line", sort=False):
             means, look = of_line.groupby("tokens")["bleu"].mean(), style(lines.index(line))
-            # No line across a size that was not trained, and the same number of BLEU per inch in both panels.
-            gaps = means.reindex([size for size in sizes if means.index[0] <= size <= means.index[-1]])
+            # No line across a size that was not trained, and the same number of BLEU per inch in
+            # both panels.
+            gaps = means.reindex(
+                [size for size in sizes if means.index[0] <= size <= means.index[-1]]
+            )
             axis.plot(gaps.index, gaps, label=line, **look)
-            axis.plot(of_line["tokens"], of_line["bleu"], ".", color=look["color"], alpha=0.5)  # every seed
+            # every seed
+            axis.plot(of_line["tokens"], of_line["bleu"], ".", color=look["color"], alpha=0.5)
         axis.set_xscale("log", base=2)
-        middle, ticks = (drawn["bleu"].max() + drawn["bleu"].min()) / 2, sorted(drawn["tokens"].unique())
-        axis.set(ylim=(middle - span / 2, middle + span / 2), xlabel="tokens per mini-batch", ylabel="tokenized BLEU")
+        middle, ticks = (
+            (drawn["bleu"].max() + drawn["bleu"].min()) / 2,
+            sorted(drawn["tokens"].unique()),
+        )
+        axis.set(
+            ylim=(middle - span / 2, middle + span / 2),
+            xlabel="tokens per mini-batch",
+            ylabel="tokenized BLEU",
+        )
         axis.set_xticks(ticks, [f"{size:,}" for size in ticks])
         axis.grid(alpha=0.3)
-    handles = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    legend(figure, {line: handles[line] for line in lines}, columns=3 if max(map(len, lines)) < 20 else 2)
+    handles = {
+        label: handle
+        for axis in axes
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
+    }
+    legend(
+        figure,
+        {line: handles[line] for line in lines},
+        columns=3 if max(map(len, lines)) < 20 else 2,
+    )
     return figure
 
 
 def spectrum(checkpoint: Path) -> np.ndarray:
-    """Singular values of the encoder's word embeddings (of a language model the decoder's), the largest first, float64.
+    """Singular values of the encoder's word embeddings (of a language model the decoder's), the
+    largest first, float64.
 
     Raises:
         Absent: the checkpoint has none.
@@ -225,7 +311,9 @@ def spectrum(checkpoint: Path) -> np.ndarray:
 def spectra(subjects: Sequence[Subject]):
     """Figure 6: the singular values, and the same as ratios to LN's."""
     spectra_by_label = {
-        label: [run.spectrum if run.spectrum is not None else spectrum(run.checkpoint) for run in runs]
+        label: [
+            run.spectrum if run.spectrum is not None else spectrum(run.checkpoint) for run in runs
+        ]
         for label, runs in _by_label(subjects).items()
     }
     divisors = {
@@ -233,17 +321,25 @@ def spectra(subjects: Sequence[Subject]):
         "divided by the second": lambda values: values[1],
         "divided by the Frobenius norm": np.linalg.norm,
     }
-    base = next((label for label in spectra_by_label if label == "LN" or label.startswith("LN (")), None)
+    base = next(
+        (label for label in spectra_by_label if label == "LN" or label.startswith("LN (")), None
+    )
     lengths = {len(values) for of_seeds in spectra_by_label.values() for values in of_seeds}
     if base is not None and len(lengths) == 1:
-        mean = np.mean([values / np.linalg.norm(values) for values in spectra_by_label[base]], axis=0)
-        divisors[f"divided by the Frobenius norm, ratio to {base}"] = lambda values: np.linalg.norm(values) * mean
+        mean = np.mean(
+            [values / np.linalg.norm(values) for values in spectra_by_label[base]], axis=0
+        )
+        divisors[f"divided by the Frobenius norm, ratio to {base}"] = lambda values: (
+            np.linalg.norm(values) * mean
+        )
     figure, axes = _stacked(list(divisors), 3.6)
     handles = {}
     for axis, divisor in zip(axes, divisors.values(), strict=True):
         for index, (label, of_seeds) in enumerate(spectra_by_label.items()):
             for values in of_seeds:
-                handles[label] = axis.plot(values / divisor(values), **style(index) | {"marker": None})[0]
+                handles[label] = axis.plot(
+                    values / divisor(values), **style(index) | {"marker": None}
+                )[0]
         axis.set(yscale="log", ylabel="singular value of\nthe word embeddings")
         axis.grid(alpha=0.3)
     for axis in axes[3:]:
@@ -260,13 +356,22 @@ def spectra(subjects: Sequence[Subject]):
 
 
 #: Norms of a layer, and where they stand.
-_OF_LAYER = {"self_attn_layer_norm": "before self-attention", "final_layer_norm": "before the feed-forward network"}
+_OF_LAYER = {
+    "self_attn_layer_norm": "before self-attention",
+    "final_layer_norm": "before the feed-forward network",
+}
 
 
 def _last_gains(subject: Subject) -> pandas.DataFrame:
-    """The last row of each norm of a layer with a gain per channel, and its ``side``, ``layer`` and ``position``."""
-    last = subject.probe.dropna(subset=["gamma_over_psi_batch"]).drop_duplicates("norm", keep="last")
-    names = last["norm"].str.extract(r"^(?P<side>encoder|decoder)\.layers\.(?P<layer>\d+)\.(?P<position>.+)$")
+    """The last row of each norm of a layer with a gain per channel, and its ``side``, ``layer``
+    and ``position``.
+    """
+    last = subject.probe.dropna(subset=["gamma_over_psi_batch"]).drop_duplicates(
+        "norm", keep="last"
+    )
+    names = last["norm"].str.extract(
+        r"^(?P<side>encoder|decoder)\.layers\.(?P<layer>\d+)\.(?P<position>.+)$"
+    )
     names["position"] = names["position"].map(_OF_LAYER)
     return last.join(names).dropna(subset=["position"]).assign(label=subject.label)
 
@@ -276,21 +381,26 @@ def gains(subjects: Sequence[Subject]):
     last = pandas.concat(map(_last_gains, subjects))
     side = "encoder" if (last["side"] == "encoder").any() else "decoder"  # of language models
     last = last[last["side"] == side]
-    positions = [position for position in _OF_LAYER.values() if (last["position"] == position).any()]
+    positions = [
+        position for position in _OF_LAYER.values() if (last["position"] == position).any()
+    ]
     figure, axes = _stacked(positions, 4.2)
     handles = {}
     for axis, position in zip(axes, positions, strict=True):
         of_position = last[last["position"] == position]
         layers = sorted(map(int, of_position["layer"].unique()))
         groups = {}
-        for label in last["label"].unique():  # also one that has none here, so that the others keep their colours
+        # also one that has none here, so that the others keep their colours
+        for label in last["label"].unique():
             own = of_position[of_position["label"] == label]
             of_layers = (own.loc[own["layer"] == str(n), "gamma_over_psi_batch"] for n in layers)
             groups[label] = [np.concatenate([[], *of_layer]) for of_layer in of_layers]
         paper = [PAPER_GAIN[n] if n < len(PAPER_GAIN) else np.nan for n in layers]
         handles |= _boxes(axis, groups, [n + 1 for n in layers], {"paper, PN-V on IWSLT14": paper})
         axis.axhline(1, linestyle="--", color="black", linewidth=1)
-        axis.set(xlabel=f"{side} layer", ylabel=r"$\gamma/\psi_B$ of each channel, last recorded update")
+        axis.set(
+            xlabel=f"{side} layer", ylabel=r"$\gamma/\psi_B$ of each channel, last recorded update"
+        )
     _legend(figure, handles)
     return figure
 
@@ -309,7 +419,9 @@ _PROBE = (lambda subject: subject.probe is not None, "a --norm-probe file")
 FIGURES: dict[int, Figure] = {
     2: Figure(_over_training([("mu_distance",), ("sigma2_distance",)]), *_PROBE),
     3: Figure(_over_training([("g_mu",), ("g_sigma2",)]), *_PROBE),
-    4: Figure(_over_training([("sigma2_distance", "psi2_distance"), ("g_sigma2", "g_psi2")]), *_PROBE),
+    4: Figure(
+        _over_training([("sigma2_distance", "psi2_distance"), ("g_sigma2", "g_psi2")]), *_PROBE
+    ),
     5: Figure(
         batch_size,
         lambda subject: subject.bleu is not None and subject.tokens is not None,
@@ -324,9 +436,9 @@ FIGURES: dict[int, Figure] = {
 }
 
 _EPILOG = """\
-RUN is a folder as for pn report. Figures 2, 3, 4 and 7 need --norm-probe, Figure 5 needs scores and Figure 6
-checkpoints. A run without the data for a figure is left out of it, with a line that says so. The paper's medians are
-drawn next to the runs. docs/figures.md describes each figure.
+RUN is a folder as for pn report. Figures 2, 3, 4 and 7 need --norm-probe, Figure 5 needs scores and
+Figure 6 checkpoints. A run without the data for a figure is left out of it, with a line that says
+so. The paper's medians are drawn next to the runs. docs/figures.md describes each figure.
 
 Writes DIR/figure-N.png and DIR/figure-N.pdf, and replaces earlier ones.
 """
@@ -338,10 +450,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = ArgumentParser(prog="pn figures", description=description, epilog=_EPILOG)
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
-    add("--output", required=True, type=Path, metavar="DIR", help="where to write; created if needed")
-    labels = "names for the legends (default: as in the tables of pn report, by norm and settings); runs with the same "
+    add(
+        "--output",
+        required=True,
+        type=Path,
+        metavar="DIR",
+        help="where to write; created if needed",
+    )
+    labels = (
+        "names for the legends (default: as in the tables of pn report, by norm and settings); "
+        "runs with the same "
+    )
     add("--labels", nargs="+", metavar="LABEL", help=f"{labels}label are drawn as one")
-    norm = "norm of Figures 2 to 4, such as encoder.layers.0.final_layer_norm (default: the first one of the model)"
+    norm = (
+        "norm of Figures 2 to 4, such as encoder.layers.0.final_layer_norm (default: the first one "
+        "of the model)"
+    )
     add("--norm", metavar="NAME", help=norm)
     args = parser.parse_args(argv)
 
@@ -352,7 +476,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.labels and len(args.labels) != len(runs):
         raise UserError(f"{len(runs)} runs but {len(args.labels)} --labels")
     labels = [(label, label) for label in args.labels] if args.labels else names(runs)
-    subjects = [read_subject(run, *of_run, args.norm) for run, of_run in zip(runs, labels, strict=True)]
+    subjects = [
+        read_subject(run, *of_run, args.norm) for run, of_run in zip(runs, labels, strict=True)
+    ]
 
     drawn, absent, without = {}, [], []
     for number, (draw, shows, needs) in FIGURES.items():

@@ -9,7 +9,8 @@ from pathlib import Path
 import jinja2
 import pandas
 
-# Tables hold Markdown objects. With pyarrow installed pandas would keep strings in its format, which has no classes.
+# Tables hold Markdown objects. With pyarrow installed pandas would keep strings in its format,
+# which has no classes.
 pandas.set_option("mode.string_storage", "python")
 
 _SPECIAL = re.compile(r"([\\`*\[\]|~$])|(?<![0-9A-Za-z])_|_(?![0-9A-Za-z])")
@@ -70,11 +71,16 @@ def table(frame: pandas.DataFrame) -> Markdown:
         return "right" if there and all(_NUMBER.fullmatch(cell) for cell in there) else "left"
 
     aligned = ["left", *(align(cells.iloc[:, number]) for number in range(1, cells.shape[1]))]
-    return Markdown(cells.to_markdown(index=False, tablefmt="pipe", colalign=aligned, disable_numparse=True))
+    return Markdown(
+        cells.to_markdown(index=False, tablefmt="pipe", colalign=aligned, disable_numparse=True)
+    )
 
 
 def template(name: str) -> jinja2.Template:
-    """A template of this folder. What it inserts is shown as it is, unless it is :class:`Markdown`."""
+    """A template of this folder.
+
+    What it inserts is shown as it is, unless it is :class:`Markdown`.
+    """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         undefined=jinja2.StrictUndefined,

@@ -43,17 +43,26 @@ def _headline(corpus: Corpus, compared: Mapping[str, intervals.Compared]) -> lis
     if not len(scored):
         return [*headline, ("Not known", "no run was scored.")]
     if len(scored) == 1:
-        return [*headline, ("Nothing to compare", f"{scored[0]} is the only system that was scored.")]
-    reasons = dict.fromkeys(chain.from_iterable(of_measure.untested.values() for of_measure in compared.values()))
+        return [
+            *headline,
+            ("Nothing to compare", f"{scored[0]} is the only system that was scored."),
+        ]
+    reasons = dict.fromkeys(
+        chain.from_iterable(of_measure.untested.values() for of_measure in compared.values())
+    )
     lacking = "; ".join(reasons) or "no control (LN), with which the systems could be compared"
     return [*headline, ("No difference is tested over seeds", f"{lacking}.")]
 
 
 def _together(corpus: Corpus) -> list[list[str]]:
-    """The systems in the order of the tables, a few for each picture, each with the LN that it is compared with."""
+    """The systems in the order of the tables, a few for each picture, each with the LN that it
+    is compared with.
+    """
     baselines = corpus.baselines
     others = [label for label in corpus.settings if label not in baselines.values()]
-    parts = [others[start : start + _OF_A_PICTURE] for start in range(0, len(others), _OF_A_PICTURE)]
+    parts = [
+        others[start : start + _OF_A_PICTURE] for start in range(0, len(others), _OF_A_PICTURE)
+    ]
     shown = [{*part, *(baselines[label] for label in part if label in baselines)} for part in parts]
     return [[label for label in corpus.settings if label in part] for part in shown]
 
@@ -65,7 +74,10 @@ def _learning_curves(corpora: Sequence[Corpus], folder: Path) -> list[list[str]]
     for corpus in corpora:
         pictures.append([])
         for labels in _together(corpus):
-            logs = {label: {run.name: run.log for run in corpus.members(label) if run.log} for label in labels}
+            logs = {
+                label: {run.name: run.log for run in corpus.members(label) if run.log}
+                for label in labels
+            }
             picture = CURVES.format(sum(map(len, pictures)) + 1)
             if rows := curves.records(picture, logs, corpus.baselines):
                 curves.plot(pandas.DataFrame(rows), folder / picture)
@@ -76,7 +88,9 @@ def _learning_curves(corpora: Sequence[Corpus], folder: Path) -> list[list[str]]
     return pictures
 
 
-def _section(corpus: Corpus, frame: pandas.DataFrame, picture: Path, planned: Sequence[tuple[str, str]]) -> dict:
+def _section(
+    corpus: Corpus, frame: pandas.DataFrame, picture: Path, planned: Sequence[tuple[str, str]]
+) -> dict:
     """What the template shows of the runs on a corpus besides their scores; draws ``picture``."""
     compared = intervals.compare(frame)
     data = corpus.data or {}
@@ -95,7 +109,9 @@ def _section(corpus: Corpus, frame: pandas.DataFrame, picture: Path, planned: Se
         "headline": _headline(corpus, compared),
         "measures": compared.values(),
         "differences": intervals.table(compared),
-        "intervals": intervals.plot(compared, list(corpus.settings), picture, intervals.seeds_of(frame)),
+        "intervals": intervals.plot(
+            compared, list(corpus.settings), picture, intervals.seeds_of(frame)
+        ),
         "machines": list(frame["machine"].unique()),
         "planned": [(measure, answer) for measure, answer in answers if answer],
         "training": tables.training(corpus),
@@ -128,23 +144,37 @@ def write(
     folder.mkdir(parents=True, exist_ok=True)
     rows = [tables.rows(corpus) for corpus in corpora]
     drawn, sections = _learning_curves(corpora, folder), []
-    for number, (corpus, of_corpus, pictures) in enumerate(zip(corpora, rows, drawn, strict=True), 1):
-        section = _section(corpus, pandas.DataFrame(of_corpus), folder / INTERVALS.format(number), planned)
+    for number, (corpus, of_corpus, pictures) in enumerate(
+        zip(corpora, rows, drawn, strict=True), 1
+    ):
+        section = _section(
+            corpus, pandas.DataFrame(of_corpus), folder / INTERVALS.format(number), planned
+        )
         sections.append({**section, "pictures": pictures, **content(corpus)})
     page = template("report.md.j2").render(
-        settings, version=__version__, runs=runs, corpora=sections, machines=tables.machines(runs),
+        settings,
+        version=__version__,
+        runs=runs,
+        corpora=sections,
+        machines=tables.machines(runs),
         systems=sum(len(corpus.settings) for corpus in corpora),
-        problems=[(tables.relative(run.path), tables.relative(problem)) for run in runs for problem in run.problems],
+        problems=[
+            (tables.relative(run.path), tables.relative(problem))
+            for run in runs
+            for problem in run.problems
+        ],
         repeated=[
             (*system_and_seed, [run.name for run in repeated])
             for corpus in corpora
-            for system_and_seed, repeated in corpus.frame.groupby(["system", "seed"], sort=False)["run"]
+            for system_and_seed, repeated in corpus.frame.groupby(["system", "seed"], sort=False)[
+                "run"
+            ]
             if len(repeated) > 1
         ],
         probes=[(run.name, tables.relative(run.probe)) for run in runs if run.probe],
         figures=[file.name for file in sorted(folder.glob("figure-[2-7].png"))],  # of pn figures
         count=intervals.count,
-    )  # fmt: skip
+    )
     files = {"report.md": re.sub(r"\n{3,}", "\n\n", page)}
     files["report.csv"] = pandas.DataFrame(list(chain.from_iterable(rows))).to_csv(index=False)
     for name, text in files.items():

@@ -11,7 +11,10 @@ from pn_fairseq.report.tables import number, results
 
 
 def _published(corpus: Corpus, paper: str, subset: str) -> dict | None:
-    """The paper's table of the corpus, and the numbers of tokens of runs on ``others`` than its text."""
+    """The paper's table of the corpus,
+
+    and the numbers of tokens of runs on ``others`` than its text.
+    """
     names = {known["name"]: key for key, known in LM_PAPER.items()}
     name = names.get((corpus.data or {}).get("corpus")) if paper == "auto" else paper
     if name not in LM_PAPER:
@@ -27,16 +30,32 @@ def _published(corpus: Corpus, paper: str, subset: str) -> dict | None:
     tokens = known.get("tokens", {}).get(subset)
     counted = {run.perplexity.tokens for run in corpus.runs if run.perplexity}
     others = sorted(counted - {tokens}) if tokens else []
-    return {"note": None, **known, "table": pandas.DataFrame(rows), "tokens": tokens, "others": others}
+    return {
+        "note": None,
+        **known,
+        "table": pandas.DataFrame(rows),
+        "tokens": tokens,
+        "others": others,
+    }
 
 
 def content(corpus: Corpus, paper: str, subset: str) -> dict:
     """What the template shows of the runs on a corpus."""
-    measured = {label: [run.perplexity for run in corpus.members(label) if run.perplexity] for label in corpus.settings}
+    measured = {
+        label: [run.perplexity for run in corpus.members(label) if run.perplexity]
+        for label in corpus.settings
+    }
     units = {one.unit for of_system in measured.values() for one in of_system}
-    titles = {"perplexity": "perplexity", "bits": f"bits per {'byte' if units == {'byte'} else 'token'}"}
+    titles = {
+        "perplexity": "perplexity",
+        "bits": f"bits per {'byte' if units == {'byte'} else 'token'}",
+    }
     return {
         "results": results(corpus, titles | {"batch": "with statistics of the batch"}, "measured"),
-        "unmasked": [label for label, of_system in measured.items() if not all(one.causal for one in of_system)],
+        "unmasked": [
+            label
+            for label, of_system in measured.items()
+            if not all(one.causal for one in of_system)
+        ],
         "published": _published(corpus, paper, subset),
     }

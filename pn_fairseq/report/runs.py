@@ -1,4 +1,6 @@
-"""A training run as a report shows it: a missing or damaged file is a problem that is listed, not an error."""
+"""A training run as a report shows it: a missing or damaged file is a problem that is listed,
+not an error.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ LM_MEASURES = {"perplexity": "perplexity", "bits": "bits", "batch": "batch_perpl
 class Run(runs.Run):
     """A training run with its results on ``subset``. None: not known, or not done.
 
-    All files are read at once; ``problems`` then lists what failed, is missing or is damaged, one sentence each.
+    All files are read at once; ``problems`` then lists what failed, is missing or is damaged, one
+    sentence each.
     """
 
     name: str  # different from the names of all other runs of the report
@@ -47,11 +50,16 @@ class Run(runs.Run):
     def saved(self) -> list[Path]:
         """The checkpoints that fairseq saved while it trained, without averages."""
         name = re.compile(r"checkpoint(_last|_best|_?\d+(_\d+)?)\.pt")
-        return sorted(file for file in self.checkpoints.glob("checkpoint*.pt") if name.fullmatch(file.name))
+        return sorted(
+            file for file in self.checkpoints.glob("checkpoint*.pt") if name.fullmatch(file.name)
+        )
 
     @cached_property
     def from_checkpoints(self) -> bool:
-        """Whether ``log`` is made from checkpoints: fairseq-train saved some and wrote no log in JSON."""
+        """Whether ``log`` is made from checkpoints:
+
+        fairseq-train saved some and wrote no log in JSON.
+        """
         if self.ours or not self.saved:
             return False
         logged = read_log(self.log_file) if self.log_file else TrainingLog()
@@ -63,8 +71,10 @@ class Run(runs.Run):
             if self.from_checkpoints:
                 log = log_of_checkpoints(self.saved)
                 self.problems.append(
-                    f"there is no log in JSON: settings and losses are from {len(self.saved)} checkpoints "
-                    "(fairseq-train --log-file train.log --log-format json would record every step, speed and time)"
+                    f"there is no log in JSON: settings and losses are from {len(self.saved)} "
+                    "checkpoints "
+                    "(fairseq-train --log-file train.log --log-format json would record every "
+                    "step, speed and time)"
                 )
                 return log
             log = super().log
@@ -75,7 +85,9 @@ class Run(runs.Run):
             self.problems.append("not trained: there is no train.log")
         elif log.unreadable:
             lines = "1 line" if log.unreadable == 1 else f"{log.unreadable} lines"
-            self.problems.append(f"{lines} of {self.log_file.name} cannot be read (cut off?) and not shown here")
+            self.problems.append(
+                f"{lines} of {self.log_file.name} cannot be read (cut off?) and not shown here"
+            )
         return log
 
     @cached_property
@@ -93,7 +105,9 @@ class Run(runs.Run):
 
     @cached_property
     def data_folder(self) -> Path | None:
-        """Where the prepared data was; if only fairseq-preprocess made it, the folder of the binary files."""
+        """Where the prepared data was; if only fairseq-preprocess made it, the folder of the
+        binary files.
+        """
         try:
             return self.data or self.bin
         except UserError:
@@ -101,13 +115,20 @@ class Run(runs.Run):
 
     @cached_property
     def data_settings(self) -> dict[str, str] | None:
-        """The settings of the prepared data and the checksums of its files, as they were when the run was trained."""
+        """The settings of the prepared data and the checksums of its files,
+
+        as they were when the run was trained.
+        """
         try:
             if not self.ours and self.data is None:
                 return self._data_of_fairseq()
-            return read_settings(self.path / "data.settings" if self.ours else self.data / "settings.txt")
+            return read_settings(
+                self.path / "data.settings" if self.ours else self.data / "settings.txt"
+            )
         except (UserError, OSError, ValueError) as error:
-            self.problems.append(f"the data is not known, so the run is compared with no other: {error}")
+            self.problems.append(
+                f"the data is not known, so the run is compared with no other: {error}"
+            )
             return None
 
     def _data_of_fairseq(self) -> dict[str, str]:
@@ -126,13 +147,16 @@ class Run(runs.Run):
     def starts(self) -> list[dict]:
         """The records of starts.jsonl, in order.
 
-        ``world_size`` is the number of ranks, and each of the ``machines`` has its number of ``ranks``.
+        ``world_size`` is the number of ranks, and each of the ``machines`` has its number of
+        ``ranks``.
         """
         try:
             lines = (self.path / "starts.jsonl").read_text("utf-8", errors="replace").splitlines()
         except OSError:
             if self.ours:
-                self.problems.append("versions and hardware are not recorded: there is no starts.jsonl")
+                self.problems.append(
+                    "versions and hardware are not recorded: there is no starts.jsonl"
+                )
             return []
         records = []
         for number, line in enumerate(lines, 1):
@@ -153,15 +177,27 @@ class Run(runs.Run):
     @property
     def world_size(self) -> int:
         """Of the last start."""
-        sizes = [start.get("world_size") for start in self.starts if isinstance(start.get("world_size"), int)]
-        logged = [start.world_size for start in self.log.starts if start.world_size] if self.log else []
+        sizes = [
+            start.get("world_size")
+            for start in self.starts
+            if isinstance(start.get("world_size"), int)
+        ]
+        logged = (
+            [start.world_size for start in self.log.starts if start.world_size] if self.log else []
+        )
         return (sizes or logged or [self.get("distributed_training.distributed_world_size", 1)])[-1]
 
     @property
     def machine(self) -> str | None:
         """The GPUs, or else the processor, of all starts; None if no start recorded them."""
-        models = [start.get("gpus") or [start["cpu"]] for start in self.starts if start.get("gpus") or start.get("cpu")]
-        return " and ".join(dict.fromkeys(", ".join(dict.fromkeys(names)) for names in models)) or None
+        models = [
+            start.get("gpus") or [start["cpu"]]
+            for start in self.starts
+            if start.get("gpus") or start.get("cpu")
+        ]
+        return (
+            " and ".join(dict.fromkeys(", ".join(dict.fromkeys(names)) for names in models)) or None
+        )
 
     @property
     def code(self) -> str | None:
@@ -188,13 +224,18 @@ class Run(runs.Run):
     def failed(self) -> str | None:
         """The line in ``failed``."""
         file = self.path / "failed"
-        return " ".join(file.read_text("utf-8", errors="replace").split()) if file.is_file() else None
+        return (
+            " ".join(file.read_text("utf-8", errors="replace").split()) if file.is_file() else None
+        )
 
     @cached_property
     def probe(self) -> Path | None:
         """The folder of ``--norm-probe``, which may have been moved."""
         setting = self.get("model.norm_probe")
-        folders = [self.path / "norm_probe", *([self.path / Path(setting).name, Path(setting)] if setting else [])]
+        folders = [
+            self.path / "norm_probe",
+            *([self.path / Path(setting).name, Path(setting)] if setting else []),
+        ]
         return next((folder for folder in folders if any(folder.glob("update-*.parquet"))), None)
 
     @property
@@ -213,7 +254,11 @@ class Run(runs.Run):
         """The decoding settings, as pn generate recorded them."""
         settings = stamp.read(self.result / "made.txt")
         # How it was decoded, without what was decoded.
-        how = [f"{name}={value}" for name, value in settings.items() if name not in ("checkpoint", "data", "subset")]
+        how = [
+            f"{name}={value}"
+            for name, value in settings.items()
+            if name not in ("checkpoint", "data", "subset")
+        ]
         return " ".join(how) or None
 
     @cached_property
@@ -230,11 +275,16 @@ class Run(runs.Run):
         _, _, averaged = made.get("averaged", "").partition(" ")  # "epoch 3", or "files"
         wanted = self.get("average_last")
         if wanted and averaged and int(averaged) < wanted:
-            self.problems.append(f"averaged.pt is the average of {averaged}, not of average_last={wanted} checkpoints")
+            self.problems.append(
+                f"averaged.pt is the average of {averaged}, not of average_last={wanted} "
+                "checkpoints"
+            )
         try:
             scores = read_scores(self.result)
             if not is_scored(self.path, self.subset):
-                raise UserError("scores.json belongs to other hypotheses (pn score writes it again)")
+                raise UserError(
+                    "scores.json belongs to other hypotheses (pn score writes it again)"
+                )
         except UserError as error:
             self.problems.append(f"not scored: {error}")
             return None
@@ -256,7 +306,10 @@ class Run(runs.Run):
     def measures(self) -> dict[str, float]:
         """What systems are compared by, by name; NaN where it was not measured."""
         if self.language_model:
-            return {name: getattr(self.perplexity, field, math.nan) for name, field in LM_MEASURES.items()}
+            return {
+                name: getattr(self.perplexity, field, math.nan)
+                for name, field in LM_MEASURES.items()
+            }
         return {name: self.score(name).score if self.score(name) else math.nan for name in METRICS}
 
     def score(self, metric: str) -> Score | None:
@@ -277,23 +330,37 @@ class Run(runs.Run):
         problems, log = [], self.log
         if not self.trained:
             return ["not trained: train.log has no record"]
-        done = f"update {log.updates:,} of {self.max_update:,}" if self.max_update else f"update {log.updates:,}"
+        done = (
+            f"update {log.updates:,} of {self.max_update:,}"
+            if self.max_update
+            else f"update {log.updates:,}"
+        )
         if self.unfinished:
             problems.append(f"training not finished: {done} (interrupted, failed or still running)")
         elif not log.ended and not self.from_checkpoints:
             problems.append(f"training cut off, but at {done}")
-        elif log.ended and self.max_update and log.updates < self.max_update and log.reason != "patience":
+        elif (
+            log.ended
+            and self.max_update
+            and log.updates < self.max_update
+            and log.reason != "patience"
+        ):
             reasons = {"stop_time_hours": "the time limit", "max_update": "an earlier max_update"}
             reason = reasons.get(log.reason, "max_epoch, or a reason that is not logged")
             problems.append(f"training ended at {done}: {reason}")
         for kind, losses in (("training", log.train), ("validation", log.valid)):
-            if faulty := sorted(update for update, loss in losses.items() if not math.isfinite(loss)):
+            if faulty := sorted(
+                update for update, loss in losses.items() if not math.isfinite(loss)
+            ):
                 problems.append(
-                    f"the {kind} loss is not finite (NaN or infinity) in {len(faulty)} of {len(losses)} records, "
+                    f"the {kind} loss is not finite (NaN or infinity) in {len(faulty)} of "
+                    f"{len(losses)} records, "
                     f"first at update {faulty[0]:,}"
                 )
         if log.faults:
-            problems.append(f"fairseq reports a NaN or an infinity in {log.faults} lines of the log")
+            problems.append(
+                f"fairseq reports a NaN or an infinity in {log.faults} lines of the log"
+            )
         if not log.valid:
             problems.append("never validated")
         return problems
@@ -317,9 +384,14 @@ def read_runs(paths: Sequence[Path], subset: str = "test") -> list[Run]:
         if not path.is_dir():
             raise UserError(f"there is no directory '{path}'")
         folder = runs.Run(path)
-        if not folder.ours and not folder.log_file and not any(folder.checkpoints.glob("checkpoint*.pt")):
+        if (
+            not folder.ours
+            and not folder.log_file
+            and not any(folder.checkpoints.glob("checkpoint*.pt"))
+        ):
             raise UserError(
-                f"'{path}' is not a run: it has no config.yaml of pn train, no log of fairseq-train (its "
+                f"'{path}' is not a run: it has no config.yaml of pn train, no log of "
+                "fairseq-train (its "
                 "--log-file or saved output, as *.log, *.out or *.txt) and no checkpoint"
             )
         if (first := seen.setdefault(path.resolve(), path)) is not path:
@@ -330,18 +402,25 @@ def read_runs(paths: Sequence[Path], subset: str = "test") -> list[Run]:
 def log_of_checkpoints(files: Sequence[Path]) -> TrainingLog:
     """The losses that the checkpoints of a training run hold, at the updates that were saved.
 
-    fairseq keeps the sums of its meters in a checkpoint. The training loss is the mean since the epoch began.
+    fairseq keeps the sums of its meters in a checkpoint. The training loss is the mean since the
+    epoch began.
 
     Raises:
         CheckpointError: a checkpoint cannot be read.
     """
     from pn_fairseq.common.checkpoints import load_checkpoint  # needs torch
 
-    meters = {"train": ("train", "loss"), "train_nll": ("train", "nll_loss"), "valid": ("valid", "nll_loss")}
+    meters = {
+        "train": ("train", "loss"),
+        "train_nll": ("train", "nll_loss"),
+        "valid": ("valid", "nll_loss"),
+    }
     losses = {kind: {} for kind in meters}
     for file in files:
         state = load_checkpoint(file)
-        update = state["optimizer_history"][-1]["num_updates"] if state.get("optimizer_history") else 0
+        update = (
+            state["optimizer_history"][-1]["num_updates"] if state.get("optimizer_history") else 0
+        )
         means = {
             (group, name): round(float(meter["sum"]) / float(meter["count"]), 3)
             for group, of_group in state.get("extra_state", {}).get("metrics", {}).items()

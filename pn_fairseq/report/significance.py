@@ -1,9 +1,10 @@
 """How certain the differences between systems are over seeds.
 
-Every system is compared with the same control (LN). The runs of one seed on one machine are a block: they
-share the order of the data, the initial weights and the rounding. The model is ``value = system + block + noise`` with
-independent normal noise of one variance for all systems (Dunnett 1955 for the comparison with a control; here with
-blocks, which may be incomplete). A difference is estimated within blocks only, so that machines can be pooled.
+Every system is compared with the same control (LN). The runs of one seed on one machine are a
+block: they share the order of the data, the initial weights and the rounding. The model is ``value
+= system + block + noise`` with independent normal noise of one variance for all systems (Dunnett
+1955 for the comparison with a control; here with blocks, which may be incomplete). A difference is
+estimated within blocks only, so that machines can be pooled.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from scipy import optimize, stats
 
 from pn_fairseq.pipeline.metrics import METRICS, Measure
 
-#: Error rate of a whole family of comparisons, and the power for which the detectable difference is given.
+#: Error rate of a whole family of comparisons, and the power for which the detectable difference is
+#: given.
 ERROR_RATE, POWER = 0.05, 0.8
 
-#: A system whose mean best validation loss is this much above its control's (bits per token) did not train with its
-#: settings. It is not tested, and its spread over seeds does not enter the noise that the other systems are tested by.
+#: A system whose mean best validation loss is this much above its control's (bits per token) did
+#: not train with its settings. It is not tested, and its spread over seeds does not enter the noise
+#: that the other systems are tested by.
 NOT_TRAINED = 0.75
 
 
@@ -43,7 +46,10 @@ SHORT_NAMES = {measure.short: name for name, measure in MEASURES.items()}
 
 @dataclass(frozen=True)
 class Interval:
-    """The difference of a system from its control, with a confidence interval and the two-sided p of no difference."""
+    """The difference of a system from its control,
+
+    with a confidence interval and the two-sided p of no difference.
+    """
 
     difference: float
     low: float
@@ -53,8 +59,9 @@ class Interval:
     def verdict(self, measure: Measure) -> str:
         """``better``, ``worse``, ``equivalent`` or ``not resolved``.
 
-        The interval excludes 0: better or worse. It is within the margin: equivalent (interval inclusion, Schuirmann
-        1987; with the 95% interval in place of 90% the error rate is at most 2.5%).
+        The interval excludes 0: better or worse. It is within the margin: equivalent (interval
+        inclusion, Schuirmann 1987; with the 95% interval in place of 90% the error rate is at most
+        2.5%).
         """
         if self.low > 0 or self.high < 0:
             return "better" if (self.difference < 0) == (measure.better == "lower") else "worse"
@@ -62,15 +69,16 @@ class Interval:
 
 
 class Design:
-    """The model of a family: which runs there are of the control and of the systems that are compared with it.
+    """The model of a family: which runs there are of the control and of the systems that are
+    compared with it.
 
     Args:
-        runs: the system and the block of each run. Where no block has two systems, give the machine as the block.
-        control: the system that the others are compared with.
+        runs: the system and the block of each run. Where no block has two systems, give the machine
+            as the block. control: the system that the others are compared with.
 
     Attributes:
-        systems: the systems whose difference from the control can be estimated, in the order of ``runs``. A system
-            that no chain of shared blocks joins to the control is left out.
+        systems: the systems whose difference from the control can be estimated, in the order of
+            ``runs``. A system that no chain of shared blocks joins to the control is left out.
         runs: the number of runs.
         degrees: degrees of freedom of the noise's variance; 0 if nothing can be tested.
         errors: standard error of each difference, divided by the standard deviation of the noise.
@@ -101,19 +109,26 @@ class Design:
             values: a value for each run; more axes are more data sets of the same design.
 
         Returns:
-            The differences from the control, (systems, ...), and the standard deviation of the noise, (...).
+            The differences from the control, (systems, ...), and the standard deviation of the
+            noise, (...).
         """
         residual = self._residual @ values
         return self._contrasts @ values, np.sqrt((residual**2).sum(axis=0) / self.degrees)
 
     def probability(self, bound: float) -> float:
-        """The probability that no estimated difference is more than ``bound`` standard errors from its true value."""
+        """The probability that no estimated difference is more than ``bound`` standard errors
+        from its true value.
+        """
         if len(self.systems) == 1:
             return float(1 - 2 * stats.t.sf(bound, self.degrees))
         bounds = np.full(len(self.systems), bound)
         return float(
             stats.multivariate_t.cdf(
-                bounds, shape=self._correlation, df=self.degrees, lower_limit=-bounds, random_state=0
+                bounds,
+                shape=self._correlation,
+                df=self.degrees,
+                lower_limit=-bounds,
+                random_state=0,
             )
         )
 
@@ -124,11 +139,15 @@ class Design:
             return one
         bonferroni = float(stats.t.isf(ERROR_RATE / 2 / len(self.systems), self.degrees))
         return optimize.brentq(
-            lambda bound: self.probability(bound) - 1 + ERROR_RATE, one, 1.01 * bonferroni, xtol=1e-4
+            lambda bound: self.probability(bound) - 1 + ERROR_RATE,
+            one,
+            1.01 * bonferroni,
+            xtol=1e-4,
         )
 
     def detectable(self, critical: float) -> float:
-        """The smallest difference, in standard deviations of the noise, that is found with probability :data:`POWER`.
+        """The smallest difference, in standard deviations of the noise, that is found with
+        probability :data:`POWER`.
 
         Of the system with the median standard error, by the noncentral t distribution.
         """
@@ -151,16 +170,21 @@ class Family:
     control: str
     blocks: int  # most blocks of a system
     intervals: dict[str, Interval]  # simultaneous: all hold together with probability 95%
-    separate: dict[str, Interval]  # each holds with probability 95%: for a comparison that was planned before the runs
+    # each holds with probability 95%: for a comparison that was planned before the runs
+    separate: dict[str, Interval]
     deviation: float  # standard deviation of the noise
     design: Design
     half_width: float  # half the width of a simultaneous interval: the median over the systems
     detectable: float  # the difference that is found with probability POWER
-    pairs: dict[str, dict[tuple, float]]  # of each system: (machine, seed) of the blocks that have both -> difference
+    # of each system: (machine, seed) of the blocks that have both -> difference
+    pairs: dict[str, dict[tuple, float]]
 
 
 def _family(values: pandas.Series, control: str) -> Family | None:
-    """``values`` by system and (machine, seed). None: nothing can be tested (no degrees of freedom, or no spread)."""
+    """``values`` by system and (machine, seed).
+
+    None: nothing can be tested (no degrees of freedom, or no spread).
+    """
     shared = values.groupby(level="block").size().gt(1).any()
     runs = [(system, block if shared else block[0]) for system, block in values.index]
     design = Design(runs, control)
@@ -171,40 +195,65 @@ def _family(values: pandas.Series, control: str) -> Family | None:
         return None
     critical, quantile = design.critical(), float(stats.t.isf(ERROR_RATE / 2, design.degrees))
     intervals, separate, pairs, by_block = {}, {}, {}, values.unstack()
-    for system, difference, error in zip(design.systems, differences, design.errors * deviation, strict=True):
-        center, half, ratio = float(difference), float(critical * error), float(abs(difference) / error)
+    for system, difference, error in zip(
+        design.systems, differences, design.errors * deviation, strict=True
+    ):
+        center, half, ratio = (
+            float(difference),
+            float(critical * error),
+            float(abs(difference) / error),
+        )
         p = min(1.0, max(0.0, 1 - design.probability(ratio)))
         intervals[system] = Interval(center, center - half, center + half, p)
         half, p = float(quantile * error), 2 * float(stats.t.sf(ratio, design.degrees))
         separate[system] = Interval(center, center - half, center + half, p)
         pairs[system] = (by_block.loc[system] - by_block.loc[control]).dropna().to_dict()
     return Family(
-        control, int(values.groupby(level=0).size().max()), intervals, separate, float(deviation), design,
-        float(critical * np.median(design.errors) * deviation), float(design.detectable(critical) * deviation), pairs,
-    )  # fmt: skip
+        control,
+        int(values.groupby(level=0).size().max()),
+        intervals,
+        separate,
+        float(deviation),
+        design,
+        float(critical * np.median(design.errors) * deviation),
+        float(design.detectable(critical) * deviation),
+        pairs,
+    )
 
 
 def families(frame: pandas.DataFrame, measure: str) -> tuple[list[Family], dict[str, str]]:
     """Compare systems by one measure, each with its control.
 
-    A system and its control need two blocks or more. A run that was repeated (the same machine and seed) counts once,
-    by the mean. Where no two systems share a seed on one machine, the block is the machine, so that systems on
-    different machines are never compared. A system that did not train (:data:`NOT_TRAINED`) is left out.
+    A system and its control need two blocks or more. A run that was repeated (the same machine and
+    seed) counts once, by the mean. Where no two systems share a seed on one machine, the block is
+    the machine, so that systems on different machines are never compared. A system that did not
+    train (:data:`NOT_TRAINED`) is left out.
 
     Args:
-        frame: the rows of report.csv: ``system``, ``compared with``, ``seed``, ``machine``, and the measure.
+        frame: the rows of report.csv: ``system``, ``compared with``, ``seed``, ``machine``, and the
+            measure.
 
     Returns:
         The families, and for each other measured system why it is not tested.
     """
     measured = frame.dropna(subset=[measure]).fillna({"machine": "not recorded"})
-    unknown = pandas.Series([f"run {number}" for number in range(len(measured))], index=measured.index)
+    unknown = pandas.Series(
+        [f"run {number}" for number in range(len(measured))], index=measured.index
+    )
     seeds = measured["seed"].astype(object).where(measured["seed"].notna(), unknown)
     measured = measured.assign(block=list(zip(measured["machine"], seeds, strict=True)))
     values = measured.groupby(["system", "block"], sort=False)[measure].mean()
     counts = values.groupby(level="system", sort=False).size()
-    losses = measured.groupby("system")[LOSS].mean() if LOSS in measured else dict.fromkeys(counts.index, math.nan)
-    controls = measured.dropna(subset=["compared with"]).groupby("system", sort=False)["compared with"].first()
+    losses = (
+        measured.groupby("system")[LOSS].mean()
+        if LOSS in measured
+        else dict.fromkeys(counts.index, math.nan)
+    )
+    controls = (
+        measured.dropna(subset=["compared with"])
+        .groupby("system", sort=False)["compared with"]
+        .first()
+    )
     tested, untested = [], {}
     for control in controls.unique():
         systems = controls.index[controls == control]
@@ -213,12 +262,16 @@ def families(frame: pandas.DataFrame, measure: str) -> tuple[list[Family], dict[
             continue
         several = [system for system in systems if counts[system] > 1]
         untested |= {system: "one seed" for system in systems if system not in several}
-        not_trained = [system for system in several if losses[system] - losses[control] > NOT_TRAINED]
+        not_trained = [
+            system for system in several if losses[system] - losses[control] > NOT_TRAINED
+        ]
         untested |= dict.fromkeys(not_trained, "did not train with these settings")
         several = [system for system in several if system not in not_trained]
         family = None
         if several and counts[control] > 1:
-            family = _family(values[values.index.isin([control, *several], level="system")], control)
+            family = _family(
+                values[values.index.isin([control, *several], level="system")], control
+            )
         for system in several:
             if counts[control] == 1:
                 untested[system] = f"{control} has one seed"

@@ -1,4 +1,6 @@
-"""The tables of a report: data, results, training, settings and hardware of runs, and the rows of ``report.csv``."""
+"""The tables of a report: data, results, training, settings and hardware of runs, and the rows
+of ``report.csv``.
+"""
 
 from __future__ import annotations
 
@@ -59,31 +61,48 @@ def number(value: float, digits: int = 2) -> str:
 
 
 def relative(text: str | Path) -> str:
-    """A path, or a text with paths in it, relative to the working directory where they are below it."""
+    """A path, or a text with paths in it, relative to the working directory where they are below
+    it.
+    """
     folder = os.getcwd().rstrip("/")
     # Where a path begins: not in the middle of another one that has the same names in it.
-    return re.sub(rf"(?<![^\s'\"=:,(\[]){re.escape(folder)}/", "", str(text)) if folder else str(text)
+    return (
+        re.sub(rf"(?<![^\s'\"=:,(\[]){re.escape(folder)}/", "", str(text)) if folder else str(text)
+    )
 
 
 def _plain(value: object) -> str:
     if isinstance(value, dict):
         parts = {name.replace("_", " "): part for name, part in value.items()}
-        return ", ".join(f"{name} {_plain(part)}" if part else f"no {name}" for name, part in parts.items()) or "none"
+        return (
+            ", ".join(
+                f"{name} {_plain(part)}" if part else f"no {name}" for name, part in parts.items()
+            )
+            or "none"
+        )
     if isinstance(value, list):  # eight times the same GPU
         counts = Counter(map(_plain, value))
-        return "; ".join(f"{times} × {text}" if times > 1 else text for text, times in counts.items()) or "none"
+        return (
+            "; ".join(f"{times} × {text}" if times > 1 else text for text, times in counts.items())
+            or "none"
+        )
     return "none" if value in (None, "") else str(value)
 
 
 def data(corpus: Corpus) -> pandas.DataFrame:
     """Where the data is, its settings that are not off, and its counts."""
     folders = corpus.data_folders()
-    rows = {"prepared data": code(", ".join(map(os.path.relpath, folders))) if folders else missing("not recorded")}
+    rows = {
+        "prepared data": code(", ".join(map(os.path.relpath, folders)))
+        if folders
+        else missing("not recorded")
+    }
     if corpus.data is None:
         rows["settings"] = missing("not recorded")
     for key, value in (corpus.data or {}).items():
         off = not value or value == "0" and key not in ("lower", "bpe")
-        if not off and key not in ("folder", "clean_stage") and "." not in key:  # with a dot: a file, and its checksum
+        # with a dot: a file, and its checksum
+        if not off and key not in ("folder", "clean_stage") and "." not in key:
             rows[code(key)] = code(value)
     counts = corpus.counts()
     titles = _COUNTS_OF_TOKENS if corpus.runs[0].language_model else _COUNTS_OF_PAIRS
@@ -93,20 +112,30 @@ def data(corpus: Corpus) -> pandas.DataFrame:
 
 
 def results(
-    corpus: Corpus, measures: Mapping[str, str], verb: str, published: Mapping[str, Row] | None = None
+    corpus: Corpus,
+    measures: Mapping[str, str],
+    verb: str,
+    published: Mapping[str, Row] | None = None,
 ) -> pandas.DataFrame:
     """Means and deviations over seeds.
 
     Args:
         measures: name -> title.
         verb: how the numbers were obtained.
-        published: the rows of a published table that are shown beside systems; None: no table is shown.
+        published: the rows of a published table that are shown beside systems; None: no table is
+            shown.
     """
     scores, rows = corpus.scores(), []
-    means = scores.groupby(level="system", sort=False).agg(["mean", "std"]).reindex(list(corpus.settings))
+    means = (
+        scores.groupby(level="system", sort=False)
+        .agg(["mean", "std"])
+        .reindex(list(corpus.settings))
+    )
     for label in corpus.settings:
         runs = corpus.members(label)
-        measured = {"not known" if run.seed is None else run.seed: None for run in runs if run.measured}
+        measured = {
+            "not known" if run.seed is None else run.seed: None for run in runs if run.measured
+        }
         seeds, state = len({run.seed for run in runs}), _state(runs[0])
         amount = f"{len(measured)} of {seeds}" if len(measured) < seeds else str(seeds)
         names = f"({', '.join(map(str, measured))})" if measured else state
@@ -129,7 +158,9 @@ def results(
 
 
 def rows(corpus: Corpus) -> list[dict[str, object]]:
-    """The rows of ``report.csv``, one for each run, with each setting that differs between the systems."""
+    """The rows of ``report.csv``, one for each run, with each setting that differs between the
+    systems.
+    """
     values = corpus.setting_values
     differing = values.loc[:, values.nunique() > 1].to_dict("records")
     made = []
@@ -140,7 +171,11 @@ def rows(corpus: Corpus) -> list[dict[str, object]]:
         if run.language_model:
             parts = {"signature": run.perplexity.signature if run.perplexity else ""}
         made.append(
-            {"run": run.name, "data": os.path.relpath(run.data_folder) if run.data_folder else "", "system": label}
+            {
+                "run": run.name,
+                "data": os.path.relpath(run.data_folder) if run.data_folder else "",
+                "system": label,
+            }
             | {"norm": corpus.norm(label), "seed": seed, "machine": run.machine, "code": run.code}
             | {"compared with": corpus.baselines.get(label), **run.measures, **parts}
             | _of_training(run)
@@ -154,8 +189,14 @@ def _of_training(run: Run) -> dict[str, float]:
     """Numbers of a training run: NaN where the log does not have them."""
     log = run.log or TrainingLog()
     valid = {loss: update for update, loss in log.valid.items() if math.isfinite(loss)}
-    best, speed = min(valid, default=math.nan), statistics.median(log.tokens_per_second.values() or [math.nan])
-    seconds, tokens = (sum(getattr(start, what) for start in log.starts) or math.nan for what in ("seconds", "tokens"))
+    best, speed = (
+        min(valid, default=math.nan),
+        statistics.median(log.tokens_per_second.values() or [math.nan]),
+    )
+    seconds, tokens = (
+        sum(getattr(start, what) for start in log.starts) or math.nan
+        for what in ("seconds", "tokens")
+    )
     # `tokens` includes updates that were repeated after an interruption.
     repeated = sum(len(start.updates) for start in log.starts) / max(1, len(log.train))
     return {
@@ -163,7 +204,9 @@ def _of_training(run: Run) -> dict[str, float]:
         LOSS: best,
         "at update": valid.get(best, math.nan),
         "seconds": round(seconds, 1),
-        "seconds per update": round(tokens / (log.updates * repeated) / speed, 3) if tokens > 0 else math.nan,
+        "seconds per update": round(tokens / (log.updates * repeated) / speed, 3)
+        if tokens > 0
+        else math.nan,
         "tokens/s": speed,
         "tokens": tokens,
     }
@@ -191,8 +234,14 @@ def training(corpus: Corpus) -> pandas.DataFrame:
         numbers, log = _of_training(run), run.log or TrainingLog()
         whole = all(start.done_seconds is not None for start in log.starts)
         limit = f"of {run.max_update:,}" if run.max_update else "(no limit)"
-        patience = f" (patience {run.get('checkpoint.patience')})" if log.reason == "patience" else ""
-        wall_time = "" if math.isnan(numbers["seconds"]) else str(timedelta(seconds=round(numbers["seconds"])))
+        patience = (
+            f" (patience {run.get('checkpoint.patience')})" if log.reason == "patience" else ""
+        )
+        wall_time = (
+            ""
+            if math.isnan(numbers["seconds"])
+            else str(timedelta(seconds=round(numbers["seconds"])))
+        )
         texts = {
             LOSS: f"{numbers[LOSS]:.3f} at {numbers['at update']:,.0f}",
             "wall time": f"{'' if whole else 'at least '}{wall_time or math.nan}",
@@ -204,7 +253,10 @@ def training(corpus: Corpus) -> pandas.DataFrame:
             {"norm": label, "seed": missing("not known") if run.seed is None else str(run.seed)}
             | {"run": code(run.name), "state": _state(run)}
             | {"updates": f"{log.updates:,} {limit}{patience}"}
-            | {name: missing("not logged") if "nan" in text else text for name, text in texts.items()}
+            | {
+                name: missing("not logged") if "nan" in text else text
+                for name, text in texts.items()
+            }
         )
     return pandas.DataFrame(rows)
 
@@ -213,9 +265,15 @@ def machines(runs: Sequence[Run]) -> pandas.DataFrame:
     """Versions and hardware, as each start of a training run recorded them; the same ones once."""
     starts = pandas.DataFrame(
         {"torch": "none"}
-        | {name.replace("_", " "): _plain(value) for name, value in start.items() if name not in _OF_A_START}
+        | {
+            name.replace("_", " "): _plain(value)
+            for name, value in start.items()
+            if name not in _OF_A_START
+        }
         | {"runs": run.name}
-        | dict.fromkeys(("starts", "first start", "last start"), str(start.get("started", "not recorded")))
+        | dict.fromkeys(
+            ("starts", "first start", "last start"), str(start.get("started", "not recorded"))
+        )
         for run in runs
         for start in run.starts
     ).fillna("none")
@@ -223,8 +281,14 @@ def machines(runs: Sequence[Run]) -> pandas.DataFrame:
         return starts
     names = {"runs": lambda runs: ", ".join(dict.fromkeys(runs)), "starts": "count"}
     names |= {"first start": "min", "last start": "max"}
-    table = starts.groupby([name for name in starts if name not in names], sort=False).agg(names).reset_index()
-    table.index = ["all starts"] if len(table) == 1 else [f"machine {row + 1}" for row in table.index]
+    table = (
+        starts.groupby([name for name in starts if name not in names], sort=False)
+        .agg(names)
+        .reset_index()
+    )
+    table.index = (
+        ["all starts"] if len(table) == 1 else [f"machine {row + 1}" for row in table.index]
+    )
     return table.T.rename_axis("what").reset_index()
 
 
@@ -238,7 +302,9 @@ def settings(corpus: Corpus) -> dict:
     main = {
         name: value
         for name, value in values.loc[:, same].iloc[0].items()
-        if _MAIN_SETTINGS.match(name) and value not in ("False", "-1", '""') and not (value == "0" and "max_" in name)
+        if _MAIN_SETTINGS.match(name)
+        and value not in ("False", "-1", '""')
+        and not (value == "0" and "max_" in name)
     }
     return {
         "differing": differing.T.rename(index=code).rename_axis("setting").reset_index(),
@@ -248,9 +314,15 @@ def settings(corpus: Corpus) -> dict:
 
 
 def commands(corpus: Corpus) -> list[str]:
-    """The commands of pn train, of the last start of each run: its settings are those of the run."""
+    """The commands of pn train, of the last start of each run: its settings are those of the
+    run.
+    """
     starts = [run.starts[-1] for run in corpus.runs if run.starts]
-    return [shlex.join(["pn", "train", *map(relative, start["command"])]) for start in starts if "command" in start]
+    return [
+        shlex.join(["pn", "train", *map(relative, start["command"])])
+        for start in starts
+        if "command" in start
+    ]
 
 
 def signatures(corpus: Corpus) -> dict[str, list[str]]:

@@ -1,4 +1,6 @@
-"""What the report shows of translations (``translation.md.j2``): scores beside a published table, and the bootstrap."""
+"""What the report shows of translations (``translation.md.j2``): scores beside a published
+table, and the bootstrap.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,13 @@ from pn_fairseq.report.tables import progress, results
 
 
 def _differences(run: Run, baseline: Run, resamples: int, comparisons: int) -> dict[str, str]:
-    """Score -> the difference of a run from another one, and p, corrected by Bonferroni for the ``comparisons``."""
+    """Score -> the difference of a run from another one, and p, corrected by Bonferroni for the
+    ``comparisons``.
+    """
     try:
-        compared = compare_folders({"baseline": baseline.result, "system": run.result}, resamples=resamples)
+        compared = compare_folders(
+            {"baseline": baseline.result, "system": run.result}, resamples=resamples
+        )
     except (UserError, OSError) as error:
         return dict.fromkeys(METRICS, f"not computed ({' '.join(str(error).split())})")
     low = any(low_bleu(result.score) for result in compared["tokenized"].results.values())
@@ -32,9 +38,16 @@ def _differences(run: Run, baseline: Run, resamples: int, comparisons: int) -> d
 
 
 def bootstrap(corpus: Corpus, resamples: int) -> tuple[pandas.DataFrame, int]:
-    """Every scored system against LN over test sentences, and by how many comparisons each p is corrected."""
+    """Every scored system against LN over test sentences,
+
+    and by how many comparisons each p is corrected.
+    """
     scored = set(corpus.scores().index.unique("system"))
-    tested = {label: baseline for label, baseline in corpus.baselines.items() if {label, baseline} <= scored}
+    tested = {
+        label: baseline
+        for label, baseline in corpus.baselines.items()
+        if {label, baseline} <= scored
+    }
     rows = []
     for label, baseline in tested.items():
         progress(f"comparing {label} with {baseline}")
@@ -43,11 +56,15 @@ def bootstrap(corpus: Corpus, resamples: int) -> tuple[pandas.DataFrame, int]:
         for run in corpus.members(label):
             if run.scores and run.seed in partners:
                 seed = "not known" if run.seed is None else run.seed
-                for measure, text in _differences(run, partners[run.seed], resamples, len(tested)).items():
+                for measure, text in _differences(
+                    run, partners[run.seed], resamples, len(tested)
+                ).items():
                     texts[measure].append(f"seed {seed}: {text}")
         for measure, metric in METRICS.items():
             text = "; ".join(texts[measure]) or missing("– (no seed in common)")
-            rows.append({"norm": label, "measure": metric.title, "difference and p, per seed": text})
+            rows.append(
+                {"norm": label, "measure": metric.title, "difference and p, per seed": text}
+            )
     return pandas.DataFrame(rows), len(tested)
 
 
@@ -67,14 +84,22 @@ def content(corpus: Corpus, paper: str | Table, resamples: int) -> dict:
     published = {}
     if table:
         norms = {label: name for name, label in norm_labels().items()}
-        rows = {label: table.row(norms.get(corpus.norm(label)), own) for label, own in corpus.settings.items()}
+        rows = {
+            label: table.row(norms.get(corpus.norm(label)), own)
+            for label, own in corpus.settings.items()
+        }
         published = {label: row for label, row in rows.items() if row}
     return {
         "results": results(
-            corpus, {name: METRICS[name].title for name in metrics}, "scored", published if table else None
+            corpus,
+            {name: METRICS[name].title for name in metrics},
+            "scored",
+            published if table else None,
         ),
         "paper": table,
-        "otherwise": {label: row.missing(corpus.settings[label]) for label, row in published.items()},
+        "otherwise": {
+            label: row.missing(corpus.settings[label]) for label, row in published.items()
+        },
         "score_lines": [
             (label, row, run.seed, run.score("tokenized"))
             for label, row in published.items()
@@ -84,7 +109,8 @@ def content(corpus: Corpus, paper: str | Table, resamples: int) -> dict:
         ],
         "size": size,
         "pairs": pairs,
-        "split": bool(table) and any(run.score("tokenized").compound_split != table.compound_split for run in scored),
+        "split": bool(table)
+        and any(run.score("tokenized").compound_split != table.compound_split for run in scored),
         "decodings": sorted({run.decoding for run in corpus.runs if run.decoding}),
         "bootstrap": bootstrap(corpus, resamples),
     }

@@ -8,7 +8,9 @@ from pn_fairseq.common.command import ArgumentParser, UserError
 
 
 class _Chosen:
-    """A pytest plugin: gives the suite the norms to test, and the files to load in the processes that it starts."""
+    """A pytest plugin: gives the suite the norms to test, and the files to load in the processes
+    that it starts.
+    """
 
     def __init__(self, names: list[str], modules: list[str]):
         self.names, self.modules = names, modules
@@ -19,14 +21,24 @@ class _Chosen:
 
     def pytest_collection_modifyitems(self, config, items) -> None:
         """Leave out the tests for norms with state where no norm has any."""
-        items[:] = [item for item in items if not any("empty param" in str(m) for m in item.iter_markers("skip"))]
+        items[:] = [
+            item
+            for item in items
+            if not any("empty param" in str(m) for m in item.iter_markers("skip"))
+        ]
 
     def pytest_collection_finish(self, session) -> None:
         print(f"{len(session.items)} tests of {', '.join(self.names)}", flush=True)
 
     def pytest_terminal_summary(self, terminalreporter) -> None:
-        """A line for each failure; pytest's own would leave out what does not fit into the width of the terminal."""
-        for report in (*terminalreporter.stats.get("failed", ()), *terminalreporter.stats.get("error", ())):
+        """A line for each failure;
+
+        pytest's own would leave out what does not fit into the width of the terminal.
+        """
+        for report in (
+            *terminalreporter.stats.get("failed", ()),
+            *terminalreporter.stats.get("error", ()),
+        ):
             if (crash := getattr(report.longrepr, "reprcrash", None)) is not None:
                 name = report.nodeid.rpartition("::")[2]
                 terminalreporter.write_line(f"FAILED {name}: {crash.message.splitlines()[0]}")
@@ -35,8 +47,10 @@ class _Chosen:
 def main(argv: list[str] | None = None) -> int:
     parser = ArgumentParser(
         prog="pn test-norms",
-        description="Check the rules that every norm must keep: padding, ranks, activation checkpointing, gradient "
-        "accumulation, faults, precision, saving, recalibration, averaging, folding, diagnostics, compilation.",
+        description="Check the rules that every norm must keep: padding, ranks, activation "
+        "checkpointing, gradient "
+        "accumulation, faults, precision, saving, recalibration, averaging, folding, diagnostics, "
+        "compilation.",
         epilog="Arguments after -- are passed to pytest, for example: -- -x -k padding",
     )
     files = "Python files that register norms (docs/adding_a_norm.md)"
@@ -66,11 +80,25 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         raise UserError(str(error)) from error
     if modules and not args.names and known == set(NORMS):
-        raise UserError(f"{args.norm_module} registers no norm; decorate its class with pn_fairseq.norms.register_norm")
+        raise UserError(
+            f"{args.norm_module} registers no norm; decorate its class with "
+            "pn_fairseq.norms.register_norm"
+        )
 
     folder = Path(__file__).parent
     # No configuration of the folder that this is called in: the suite is the same everywhere.
-    options = ["-q", "-r", "N", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", folder, *for_pytest]
+    options = [
+        "-q",
+        "-r",
+        "N",
+        "-p",
+        "no:cacheprovider",
+        "-c",
+        os.devnull,
+        "--rootdir",
+        folder,
+        *for_pytest,
+    ]
     arguments = [str(option) for option in (*options, *sorted(folder.glob("test_*.py")))]
     code = pytest.main(arguments, plugins=[_Chosen(names, modules), helpers])
     if code == pytest.ExitCode.INTERRUPTED:

@@ -1,4 +1,6 @@
-"""What tests of norms share: the norms to test, odd-shaped batches, one training step, recomputation, comparisons."""
+"""What tests of norms share: the norms to test, odd-shaped batches, one training step,
+recomputation, comparisons.
+"""
 
 import functools
 from dataclasses import dataclass
@@ -10,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from pn_fairseq.norms import NORMS, VARIANTS, ChannelNorm, RunningNorm, build_norm
 
-CHANNELS = 12  # divisible by 4 heads, and neither a power of two nor equal to any time or batch size used here
+# divisible by 4 heads, and neither a power of two nor equal to any time or batch size used here
+CHANNELS = 12
 COUNT = "num_batches_tracked"
 
 #: Schedules that the few steps of a test go through.
@@ -29,8 +32,13 @@ class Case:
         return NORMS[self.name].variant(self.variant)
 
     def build(self, groups: int = 0, **options) -> ChannelNorm:
-        """In training mode, with random weights. Options that the norm does not have are ignored."""
-        norm = build_norm(self.name, CHANNELS, self.variant, layer_scale_groups=groups, **SCHEDULES, **options)
+        """In training mode, with random weights.
+
+        Options that the norm does not have are ignored.
+        """
+        norm = build_norm(
+            self.name, CHANNELS, self.variant, layer_scale_groups=groups, **SCHEDULES, **options
+        )
         return randomize_affine(norm).train()
 
     def trained(self, groups: int = 0, steps: int = 3, **options) -> ChannelNorm:
@@ -48,24 +56,31 @@ class Case:
 def cases(names=None) -> list[Case]:
     """The norms of these names (None: all) in all variants that they have."""
     names = NORMS if names is None else names
-    return [Case(name, variant) for name in names for variant in (VARIANTS[0], *NORMS[name].variants)]
+    return [
+        Case(name, variant) for name in names for variant in (VARIANTS[0], *NORMS[name].variants)
+    ]
 
 
 #: Norms that differ in kind from each other, as case names.
 KINDS = {"layer", "dyt", "batch", "power", "power-release", "power-v", "unified"}
-#: Of these the norms that torch.compile sees as different: an operator for each token, one with state, and windows.
+#: Of these the norms that torch.compile sees as different: an operator for each token, one with
+#: state, and windows.
 COMPILED = {"dyt", "power", "unified"}
 
 
 def long(test):
-    """Mark a test that takes long: with other norms than KINDS, or COMPILED if it compiles, it is slow."""
+    """Mark a test that takes long: with other norms than KINDS, or COMPILED if it compiles, it
+    is slow.
+    """
     test.long = True
     return test
 
 
 def pytest_generate_tests(metafunc):
-    """A hook of pytest. ``case``: every norm. ``running``: those with running statistics. ``masking``: those that leave
-    padding out, which the variants that reproduce released code need not do."""
+    """A hook of pytest. ``case``: every norm. ``running``: those with running statistics.
+    ``masking``: those that leave padding out, which the variants that reproduce released code need
+    not do.
+    """
     slow = pytest.mark.slow if getattr(metafunc.function, "long", False) else ()
     quick = COMPILED if "compiler" in metafunc.fixturenames else KINDS
     chosen = cases(metafunc.config.getoption("norm_names", None))
@@ -76,7 +91,9 @@ def pytest_generate_tests(metafunc):
     }
     for fixture, values in fixtures.items():
         if fixture in metafunc.fixturenames:
-            cases_of = [pytest.param(case, marks=() if str(case) in quick else slow) for case in values]
+            cases_of = [
+                pytest.param(case, marks=() if str(case) in quick else slow) for case in values
+            ]
             metafunc.parametrize(fixture, cases_of, ids=str)
 
 
@@ -84,7 +101,9 @@ def some_steps(norm, number=3, seed=8, **options):
     """What ``number`` training steps give: y, gradients and, at the end, the state."""
     generator = rng(seed)
     steps = [train_step(norm.train(), *random_batch(generator, **options)) for _ in range(number)]
-    return [torch.tensor(value) for step in steps for value in step.values()] + list(state_of(norm).values())
+    return [torch.tensor(value) for step in steps for value in step.values()] + list(
+        state_of(norm).values()
+    )
 
 
 def poison(values, mask, bad):
@@ -102,7 +121,9 @@ def hooked(block):
     """``block`` with hooks of its own for saved tensors, one of which has no name."""
 
     def call(*args):
-        with torch.autograd.graph.saved_tensors_hooks(functools.partial(torch.clone), lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(
+            functools.partial(torch.clone), lambda tensor: tensor
+        ):
             return block(*args)
 
     return call
@@ -113,7 +134,8 @@ def checkpointed(block, how):
     if how == "fairseq":
         module = pytest.importorskip("fairseq.modules.checkpoint_activations")
         return module.checkpoint_wrapper(block)
-    if how in ("nested", "with hooks"):  # the exponential of what is inside makes the outer recomputation go beyond it
+    # the exponential of what is inside makes the outer recomputation go beyond it
+    if how in ("nested", "with hooks"):
         inner = checkpointed(block, "non-reentrant") if how == "nested" else hooked(block)
         return checkpointed(lambda *args: inner(*args).exp().log(), "non-reentrant")
     return functools.partial(checkpoint, block, use_reentrant=how == "reentrant")
@@ -132,13 +154,22 @@ def random_mask(generator, time, batch, p=0.3):
 
 
 def random_batch(generator, shape=(5, 3, CHANNELS), masked=True, scale=1.0):
-    """x and dy with every channel at its own level and spread, and a mask: (x, mask or None, dy), NumPy float64."""
+    """x and dy with every channel at its own level and spread, and a mask:
+
+    (x, mask or None, dy), NumPy float64.
+    """
     channels = shape[-1]
-    x = generator.normal(size=shape) * generator.uniform(0.3, 2.0, channels) + generator.normal(size=channels)
+    x = generator.normal(size=shape) * generator.uniform(0.3, 2.0, channels) + generator.normal(
+        size=channels
+    )
     dy = generator.normal(size=shape)
     mask = None
     if masked:
-        mask = random_mask(generator, shape[0], shape[1]) if len(shape) == 3 else random_mask(generator, shape[0], 1)[0]
+        mask = (
+            random_mask(generator, shape[0], shape[1])
+            if len(shape) == 3
+            else random_mask(generator, shape[0], 1)[0]
+        )
     return x * scale, mask, dy
 
 
@@ -164,21 +195,29 @@ def tensors(generator, shape=(5, 3, CHANNELS), masked=True):
 
 
 def randomize_affine(norm, seed=1):
-    """Weights of both signs away from 1, biases away from 0: one that is left out or applied twice shows.
+    """Weights of both signs away from 1, biases away from 0: one that is left out or applied twice
+    shows.
 
     Other parameters of the norm get positive values.
     """
     generator = rng(seed)
-    draw = {"weight": lambda size: generator.uniform(-2, 2, size), "bias": lambda size: generator.normal(size=size)}
+    draw = {
+        "weight": lambda size: generator.uniform(-2, 2, size),
+        "bias": lambda size: generator.normal(size=size),
+    }
     with torch.no_grad():
         for name, parameter in norm.named_parameters():
-            values = draw.get(name, lambda size: generator.uniform(0.3, 1.5, size))(tuple(parameter.shape))
+            values = draw.get(name, lambda size: generator.uniform(0.3, 1.5, size))(
+                tuple(parameter.shape)
+            )
             parameter.copy_(torch.tensor(values))
     return norm
 
 
 def train_step(norm, x, mask=None, dy=None, dtype=torch.float32):
-    """One training forward and backward; y, dx and the parameters' gradients as float64 NumPy arrays."""
+    """One training forward and backward; y, dx and the parameters' gradients as float64 NumPy
+    arrays.
+    """
     norm.zero_grad(set_to_none=True)
     x = to_tensor(x, dtype, requires_grad=True)
     y = norm(x) if mask is None else norm(x, to_mask(mask))
@@ -198,7 +237,9 @@ def assert_state_unchanged(norm, before):
     after = state_of(norm)
     assert after.keys() == before.keys()
     for name in before:
-        assert torch.equal(after[name], before[name]), f"{name}: {before[name]} became {after[name]}"
+        assert torch.equal(after[name], before[name]), (
+            f"{name}: {before[name]} became {after[name]}"
+        )
 
 
 def assert_states_equal(norm, expected):
@@ -212,15 +253,23 @@ def assert_same(actual, expected, what=""):
 
 
 def assert_close(actual, expected, rtol=2e-5, what="", terms=0.0):
-    """Relative to the largest expected value, or ``terms`` if larger: sums of both signs may cancel."""
-    actual = np.asarray(actual.detach().double() if isinstance(actual, torch.Tensor) else actual, dtype=np.float64)
-    expected = np.asarray(expected.detach() if isinstance(expected, torch.Tensor) else expected, dtype=np.float64)
+    """Relative to the largest expected value, or ``terms`` if larger: sums of both signs may
+    cancel.
+    """
+    actual = np.asarray(
+        actual.detach().double() if isinstance(actual, torch.Tensor) else actual, dtype=np.float64
+    )
+    expected = np.asarray(
+        expected.detach() if isinstance(expected, torch.Tensor) else expected, dtype=np.float64
+    )
     scale = max(np.abs(expected).max(), terms) if expected.size else 0.0
     np.testing.assert_allclose(actual, expected, rtol=rtol, atol=rtol * scale, err_msg=what)
 
 
 def unrounded(rounded, exact, dtype):
-    """Of the values that round to ``rounded`` in ``dtype`` the one nearest to ``exact``; float64, NumPy."""
+    """Of the values that round to ``rounded`` in ``dtype`` the one nearest to ``exact``;
+    float64, NumPy.
+    """
     info = torch.finfo(dtype)
     half_unit = info.eps / 2 * np.maximum(np.abs(rounded), info.tiny)
     return np.clip(exact, rounded - half_unit, rounded + half_unit)

@@ -12,9 +12,11 @@ from pn_fairseq.norms import load_norms
 
 
 def run_ranks(work: Callable, world: int, *arguments, norm_modules: tuple[str, ...] = ()) -> list:
-    """``work(rank, world, *arguments)`` in ``world`` processes of one process group; what each of them returns.
+    """``work(rank, world, *arguments)`` in ``world`` processes of one process group; what each of
+    them returns.
 
-    ``norm_modules`` are files of norms that the processes load first (:func:`pn_fairseq.norms.load_norms`).
+    ``norm_modules`` are files of norms that the processes load first
+    (:func:`pn_fairseq.norms.load_norms`).
     """
     # A server that has imported torch forks the processes: each would take seconds to import it.
     multiprocessing.set_forkserver_preload([work.__module__])
@@ -28,7 +30,9 @@ def _start(rank: int, work: Callable, world: int, folder: str, norm_modules, arg
     torch.set_num_threads(1)
     for path in norm_modules:
         load_norms(path)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world
+    )
     try:
         torch.save(work(rank, world, *arguments), f"{folder}/{rank}.pt")
     finally:

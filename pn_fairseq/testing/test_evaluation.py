@@ -1,4 +1,6 @@
-"""Evaluation, also compiled and exported; diagnostics; recalibration of the statistics of evaluation."""
+"""Evaluation, also compiled and exported; diagnostics; recalibration of the statistics of
+evaluation.
+"""
 
 import functools
 
@@ -48,7 +50,9 @@ def test_evaluation_is_causal_and_changes_no_state(case):
 
 
 def test_training_mixes_tokens_as_the_norm_says(case):
-    """Whether y depends on the tokens after it: in update 1, and, with statistics that fit the batch, long after."""
+    """Whether y depends on the tokens after it: in update 1, and, with statistics that fit the
+    batch, long after.
+    """
     x = torch.randn(5, 2, CHANNELS, generator=torch.Generator().manual_seed(3))
     twin = torch.cat([x[:-1], x[-1:] * 1.1])
     early, late = (case.build(psi_warmup_updates=2, alpha_fwd=0.5) for _ in range(2))
@@ -59,7 +63,10 @@ def test_training_mixes_tokens_as_the_norm_says(case):
         late.num_batches_tracked.fill_(10**6)
     late.set_num_updates(10**6)
     says = case.cls.mixes_tokens
-    for when, norm, mixes in (("update 1", early, says != "never"), ("the long run", late, says == "always")):
+    for when, norm, mixes in (
+        ("update 1", early, says != "never"),
+        ("the long run", late, says == "always"),
+    ):
         difference = float((norm(x) - norm(twin))[:-1].abs().max().detach())
         assert difference > 1e-3 if mixes else difference < 1e-5, (
             f"mixes_tokens is {says!r}, but in {when} another token changes y by {difference:.2g}"
@@ -67,11 +74,16 @@ def test_training_mixes_tokens_as_the_norm_says(case):
 
 
 def test_statistics_are_means_over_tokens(running):
-    """A batch that holds all its tokens twice changes nothing but the gradients of weights, up to N / (N - 1)."""
+    """A batch that holds all its tokens twice changes nothing but the gradients of weights,
+
+    up to N / (N - 1).
+    """
     once, twice = (running.build(4, psi_warmup_updates=2).double() for _ in range(2))
     generator = rng(4)
     for step in range(5):
-        x, mask, dy = (value if value.dtype == torch.bool else value.double() for value in tensors(generator))
+        x, mask, dy = (
+            value if value.dtype == torch.bool else value.double() for value in tensors(generator)
+        )
         one, two = x.clone().requires_grad_(), torch.cat([x, x], 1).requires_grad_()
         y_one, y_two = once(one, mask), twice(two, torch.cat([mask, mask]))
         y_one.backward(dy)
@@ -81,13 +93,16 @@ def test_statistics_are_means_over_tokens(running):
         for key, value in expected.items():
             difference = (actual[key] - value).abs().max() / value.abs().max().clamp(min=1e-6)
             assert difference < 0.1, (
-                f"step {step}: {key} depends on how many tokens a batch has: divide sums by step.batch.count"
+                f"step {step}: {key} depends on how many tokens a batch has: divide sums by "
+                "step.batch.count"
             )
 
 
 def test_the_gradient_is_a_derivative_in_the_long_run(running):
-    """On one batch, again and again, statistics settle. dx is then the derivative of what a norm that has settled on x
-    makes of x; or, where a norm takes statistics for constants, of its affine map."""
+    """On one batch, again and again, statistics settle. dx is then the derivative of what a norm
+    that has settled on x makes of x; or, where a norm takes statistics for constants, of its affine
+    map.
+    """
     x, _, dy = (value if value is None else value.double() for value in tensors(rng(3)))
 
     def settled(x):
@@ -107,7 +122,8 @@ def test_the_gradient_is_a_derivative_in_the_long_run(running):
         constant = float(((norm(there) - norm(back)).detach() * dy).sum()) / (2 * step)
         actual = float((dx * direction).sum())
         assert min(abs(actual - exact), abs(actual - constant)) < 0.01 * float(dx.norm()), (
-            f"dx is wrong: along a direction the derivative is {exact:.4g} ({constant:.4g} with constant statistics), "
+            f"dx is wrong: along a direction the derivative is {exact:.4g} ({constant:.4g} with "
+            "constant statistics), "
             f"and dx gives {actual:.4g}"
         )
 
@@ -120,10 +136,15 @@ def test_evaluation_is_the_affine_map_that_folding_uses(running, groups, affine)
     assert (part is None) == norm.folds
     scale, shift = norm.evaluation_affine(torch.float64)
     expected = scale * norm.layer_scale(x) + shift
-    torch.testing.assert_close(norm(x), expected if part is None else expected + part, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(
+        norm(x), expected if part is None else expected + part, rtol=1e-11, atol=1e-11
+    )
     if not norm.folds:
         return
-    weight, bias = torch.randn(7, CHANNELS, dtype=torch.float64), torch.randn(7, dtype=torch.float64)
+    weight, bias = (
+        torch.randn(7, CHANNELS, dtype=torch.float64),
+        torch.randn(7, dtype=torch.float64),
+    )
     for given in (bias, None):
         folded = folded_linear(norm, weight, given)
         actual = torch.nn.functional.linear(norm.layer_scale(x), *folded)
@@ -161,7 +182,9 @@ def test_a_gradient_of_an_evaluation_is_of_the_state_that_it_used(running):
     for model, result in ((norm, y), (twin, twin(x, mask))):
         model.zero_grad()
         result.backward(dy)
-    gradients = [[p.grad for p in model.parameters() if p.grad is not None] for model in (norm, twin)]
+    gradients = [
+        [p.grad for p in model.parameters() if p.grad is not None] for model in (norm, twin)
+    ]
     assert gradients[0]
     assert_same(*gradients)
 
@@ -188,8 +211,9 @@ def test_evaluation_compiles_without_a_graph_break(case, compiler):
 
 @long
 def test_training_under_compile_is_training(case, compiler):
-    """In one graph, and one more for all other lengths; the updates of a warm-up compile nothing again, but the end of
-    PRepBN's fade."""
+    """In one graph, and one more for all other lengths; the updates of a warm-up compile nothing
+    again, but the end of PRepBN's fade.
+    """
     plain, twin = case.build(4, psi_warmup_updates=2), case.build(4, psi_warmup_updates=2)
     compiled = compiler(twin, fullgraph=True)
     generator = rng(1)
@@ -200,9 +224,14 @@ def test_training_under_compile_is_training(case, compiler):
         for norm, call in ((plain, plain), (twin, compiled)):
             norm.set_num_updates(step)
             gradients = train_step(call, *batch)
-            results.append([torch.tensor(value) for value in gradients.values()] + list(state_of(norm).values()))
+            results.append(
+                [torch.tensor(value) for value in gradients.values()]
+                + list(state_of(norm).values())
+            )
         torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2 + (case.name in ("power", "prep-batch"))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2 + (
+        case.name in ("power", "prep-batch")
+    )
 
 
 @long
@@ -212,7 +241,9 @@ def test_evaluation_can_be_exported(case):
     exported = torch.export.export(norm, (x, mask))
     torch.testing.assert_close(exported.module()(x, mask), norm(x, mask))
     operators = [str(node.target) for node in exported.graph.nodes if node.op == "call_function"]
-    assert not [name for name in operators if name.startswith("pn_fairseq")], "loads only where this package is"
+    assert not [name for name in operators if name.startswith("pn_fairseq")], (
+        "loads only where this package is"
+    )
 
 
 def test_evaluation_under_transforms_of_torch_func(case):
@@ -225,9 +256,11 @@ def test_evaluation_under_transforms_of_torch_func(case):
 
     gradient, dx = torch.func.grad(loss, argnums=(0, 1))(parameters, x)
     for parameter in norm.parameters():
-        parameter.grad = torch.zeros_like(parameter)  # it stays where only training uses the parameter
+        # it stays where only training uses the parameter
+        parameter.grad = torch.zeros_like(parameter)
     norm(x.requires_grad_()).square().sum().backward()
-    assert_close(dx, x.grad, terms=1.0)  # zero but for rounding where a norm is all that the loss sees
+    # zero but for rounding where a norm is all that the loss sees
+    assert_close(dx, x.grad, terms=1.0)
     per_token = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x[:, None])
     for key, parameter in norm.named_parameters():
         assert_close(gradient[key], parameter.grad, terms=1.0)
@@ -254,7 +287,9 @@ def test_transforms_of_torch_func_and_second_derivatives_in_training_are_refused
 
 
 def test_a_training_step_with_given_buffers_moves_these(running):
-    """``torch.func.functional_call``: the module's own state stays, and the buffers that are given move."""
+    """``torch.func.functional_call``: the module's own state stays, and the buffers that are
+    given move.
+    """
     norm, twin = running.trained(4), running.trained(4)
     x = torch.randn(6, CHANNELS, requires_grad=True)
     before, given = state_of(norm), {name: value.clone() for name, value in norm.named_buffers()}
@@ -266,7 +301,10 @@ def test_a_training_step_with_given_buffers_moves_these(running):
 
 
 def test_a_recomputation_in_a_cuda_graph_is_refused(running, monkeypatch):
-    """Its replay could not tell which forward it repeats. A step without a recomputation can be captured."""
+    """Its replay could not tell which forward it repeats.
+
+    A step without a recomputation can be captured.
+    """
     norm = running.trained(4)
     if norm.reads == ():
         pytest.skip("it reads no state")
@@ -336,7 +374,10 @@ def trained_stack(case, steps=4):
 
 def calibration_batches(number, masked=True):
     generator = rng(30)
-    return [random_batch(generator, (3 + 2 * n, 3, CHANNELS), masked, 1.0 + n)[:2] for n in range(number)]
+    return [
+        random_batch(generator, (3 + 2 * n, 3, CHANNELS), masked, 1.0 + n)[:2]
+        for n in range(number)
+    ]
 
 
 def recalibrate(model, batches):
@@ -346,7 +387,10 @@ def recalibrate(model, batches):
 
 
 def test_recalibration_is_the_mean_over_the_batches_of_the_statistics_of_each(running):
-    """Their variance may be the biased or the unbiased one. What a variant does with padding is its own."""
+    """Their variance may be the biased or the unbiased one.
+
+    What a variant does with padding is its own.
+    """
     norm = running.trained()
     batches = calibration_batches(4, masked=running.variant == VARIANTS[0])
     recalibrate(norm, [*batches, (np.ones((2, 1, CHANNELS)), np.ones((1, 2), dtype=bool))])
@@ -354,7 +398,9 @@ def test_recalibration_is_the_mean_over_the_batches_of_the_statistics_of_each(ru
     mean, moment = norm.evaluation_statistics()
     if mean is not None:
         assert_close(mean, np.mean([tokens.mean(0) for tokens in real], axis=0))
-        biased, unbiased = (np.mean([tokens.var(0, ddof=ddof) for tokens in real], axis=0) for ddof in (0, 1))
+        biased, unbiased = (
+            np.mean([tokens.var(0, ddof=ddof) for tokens in real], axis=0) for ddof in (0, 1)
+        )
         nearer = abs(moment.numpy() - biased).sum() < abs(moment.numpy() - unbiased).sum()
         assert_close(moment, biased if nearer else unbiased)
     else:

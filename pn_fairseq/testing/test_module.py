@@ -60,13 +60,20 @@ def on_meta(norm):
 
 
 def without_some(state):
-    return {key: value for key, value in state.items() if not key.endswith(("weight", "running_psi2", "running_var"))}
+    return {
+        key: value
+        for key, value in state.items()
+        if not key.endswith(("weight", "running_psi2", "running_var"))
+    }
 
 
-#: How a module without values gets values -> the function that gives it, of the module and a state dict to load.
+#: How a module without values gets values -> the function that gives it, of the module and a state
+#: dict to load.
 MATERIALIZATIONS = {
     "to_empty": lambda model, state: model.to_empty(device="cpu"),
-    "to_empty of each module": lambda model, state: model.apply(lambda m: m.to_empty(device="cpu", recurse=False)),
+    "to_empty of each module": lambda model, state: model.apply(
+        lambda m: m.to_empty(device="cpu", recurse=False)
+    ),
     "to_empty, then a part": lambda model, state: model.to_empty(device="cpu").load_state_dict(
         without_some(state), strict=False
     ),
@@ -82,7 +89,9 @@ MATERIALIZATIONS = {
 @pytest.mark.parametrize("how", MATERIALIZATIONS)
 def test_state_is_initial_or_loaded_however_memory_is_given(running, how):
     model, loaded, new = on_meta(running.trained()), running.trained(), running.build()
-    given = MATERIALIZATIONS[how](model, {f"0.{key}": value for key, value in loaded.state_dict().items()})
+    given = MATERIALIZATIONS[how](
+        model, {f"0.{key}": value for key, value in loaded.state_dict().items()}
+    )
     norm = given if isinstance(given, RunningNorm) else model[0]
     for key, value in state_of(norm).items():
         part = how == "assign" or ("part" in how and without_some({key: value}))
@@ -103,17 +112,25 @@ def test_a_module_on_meta_is_refused(running):
         with pytest.raises(RuntimeError, match=f"{COUNT} of .* never got values: .*to_empty"):
             norm(torch.ones(2, CHANNELS))
         assert norm(torch.ones(2, CHANNELS, device="meta")).is_meta
-        norm.load_state_dict(without_some(running.trained().state_dict()), strict=False, assign=True)
+        norm.load_state_dict(
+            without_some(running.trained().state_dict()), strict=False, assign=True
+        )
         with pytest.raises(RuntimeError, match="running_.* never got values"):
             norm(torch.ones(2, CHANNELS))
 
 
 def test_state_belongs_to_a_running_norm(case):
-    """The tests of state look at no other norm: one that is composed of norms would be used untested."""
+    """The tests of state look at no other norm:
+
+    one that is composed of norms would be used untested.
+    """
     norm = case.build()
-    with_state = [module for module in norm.modules() if any(True for _ in module.buffers(recurse=False))]
+    with_state = [
+        module for module in norm.modules() if any(True for _ in module.buffers(recurse=False))
+    ]
     assert with_state == ([norm] if isinstance(norm, RunningNorm) else []), (
-        "a norm with buffers, or with parts that have some, derives from RunningNorm and has its state from add_state; "
+        "a norm with buffers, or with parts that have some, derives from RunningNorm and has its "
+        "state from add_state; "
         "token_part adds a part with statistics of each token (docs/adding_a_norm.md)"
     )
 
@@ -121,7 +138,9 @@ def test_state_belongs_to_a_running_norm(case):
 def test_state_is_float32_and_a_counter(running):
     state = state_of(running.build())
     assert state.pop(COUNT).dtype == torch.int64
-    assert state and all(value.dtype == torch.float32 and value.shape[-1] == CHANNELS for value in state.values())
+    assert state and all(
+        value.dtype == torch.float32 and value.shape[-1] == CHANNELS for value in state.values()
+    )
 
 
 @pytest.mark.parametrize("steps", [1, 4])
@@ -180,7 +199,9 @@ def test_a_graph_belongs_to_the_original_and_not_to_its_copy(running):
 
 
 class HostReads(TorchDispatchMode):
-    """Notes the operations of a block that would wait for a GPU: they read values, or have results of unknown size."""
+    """Notes the operations of a block that would wait for a GPU: they read values, or have
+    results of unknown size.
+    """
 
     NAMES = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "equal")
 
@@ -195,7 +216,9 @@ class HostReads(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("masked", "counted"), [(True, True), (False, False)], ids=["mask, with updates", "no mask, counting itself"]
+    ("masked", "counted"),
+    [(True, True), (False, False)],
+    ids=["mask, with updates", "no mask, counting itself"],
 )
 def test_no_value_is_read_in_a_training_step(case, masked, counted):
     """A GPU never has to catch up with the host. An ``if`` on a value of a tensor would read it."""
@@ -208,7 +231,8 @@ def test_no_value_is_read_in_a_training_step(case, masked, counted):
             # Also a fault: what to do with it is decided where the numbers are.
             inputs = (x * float("inf") if step == 3 else x).detach().requires_grad_()
             norm(inputs, mask if masked else None).backward(dy)
-    # One that is not told the number of updates may look once whether its own steps have ended a warm-up.
+    # One that is not told the number of updates may look once whether its own steps have ended a
+    # warm-up.
     assert len(reads.operations) <= (not counted), (
         f"a training step reads values, for which a GPU waits (use torch.where): {reads.operations}"
     )
@@ -241,13 +265,18 @@ def test_loaded_state_is_float32(running, assign, dtype):
     """Whatever it was saved as. The caller keeps what was loaded, and training continues."""
     saved, norm = running.trained(), running.build()
     source, target = torch.nn.Sequential(saved), torch.nn.Sequential(norm)
-    state = {key: value.to(dtype) if value.is_floating_point() else value for key, value in source.state_dict().items()}
+    state = {
+        key: value.to(dtype) if value.is_floating_point() else value
+        for key, value in source.state_dict().items()
+    }
     given = dict(state)
     target.load_state_dict(state, assign=assign)
     assert state.keys() == given.keys() and all(state[key] is value for key, value in given.items())
     for key, value in state_of(norm).items():
         assert value.dtype == state_of(saved)[key].dtype, key
-        torch.testing.assert_close(value, state_of(saved)[key].to(dtype).to(value.dtype), rtol=0, atol=0)
+        torch.testing.assert_close(
+            value, state_of(saved)[key].to(dtype).to(value.dtype), rtol=0, atol=0
+        )
     given = {key: value.clone() for key, value in given.items()}
     some_steps(norm, 1)
     assert int(norm.num_batches_tracked) == 4
@@ -275,10 +304,16 @@ def test_results_have_the_types_of_what_they_belong_to(case, dtype, training):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_one_rounding_away_from_float32(case, dtype):
-    """Statistics and state are computed from the rounded input in float32; squares of 300 overflow float16."""
-    narrow, wide = case.build(4, psi_warmup_updates=2).to(dtype), case.build(4, psi_warmup_updates=2)
-    # One pass over the tokens rounds once. Other norms are several operators, each of which rounds: three times at
-    # most, with a margin of five.
+    """Statistics and state are computed from the rounded input in float32;
+
+    squares of 300 overflow float16.
+    """
+    narrow, wide = (
+        case.build(4, psi_warmup_updates=2).to(dtype),
+        case.build(4, psi_warmup_updates=2),
+    )
+    # One pass over the tokens rounds once. Other norms are several operators, each of which rounds:
+    # three times at most, with a margin of five.
     one_pass = isinstance(narrow, RunningNorm) and not narrow.further_parameters()
     rtol = 1e-4 if one_pass else 5 * 3 * torch.finfo(dtype).eps / 2
     wide.load_state_dict({key: value.float() for key, value in narrow.state_dict().items()})
@@ -289,7 +324,9 @@ def test_half_precision_is_one_rounding_away_from_float32(case, dtype):
         actual, expected = train_step(narrow, x, mask, dy, dtype), train_step(wide, x, mask, dy)
         for key, value in expected.items():
             terms = 0.0 if key in ("y", "dx") else 1.0
-            assert_close(unrounded(actual[key], value, dtype), value, rtol, f"step {step}: {key}", terms)
+            assert_close(
+                unrounded(actual[key], value, dtype), value, rtol, f"step {step}: {key}", terms
+            )
         for key, value in state_of(wide).items():
             assert_close(state_of(narrow)[key], value, 1e-5, f"step {step}: {key}")
 

@@ -28,7 +28,9 @@ from pn_fairseq.testing.helpers import (
 
 
 def more_padding(x, mask, dy, fill=None):
-    """Three more padding rows at the end, one in front, and a whole sentence of padding, of gradient 0."""
+    """Three more padding rows at the end, one in front, and a whole sentence of padding, of
+    gradient 0.
+    """
     around = ((1, 3), (0, 1), (0, 0))
     wide_mask = np.pad(mask, ((0, 1), (1, 3)), constant_values=True)
     wide_x, wide_dy = np.pad(x, around), np.pad(dy, around)
@@ -41,7 +43,9 @@ def in_order(values, shape, mask):
     return np.swapaxes(values, 0, 1)[np.swapaxes(real_tokens(shape, mask), 0, 1)]
 
 
-@pytest.mark.parametrize(("groups", "fill"), [(0, None), (4, None), (4, np.inf), (0, np.nan), (4, 1e30)])
+@pytest.mark.parametrize(
+    ("groups", "fill"), [(0, None), (4, None), (4, np.inf), (0, np.nan), (4, 1e30)]
+)
 @long
 def test_values_and_amount_of_padding_change_nothing_for_real_tokens(masking, groups, fill):
     """1e30 is a float32, its square is not. From the second of 4 steps on a warm-up is over."""
@@ -54,7 +58,9 @@ def test_values_and_amount_of_padding_change_nothing_for_real_tokens(masking, gr
         expected, actual = train_step(plain, x, mask, dy), train_step(padded, *wide)
         for key in ("y", "dx"):
             real = in_order(expected[key], x.shape, mask)
-            assert_close(in_order(actual[key], wide[0].shape, wide[1]), real, 1e-5, f"step {step}: {key}")
+            assert_close(
+                in_order(actual[key], wide[0].shape, wide[1]), real, 1e-5, f"step {step}: {key}"
+            )
         for key in expected.keys() - {"y", "dx"} if fill is None else ():
             assert_close(actual[key], expected[key], 1e-5, f"step {step}: {key}", terms=1.0)
         for key, value in state_of(plain).items():
@@ -68,7 +74,10 @@ def test_gradients_at_padding_stay_there_and_statistics_send_none(masking, group
     for step in range(3):
         x, mask, dy = random_batch(generator)
         silent = np.where(mask.T[..., None], 0, dy)
-        expected, actual = train_step(quiet, x, mask, silent), train_step(noisy, x, mask, 100 * dy - 99 * silent)
+        expected, actual = (
+            train_step(quiet, x, mask, silent),
+            train_step(noisy, x, mask, 100 * dy - 99 * silent),
+        )
         real = real_tokens(x.shape, mask)
         assert_close(actual["dx"][real], expected["dx"][real], 1e-6, f"step {step}")
         assert not expected["dx"][~real].any()
@@ -132,10 +141,13 @@ def test_batch_first_equals_the_transposed_call(case, shape, layout, masked):
     for _ in range(3):
         x, mask, dy = random_batch(generator, shape, masked)
         if masked:
-            mask[1], mask[0] = True, False  # one sentence of padding: other tokens would count, were it read transposed
+            # one sentence of padding: other tokens would count, were it read transposed
+            mask[1], mask[0] = True, False
         expected = train_step(time_first, x, mask, dy)
         leaf = to_tensor(x)
-        leaf = (leaf.transpose(0, 1) if layout == "transposed" else leaf.transpose(0, 1).contiguous()).requires_grad_()
+        leaf = (
+            leaf.transpose(0, 1) if layout == "transposed" else leaf.transpose(0, 1).contiguous()
+        ).requires_grad_()
         batch_first.zero_grad()
         y = batch_first(leaf, to_mask(mask))
         y.backward(to_tensor(dy).transpose(0, 1))
@@ -145,12 +157,17 @@ def test_batch_first_equals_the_transposed_call(case, shape, layout, masked):
             assert_close(parameter.grad, expected[f"d{name}"], 1e-5, name, terms=1.0)
         for key, value in state_of(time_first).items():
             assert_close(state_of(batch_first)[key], value, 5e-6, key)
-    assert_close(batch_first.eval()(leaf).transpose(0, 1), time_first.eval()(leaf.transpose(0, 1)), 5e-6)
+    assert_close(
+        batch_first.eval()(leaf).transpose(0, 1), time_first.eval()(leaf.transpose(0, 1)), 5e-6
+    )
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_a_mask_that_does_not_fit_is_refused(case, training):
-    for batch_first, shape, expected in ((False, (5, 3, CHANNELS), (3, 5)), (True, (3, 5, CHANNELS), (3, 5))):
+    for batch_first, shape, expected in (
+        (False, (5, 3, CHANNELS), (3, 5)),
+        (True, (3, 5, CHANNELS), (3, 5)),
+    ):
         norm = case.build(batch_first=batch_first).train(training)
         for wrong in (expected[::-1], (1, 5), (15,), (3, 5, 1)):
             with pytest.raises(ValueError, match=", ".join(map(str, wrong))):
@@ -191,7 +208,8 @@ def test_strided_and_expanded_tensors(case):
 
 
 @pytest.mark.parametrize(
-    ("warmup", "where", "bad"), [(0, "x", np.inf), (9, "x", np.nan), (9, "dy", -np.inf), (0, "dy", np.nan)]
+    ("warmup", "where", "bad"),
+    [(0, "x", np.inf), (9, "x", np.nan), (9, "dy", -np.inf), (0, "dy", np.nan)],
 )
 def test_numbers_that_are_not_finite_change_no_state(running, warmup, where, bad):
     """Training continues as if the batch had not been there."""
@@ -200,12 +218,18 @@ def test_numbers_that_are_not_finite_change_no_state(running, warmup, where, bad
     for step in range(4):
         x, mask, dy = random_batch(generator)
         if step != 2:
-            assert_same(*([torch.tensor(v) for v in train_step(n, x, mask, dy).values()] for n in (norm, twin)))
+            assert_same(
+                *(
+                    [torch.tensor(v) for v in train_step(n, x, mask, dy).values()]
+                    for n in (norm, twin)
+                )
+            )
         elif where == "x":
             train_step(norm, poison(x, mask, bad), mask, dy)
         else:
             result = train_step(norm, x, mask, poison(dy, mask, bad))
-            # The loss scaler finds the overflow by looking at the gradients: it must not be hidden from it.
+            # The loss scaler finds the overflow by looking at the gradients: it must not be hidden
+            # from it.
             assert not np.isfinite(result["dx"]).all() and not np.isfinite(result["dbias"]).all()
         assert_states_equal(norm, twin)
 
@@ -239,7 +263,13 @@ def test_a_fault_in_a_gradient_reaches_every_use_in_its_graph(running):
 
 @pytest.mark.parametrize(
     ("shape", "warmup"),
-    [((0, 3, CHANNELS), 9), ((5, 0, CHANNELS), 0), ((0, CHANNELS), 9), ((5, 3, CHANNELS), 0), ((5, 3, CHANNELS), 9)],
+    [
+        ((0, 3, CHANNELS), 9),
+        ((5, 0, CHANNELS), 0),
+        ((0, CHANNELS), 9),
+        ((5, 3, CHANNELS), 0),
+        ((5, 3, CHANNELS), 9),
+    ],
 )
 def test_a_batch_without_a_real_token_changes_no_state(case, shape, warmup):
     """No token, or only padding."""

@@ -26,7 +26,9 @@ def rank_batches(world, empty_last=False):
     total = sum(SHARDS[world])
     for step in range(RANK_STEPS):
         time = 3 + step % 3
-        x = torch.randn(time, total, CHANNELS, generator=generator, dtype=torch.float64) * (1 + 0.3 * step)
+        x = torch.randn(time, total, CHANNELS, generator=generator, dtype=torch.float64) * (
+            1 + 0.3 * step
+        )
         dy = torch.randn(time, total, CHANNELS, generator=generator, dtype=torch.float64)
         lengths = torch.randint(1, time + 1, (total, 1), generator=generator)
         mask = torch.arange(time) >= lengths
@@ -42,7 +44,9 @@ def shard(batches, world, rank):
 
 
 def rank_norm(case, sync):
-    return case.build(4, psi_warmup_updates=RANK_WARMUP, alpha_fwd=0.8, alpha_bwd=0.7, sync=sync).double()
+    return case.build(
+        4, psi_warmup_updates=RANK_WARMUP, alpha_fwd=0.8, alpha_bwd=0.7, sync=sync
+    ).double()
 
 
 def run_steps(norm, batches, with_updates=True, recomputed=False, scaled=False):
@@ -62,7 +66,9 @@ def run_steps(norm, batches, with_updates=True, recomputed=False, scaled=False):
         if not frozen:
             y.backward(dy * scale)
         gradients = {"dx": x, "dw": norm.weight, "db": norm.bias}
-        record.append({key: torch.zeros_like(t) if frozen else t.grad / scale for key, t in gradients.items()})
+        record.append(
+            {key: torch.zeros_like(t) if frozen else t.grad / scale for key, t in gradients.items()}
+        )
         record[-1]["y"] = y.detach()
         record[-1]["state"] = state_of(norm)
     return record
@@ -121,7 +127,11 @@ _ranks: dict[tuple, list] = {}
 
 def ranks_of(config, world=2):
     """Results of :func:`on_ranks` for all norms, computed once."""
-    chosen = [case for case in cases(config.getoption("norm_names", None)) if issubclass(case.cls, RunningNorm)]
+    chosen = [
+        case
+        for case in cases(config.getoption("norm_names", None))
+        if issubclass(case.cls, RunningNorm)
+    ]
     key = (world, *chosen)
     if key not in _ranks:
         modules = tuple(config.getoption("norm_modules", None) or ())
@@ -141,13 +151,19 @@ def assert_ranks_equal_one(running, name, world, ranks):
     for step, expected in enumerate(whole):
         parts = [rank[str(running)][name][step] for rank in ranks]
         for key in ("y", "dx"):
-            torch.testing.assert_close(torch.cat([part[key] for part in parts], 1), expected[key], **close)
+            torch.testing.assert_close(
+                torch.cat([part[key] for part in parts], 1), expected[key], **close
+            )
         for key in ("dw", "db"):
             torch.testing.assert_close(sum(part[key] for part in parts), expected[key], **close)
         for part in parts:
             for key, value in expected["state"].items():
-                torch.testing.assert_close(part["state"][key], value, **close, msg=f"step {step}: {key}")
-                assert torch.equal(part["state"][key], parts[0]["state"][key]), f"ranks differ in {key}"
+                torch.testing.assert_close(
+                    part["state"][key], value, **close, msg=f"step {step}: {key}"
+                )
+                assert torch.equal(part["state"][key], parts[0]["state"][key]), (
+                    f"ranks differ in {key}"
+                )
 
 
 def test_a_fault_on_one_rank_changes_the_state_of_none(running, pytestconfig):
@@ -161,7 +177,9 @@ def test_a_fault_on_one_rank_changes_the_state_of_none(running, pytestconfig):
 
 def test_a_rank_whose_batches_are_ignored_counts_for_nothing(running, pytestconfig):
     first, second = (rank[str(running)]["ignoring"] for rank in ranks_of(pytestconfig))
-    first_only = run_steps(rank_norm(running, sync=False), shard(rank_batches(2), 2, 0))[-1]["state"]
+    first_only = run_steps(rank_norm(running, sync=False), shard(rank_batches(2), 2, 0))[-1][
+        "state"
+    ]
     for key, value in first_only.items():
         torch.testing.assert_close(first[key], value, rtol=1e-6, atol=1e-6, msg=key)
         assert torch.equal(first[key], second[key]), key
@@ -173,13 +191,19 @@ def test_average_over_the_ranks_does_not_depend_on_what_each_has_trained(running
     for index in range(2):
         befores, afters = ([of_rank[part][index] for of_rank in results] for part in (0, 1))
         assert not all(torch.equal(befores[0][key], befores[1][key]) for key in befores[0])
-        expected = {key: (befores[0][key].double() + befores[1][key].double()) / 2 for key in befores[0]}
+        expected = {
+            key: (befores[0][key].double() + befores[1][key].double()) / 2 for key in befores[0]
+        }
         if mean_name is not None:
-            squares = [state[moment_name].double() + state[mean_name].double() ** 2 for state in befores]
+            squares = [
+                state[moment_name].double() + state[mean_name].double() ** 2 for state in befores
+            ]
             expected[moment_name] = sum(squares) / 2 - expected[mean_name] ** 2
         expected[COUNT] = expected[COUNT].round()
         for key, value in expected.items():
-            torch.testing.assert_close(afters[0][key].double(), value, rtol=1e-6, atol=1e-9, msg=key)
+            torch.testing.assert_close(
+                afters[0][key].double(), value, rtol=1e-6, atol=1e-9, msg=key
+            )
             assert torch.equal(afters[0][key], afters[1][key]), key
     assert [calls for *_, calls in results] == [1, 1]
 

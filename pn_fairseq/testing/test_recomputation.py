@@ -5,7 +5,11 @@ import functools
 
 import pytest
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from pn_fairseq.testing.helpers import (
     CHANNELS,
@@ -46,14 +50,18 @@ def twins(case, **options):
 
 
 def run_step(block, uses, x, mask, dy):
-    """Forward through each function of ``uses`` in turn, backward, SGD; everything the step produced."""
+    """Forward through each function of ``uses`` in turn, backward, SGD; everything the step
+    produced.
+    """
     block.zero_grad()
     leaf = x.clone().requires_grad_()
     hidden = leaf
     for use in uses:
         hidden = use(hidden, mask)
     hidden.backward(dy)
-    results = [hidden.detach().clone(), leaf.grad.clone()] + [p.grad.clone() for p in block.parameters()]
+    results = [hidden.detach().clone(), leaf.grad.clone()] + [
+        p.grad.clone() for p in block.parameters()
+    ]
     with torch.no_grad():
         for parameter in block.parameters():
             parameter -= 0.01 * parameter.grad
@@ -64,7 +72,9 @@ def run_step(block, uses, x, mask, dy):
 @pytest.mark.parametrize("updates", [None, 2], ids=["without updates", "with updates"])
 @long
 def test_recomputation_changes_no_bit(case, how, updates):
-    """Over the end of a warm-up of 2, in the types of mixed precision, with uses in turn and dropped forwards."""
+    """Over the end of a warm-up of 2, in the types of mixed precision, with uses in turn and
+    dropped forwards.
+    """
     plain, twin = twins(case, psi_warmup_updates=2)
     use = checkpointed(twin, how)
 
@@ -89,7 +99,12 @@ def test_recomputation_changes_no_bit(case, how, updates):
 @pytest.mark.parametrize("how", CHECKPOINTING)
 @pytest.mark.parametrize(
     ("what", "order"),
-    [("two batches", (0, 1)), ("two batches", (1, 0)), ("one batch twice", (0, 1)), ("a fault in the first", (1, 0))]
+    [
+        ("two batches", (0, 1)),
+        ("two batches", (1, 0)),
+        ("one batch twice", (0, 1)),
+        ("a fault in the first", (1, 0)),
+    ]
     + [("bfloat16", (0, 1))],
     ids=str,
 )
@@ -110,7 +125,9 @@ def test_recomputation_of_two_graphs_changes_no_bit(running, how, what, order):
         for block, function in ((plain, plain), (twin, use)):
             block.zero_grad()
             leaves = [x.to(dtype, copy=True).requires_grad_() for x, _, _ in batches]
-            outputs = [function(leaf, mask) for leaf, (_, mask, _) in zip(leaves, batches, strict=True)]
+            outputs = [
+                function(leaf, mask) for leaf, (_, mask, _) in zip(leaves, batches, strict=True)
+            ]
             for index in order:
                 outputs[index].backward(batches[index][2].to(dtype))
             gradients = [leaf.grad.nan_to_num(9.0) for leaf in leaves]
@@ -122,7 +139,9 @@ def test_recomputation_of_two_graphs_changes_no_bit(running, how, what, order):
 @pytest.mark.parametrize("how", CHECKPOINTING)
 @long
 def test_recomputation_of_a_retained_graph_gives_the_same_again(running, how):
-    """A reentrant recomputation is a forward like any other: there every backward counts, elsewhere only the first."""
+    """A reentrant recomputation is a forward like any other: there every backward counts,
+    elsewhere only the first.
+    """
     plain, twin = twins(running)
     use = checkpointed(twin, how)
     assert_same(run_step(twin, [use], *tensors(rng(6))), run_step(plain, [plain], *tensors(rng(6))))
@@ -142,7 +161,9 @@ def test_recomputation_of_a_retained_graph_gives_the_same_again(running, how):
 
 def test_selective_checkpointing_that_saves_all_operators_changes_no_bit(running):
     plain, twin = twins(running, psi_warmup_updates=2)
-    save = functools.partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_SAVE)
+    save = functools.partial(
+        create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_SAVE
+    )
     use = functools.partial(checkpoint, twin, use_reentrant=False, context_fn=save)
     results = []
     for block, call in ((twin, use), (plain, plain)):
@@ -150,7 +171,13 @@ def test_selective_checkpointing_that_saves_all_operators_changes_no_bit(running
         for _ in range(4):
             x, mask, dy = tensors(generator)
             call(x.requires_grad_(), mask).backward(dy)
-        results.append([x.grad, *(parameter.grad for parameter in block.parameters()), *state_of(block).values()])
+        results.append(
+            [
+                x.grad,
+                *(parameter.grad for parameter in block.parameters()),
+                *state_of(block).values(),
+            ]
+        )
     assert_same(*results)
 
 

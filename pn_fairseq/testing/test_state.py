@@ -30,7 +30,9 @@ from pn_fairseq.testing.helpers import (
 
 
 def test_a_forward_changes_nothing(running):
-    """Neither one whose backward is still to come, nor one without a graph, nor one whose loss is dropped."""
+    """Neither one whose backward is still to come, nor one without a graph, nor one whose loss
+    is dropped.
+    """
     for updates in (None, 0, 9):
         norm = running.trained(psi_warmup_updates=3)
         if updates is not None:
@@ -103,7 +105,10 @@ def test_pipeline_schedules_without_checkpointing(running):
 
 
 def test_a_retry_after_an_error_counts_once(running):
-    """A backward pass that fails before it reaches the norm moves nothing; one that fails afterwards has moved it."""
+    """A backward pass that fails before it reaches the norm moves nothing;
+
+    one that fails afterwards has moved it.
+    """
     norm = running.trained()
     before = int(norm.num_batches_tracked)
     x, mask, dy = tensors(rng(2))
@@ -165,7 +170,10 @@ def test_a_batch_that_is_ignored_in_its_forward_enters_no_statistic(running, ins
 @long
 @pytest.mark.parametrize("how", CHECKPOINTING)
 def test_gradients_of_a_frozen_norm_in_a_checkpointed_part(running, how):
-    """The norm moves its state in the forward; what is recomputed later still reads the state before that."""
+    """The norm moves its state in the forward;
+
+    what is recomputed later still reads the state before that.
+    """
     plain, twin = running.trained(psi_warmup_updates=1), running.trained(psi_warmup_updates=1)
 
     class Scaled(torch.nn.Module):
@@ -321,7 +329,10 @@ def test_a_step_that_no_gradient_reaches_counts_once(running, how):
         use(factor, x, mask).backward(dy)
         for key, value in state_of(norm).items():
             of_gradients = key in norm.gradient_state
-            assert torch.equal(state_of(twin)[key], before[key] if of_gradients else value), (number, key)
+            assert torch.equal(state_of(twin)[key], before[key] if of_gradients else value), (
+                number,
+                key,
+            )
     assert int(twin.num_batches_tracked) == int(before[COUNT]) + 3
 
 
@@ -344,11 +355,15 @@ def test_a_loss_scale_changes_no_state(running, how):
     plain, scaled = running.build(4, psi_warmup_updates=2), running.build(4, psi_warmup_updates=2)
     scales = [1024.0, 1024.0, 512.0, 2.0, 2.0**20, 1.0, 3.0]
     if how == "a scaler":  # which reads the variable of the loop
-        set_loss_scale(torch.nn.Sequential(scaled), SimpleNamespace(scale=lambda tensor: tensor * scale))
+        set_loss_scale(
+            torch.nn.Sequential(scaled), SimpleNamespace(scale=lambda tensor: tensor * scale)
+        )
     generator = rng(1)
     for number, scale in enumerate(scales):
         if how != "a scaler":
-            set_loss_scale(torch.nn.Sequential(scaled), scale if how == "numbers" else torch.tensor(scale))
+            set_loss_scale(
+                torch.nn.Sequential(scaled), scale if how == "numbers" else torch.tensor(scale)
+            )
         exact = scale != 3.0
         x, mask, dy = tensors(generator)
         if number == 1:  # overflows
@@ -359,9 +374,22 @@ def test_a_loss_scale_changes_no_state(running, how):
             leaf = x.clone().requires_grad_()
             norm(leaf, mask).backward(dy * factor)
             gradients = [leaf.grad, *(p.grad for p in norm.parameters())]
-            results.append([gradient / factor for gradient in gradients] + list(state_of(norm).values()))
+            results.append(
+                [gradient / factor for gradient in gradients] + list(state_of(norm).values())
+            )
         for one, twin in zip(*results, strict=True):
-            torch.testing.assert_close(one, twin, rtol=0 if exact else 1e-5, atol=0 if exact else 1e-5, msg=f"{number}")
-    for wrong in (0, torch.tensor(0.0), -1.0, torch.inf, torch.nan, torch.ones(2), "x", torch.nn.Linear(1, 1)):
+            torch.testing.assert_close(
+                one, twin, rtol=0 if exact else 1e-5, atol=0 if exact else 1e-5, msg=f"{number}"
+            )
+    for wrong in (
+        0,
+        torch.tensor(0.0),
+        -1.0,
+        torch.inf,
+        torch.nan,
+        torch.ones(2),
+        "x",
+        torch.nn.Linear(1, 1),
+    ):
         with pytest.raises(ValueError, match="scale=.* must be a number greater than 0"):
             set_loss_scale(scaled, wrong)

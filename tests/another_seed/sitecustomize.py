@@ -1,4 +1,7 @@
-"""Imported by every Python that has this folder on its PYTHONPATH: each seed becomes the next one."""
+"""Imported by every Python that has this folder on its PYTHONPATH:
+
+each seed becomes the next one.
+"""
 
 import numpy as np
 import torch
@@ -14,4 +17,7 @@ def shifted(function):
 
 
 torch.Generator = Generator
-torch.manual_seed, np.random.default_rng = shifted(torch.manual_seed), shifted(np.random.default_rng)
+torch.manual_seed, np.random.default_rng = (
+    shifted(torch.manual_seed),
+    shifted(np.random.default_rng),
+)

@@ -16,7 +16,17 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import ALLOCATOR, calls, compile, decoding, norms, placements, probe, slow_link, training
+from benchmarks import (
+    ALLOCATOR,
+    calls,
+    compile,
+    decoding,
+    norms,
+    placements,
+    probe,
+    slow_link,
+    training,
+)
 from benchmarks.profiling import Counts
 from benchmarks.results import quartiles, ratios
 from benchmarks.table import TARGETS, targets
@@ -56,13 +66,18 @@ def test_ratios_are_of_the_same_round():
 
 
 def test_decoding(tmp_path, capsys):
-    flags = "--size tiny --rounds 2 --sentences 3 --source-length 5 --target-length 4 --beam 2 --vocabulary 50"
+    flags = (
+        "--size tiny --rounds 2 --sentences 3 --source-length 5 --target-length 4 --beam 2 "
+        "--vocabulary 50"
+    )
     rows = measured(decoding, f"{flags} --threads 1", tmp_path / "decoding.csv")
     folded = [[short, f"{short} folded"] for short in ("bn", "pnv", "pn")]
     assert [row["norm"] for row in rows] == ["ln", *sum(folded, []), "ln again"]
     printed = capsys.readouterr()
     for row in rows:
-        assert float(row["sentences_per_s"]) > 0 and float(row["times_low"]) <= float(row["times_high"])
+        assert float(row["sentences_per_s"]) > 0 and float(row["times_low"]) <= float(
+            row["times_high"]
+        )
         assert row["torch"] == torch.__version__ and row["cores"] and row["date"]
         assert f"\n{row['norm']} " in printed.out
     assert printed.err.count("maximum logit difference") == 3
@@ -70,7 +85,10 @@ def test_decoding(tmp_path, capsys):
 
 
 def test_training(tmp_path, capsys):
-    flags = "--size tiny --rounds 2 --tokens 24 --length 6 --vocabulary 50 --threads 1 --no-memory --norms fairseq pn"
+    flags = (
+        "--size tiny --rounds 2 --tokens 24 --length 6 --vocabulary 50 --threads 1 --no-memory "
+        "--norms fairseq pn"
+    )
     rows = measured(training, f"{flags} --dtype float32 bfloat16", tmp_path / "training.csv")
     names = ["ln", "fairseq", "pn"]
     assert [row["norm"] for row in rows] == [*names, *(f"{name} bfloat16" for name in names)]
@@ -91,23 +109,34 @@ def test_fairseqs_own_model_makes_the_update_of_the_layer_norm_model():
         training.update(trainer, batch)
     assert own.model.state_dict().keys() == ours.model.state_dict().keys()
     for name, weight in own.model.state_dict().items():
-        torch.testing.assert_close(ours.model.state_dict()[name], weight, rtol=0, atol=1e-8, msg=name)
+        torch.testing.assert_close(
+            ours.model.state_dict()[name], weight, rtol=0, atol=1e-8, msg=name
+        )
 
 
 def test_probe(tmp_path, capsys, monkeypatch):
     """Of 50 updates 10 take 1.1 times as long, and 1 takes twice as long: 4% more on average."""
     probe.main("--size tiny --rounds 1 --tokens 24 --length 6 --vocabulary 50".split())
     assert re.search(r"averaged [\d.]+ times, recorded [\d.]+ times", capsys.readouterr().out)
-    monkeypatch.setattr(probe, "measure", lambda args: {"plain": [2.0], "averaged": [2.2], "recorded": [4.0]})
+    monkeypatch.setattr(
+        probe, "measure", lambda args: {"plain": [2.0], "averaged": [2.2], "recorded": [4.0]}
+    )
     assert measured(probe, "", tmp_path / "probe.csv")[0]["percent_of_an_update"] == "4"
     assert "--norm-probe-interval 50: +4.00% of an update" in capsys.readouterr().out
 
 
 def test_memory_of_training_is_that_of_the_model_at_least():
-    args = training.parse("--size tiny --tokens 24 --length 6 --vocabulary 20000 --threads 1".split())
-    # Embeddings, their gradient and Adam's two averages, 20,000 x 128 float32 each; the rest of the model is smaller.
+    args = training.parse(
+        "--size tiny --tokens 24 --length 6 --vocabulary 20000 --threads 1".split()
+    )
+    # Embeddings, their gradient and Adam's two averages, 20,000 x 128 float32 each; the rest of the
+    # model is smaller.
     embeddings = 4 * 20000 * 128 * 4
-    assert embeddings < training.memory_of("ln", "float32", args, training.make_batches(args)[:1]) < 3 * embeddings
+    assert (
+        embeddings
+        < training.memory_of("ln", "float32", args, training.make_batches(args)[:1])
+        < 3 * embeddings
+    )
 
 
 def test_norms(tmp_path, capsys, monkeypatch):
@@ -115,22 +144,36 @@ def test_norms(tmp_path, capsys, monkeypatch):
     pictures = ["--picture", str(tmp_path / "norms.png"), "--sizes", str(tmp_path / "sizes.png")]
     files = ["--csv", str(tmp_path / "norms.csv"), *pictures, "--markdown"]
     flags = "--shapes 70x10 --rounds 1 --padding 0.2 0 --dtypes bfloat16 --only".split()
-    norms.main([*flags, r"^(bn|pn|none)( .LS)? (reference|cpp)$|again|Batch|^RMSNorm$|copy", *files])
+    norms.main(
+        [*flags, r"^(bn|pn|none)( .LS)? (reference|cpp)$|again|Batch|^RMSNorm$|copy", *files]
+    )
     rows = read(tmp_path / "norms.csv")
     # 10 channels have no 4 groups, but 2.
     assert {row["layer_scale"] for row in rows} == {"0", "2"}
     names = list(dict.fromkeys(row["contestant"] for row in rows))
     assert names[:2] == ["LayerNorm", "LayerNorm again"]
     ours = [name for name in kernels.available() if name != "triton"]
-    assert len(names) == 5 + (2 * 2 + 1) * len(ours)  # layer-scale or not, but for a norm of each token
+    # layer-scale or not, but for a norm of each token
+    assert len(names) == 5 + (2 * 2 + 1) * len(ours)
     assert len(rows) == len(names) * 3 * 2
     assert {row["rounds"] for row in rows} == {"2"}  # half as many rows, twice as many rounds
-    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("norms.png", "sizes.png"))
+    assert all(
+        (tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("norms.png", "sizes.png")
+    )
     assert not list(tmp_path.glob("*.partial"))
     for row in rows:
-        assert float(row["milliseconds"]) > 0 and float(row["ratio_low"]) <= float(row["ratio_high"])
-        assert row["norm"] == "none" or all(int(row[key]) > 0 for key in ("kernels", "bytes_read", "extra_bytes"))
-        assert row["torch"] == torch.__version__ and row["cores"] and row["date"] and row["padding"] in ("0.2", "0.0")
+        assert float(row["milliseconds"]) > 0 and float(row["ratio_low"]) <= float(
+            row["ratio_high"]
+        )
+        assert row["norm"] == "none" or all(
+            int(row[key]) > 0 for key in ("kernels", "bytes_read", "extra_bytes")
+        )
+        assert (
+            row["torch"] == torch.__version__
+            and row["cores"]
+            and row["date"]
+            and row["padding"] in ("0.2", "0.0")
+        )
     both = {(row["contestant"], row["padding"]): row for row in rows if row["phase"] == "both"}
     assert both["pn reference", "0.2"]["times_reference"] == "1.0"
     assert both["LayerNorm", "0.0"]["ratio"] == both["LayerNorm", "0.0"]["extra_ratio"] == "1.0"
@@ -138,7 +181,8 @@ def test_norms(tmp_path, capsys, monkeypatch):
     kernels_used = [int(both["pn reference", padding]["kernels"]) for padding in ("0.0", "0.2")]
     assert kernels_used[0] < kernels_used[1]
     printed = capsys.readouterr().out
-    assert all(printed.count(f"| {name} |") == 3 for name in names)  # turns of several steps, of one, and the costs
+    # turns of several steps, of one, and the costs
+    assert all(printed.count(f"| {name} |") == 3 for name in names)
     assert "70x10 bfloat16, cpu, 1 thread, no mask" in printed
 
 
@@ -146,18 +190,51 @@ def test_targets_are_measured(capsys):
     norms.main("--targets --shapes 40x8 --rounds 1 --dtypes float32 --threads 1".split())
     printed = capsys.readouterr().out
     lines = [line for line in printed.splitlines() if "40x8:" in line]
-    assert len(lines) == 2 + 2 + 2  # times, memory and against the reference, with and without layer-scale
-    assert sum("not measured" in line for line in printed.splitlines()) == 5  # 2 threads, twice bfloat16; C = 512
+    # times, memory and against the reference, with and without layer-scale
+    assert len(lines) == 2 + 2 + 2
+    # 2 threads, twice bfloat16; C = 512
+    assert sum("not measured" in line for line in printed.splitlines()) == 5
     assert all(line.endswith(("| yes |", "| no |")) for line in lines)
 
 
 def test_targets_of_a_gpu_by_hand():
-    common = {"device": "cuda", "threads": "", "dtype": "bfloat16", "padding": 0.1, "norm": "power", "phase": "both"}
-    common |= {"layer_scale": 4, "ratio_low": 0.9, "ratio_high": 1.1, "extra_ratio": 1.02, "times_reference": 3.999}
+    common = {
+        "device": "cuda",
+        "threads": "",
+        "dtype": "bfloat16",
+        "padding": 0.1,
+        "norm": "power",
+        "phase": "both",
+    }
+    common |= {
+        "layer_scale": 4,
+        "ratio_low": 0.9,
+        "ratio_high": 1.1,
+        "extra_ratio": 1.02,
+        "times_reference": 3.999,
+    }
     rows = [
-        {**common, "implementation": "triton", "shape": "4096x512", "ratio": 1.0, "copy_bandwidth": 0.2},
-        {**common, "implementation": "triton", "shape": "32768x1024", "ratio": 0.951, "copy_bandwidth": 0.8},
-        {**common, "implementation": "reference", "shape": "32768x1024", "ratio": 7.0, "copy_bandwidth": 0.1},
+        {
+            **common,
+            "implementation": "triton",
+            "shape": "4096x512",
+            "ratio": 1.0,
+            "copy_bandwidth": 0.2,
+        },
+        {
+            **common,
+            "implementation": "triton",
+            "shape": "32768x1024",
+            "ratio": 0.951,
+            "copy_bandwidth": 0.8,
+        },
+        {
+            **common,
+            "implementation": "reference",
+            "shape": "32768x1024",
+            "ratio": 7.0,
+            "copy_bandwidth": 0.1,
+        },
     ]
     lines = targets(rows, "cuda", "triton").splitlines()[2:]
     assert [line.split(" | ")[-1] for line in lines] == ["yes |", "no |", "yes |", "yes |", "no |"]
@@ -169,7 +246,9 @@ def test_targets_of_a_gpu_by_hand():
 @pytest.mark.slow
 def test_compile(tmp_path, monkeypatch):
     monkeypatch.setattr(compile, "SHAPE", (4, 2, 8))
-    rows = measured(compile, "--rounds 1 --threads 1 --backend eager --only ^power$", tmp_path / "compile.csv")
+    rows = measured(
+        compile, "--rounds 1 --threads 1 --backend eager --only ^power$", tmp_path / "compile.csv"
+    )
     expected = itertools.product(("norm", "encoder"), ("training", "evaluation"))
     assert [(row["module"], row["mode"]) for row in rows] == [*expected]
 
@@ -198,7 +277,9 @@ def test_calls(tmp_path, monkeypatch):
         ("--device cuda", "--device cuda: torch sees no GPU"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_measured(flags, message, capsys, monkeypatch, tmp_path):
+def test_mistakes_are_told_before_anything_is_measured(
+    flags, message, capsys, monkeypatch, tmp_path
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(norms, "measure", lambda *_: pytest.fail("measured"))
@@ -216,7 +297,11 @@ def test_what_cannot_run_is_left_out_with_a_line(capsys, monkeypatch):
     printed = capsys.readouterr()
     reasons = [line for line in printed.err.splitlines() if "left out" in line]
     # BatchNorm1d refuses a single token.
-    assert [line.split(":")[0] for line in reasons] == ["BatchNorm1d gathered", "pn compiled", "pn +LS compiled"]
+    assert [line.split(":")[0] for line in reasons] == [
+        "BatchNorm1d gathered",
+        "pn compiled",
+        "pn +LS compiled",
+    ]
     assert reasons[1].endswith("left out: no C++ compiler")
     assert "compiled" not in printed.out and "copy and add" in printed.out
 
@@ -225,7 +310,10 @@ def test_liger_takes_part_on_cuda_where_it_is_installed(tmp_path, monkeypatch):
     assert not any("Liger" in each.name for each in norms.contestants(8, "cuda", 1))
     package = tmp_path / "liger_kernel" / "transformers"
     package.mkdir(parents=True)
-    code = "from torch.nn import LayerNorm\n{} = lambda size, in_place=True: LayerNorm(size + in_place)"
+    code = (
+        "from torch.nn import LayerNorm\n{} = lambda size, in_place=True: LayerNorm(size + "
+        "in_place)"
+    )
     for file, name in (("layer_norm", "LigerLayerNorm"), ("rms_norm", "LigerRMSNorm")):
         (package / f"{file}.py").write_text(code.format(name), "utf-8")
     monkeypatch.syspath_prepend(tmp_path)
@@ -262,7 +350,9 @@ def test_turns_are_taken_in_changing_order():
     # Each turn is some steps that are not timed and some that are.
     steps = norms.UNTIMED + norms.REPEATS["cpu"]
     turns = events[::steps]
-    assert all(turns == events[number::steps] for number in range(steps)) and len(turns) == 4 * (12 + norms.WARM)
+    assert all(turns == events[number::steps] for number in range(steps)) and len(turns) == 4 * (
+        12 + norms.WARM
+    )
     rounds = [turns[at : at + 4] for at in range(0, len(turns), 4)]
     assert all(sorted(each) == list("abcd") for each in rounds)
     assert set(itertools.pairwise(turns)) >= set(itertools.permutations("abcd", 2))
@@ -278,25 +368,42 @@ def test_figures_of_a_round_by_hand():
     ]
     forward, backward = [(4.0, 8.0), (2.0, 4.0), (40.0, 80.0), (4.0, 8.0)], [(6.0, 12.0)] * 4
     for each, first, second in zip(found, forward, backward, strict=True):
-        each.seconds = {"forward": first, "backward": second, "both": [a + b for a, b in zip(first, second)]}  # noqa: B905
+        each.seconds = {
+            "forward": first,
+            "backward": second,
+            "both": [a + b for a, b in zip(first, second, strict=False)],
+        }
         each.single = [second / 8.0 for second in first]
         each.extra_bytes = 100
-        each.counts = {"forward": Counts(1, 20, 10), "backward": Counts(3, 30, None if each is found[2] else 10)}
+        each.counts = {
+            "forward": Counts(1, 20, 10),
+            "backward": Counts(3, 30, None if each is found[2] else 10),
+        }
     rows = {(row["contestant"], row["phase"]): row for row in norms.rows_of(found, {})}
-    # Copying takes 1 s for each time the size of x; the norm reads or writes 2, 3 and 5 times as much.
+    # Copying takes 1 s for each time the size of x; the norm reads or writes 2, 3 and 5 times as
+    # much.
     shares = [rows["pn cpp", phase]["copy_bandwidth"] for phase in norms.PHASES]
     assert shares == [2 / 4, 3 / 6, 5 / 10]
     assert rows["pn cpp", "forward"]["times_reference"] == 10.0
     assert rows["pn cpp", "both"]["times_reference"] == 4.6
     assert rows["LayerNorm", "both"]["times_reference"] == ""
     assert rows["pn reference", "both"]["ratio"] == 4.6
-    assert rows["pn reference", "both"]["ratio_single"] == 7.5 and rows["pn reference", "forward"]["ratio_single"] == ""
-    assert [rows["pn cpp", "both"][key] for key in ("kernels", "bytes_read", "bytes_written")] == [4, 50, 20]
+    assert (
+        rows["pn reference", "both"]["ratio_single"] == 7.5
+        and rows["pn reference", "forward"]["ratio_single"] == ""
+    )
+    assert [rows["pn cpp", "both"][key] for key in ("kernels", "bytes_read", "bytes_written")] == [
+        4,
+        50,
+        20,
+    ]
     assert rows["pn reference", "both"]["bytes_written"] is None
 
 
 def test_placements(tmp_path, capsys):
-    placements.main(["--output", str(tmp_path), "--norms", "batch", "--layers", "2", "--updates", "2"])
+    placements.main(
+        ["--output", str(tmp_path), "--norms", "batch", "--layers", "2", "--updates", "2"]
+    )
     table = pandas.read_csv(tmp_path / "gradients.csv")
     assert set(table["placement"]) == set(placements.PLACEMENTS) and set(table["update"]) == {0, 2}
     gradients = table["gradients"].str.split(expand=True).astype(float)
@@ -307,12 +414,17 @@ def test_placements(tmp_path, capsys):
 def test_gradients_of_layers_by_hand():
     layers = torch.nn.ModuleList([torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)])
     for number, layer in enumerate(layers, 1):
-        layer.weight.grad, layer.bias.grad = torch.tensor([[2.0, 4.0]]) * number, torch.tensor([4.0]) * number
+        layer.weight.grad, layer.bias.grad = (
+            torch.tensor([[2.0, 4.0]]) * number,
+            torch.tensor([4.0]) * number,
+        )
     assert placements.gradients(layers) == [6.0, 12.0]  # (4 + 16 + 16) ** 0.5
 
 
 def test_a_relayed_packet_waits_for_those_before_it_and_for_the_delay():
-    (sender, left), (right, receiver) = (socket.socketpair(type=socket.SOCK_DGRAM) for _ in range(2))
+    (sender, left), (right, receiver) = (
+        socket.socketpair(type=socket.SOCK_DGRAM) for _ in range(2)
+    )
     arrivals = []
 
     def running():
@@ -325,14 +437,29 @@ def test_a_relayed_packet_waits_for_those_before_it_and_for_the_delay():
         sender.send(bytes([number]) * 1250)  # 10 ms at 1 Mbit/s
     slow_link.relay((left.fileno(), right.fileno()), 1, 5.0, running)
     assert [packet[0] for packet, _ in arrivals] == [0, 1, 2]
-    assert all(seconds >= 0.005 + 0.01 * (number + 1) for number, (_, seconds) in enumerate(arrivals))
+    assert all(
+        seconds >= 0.005 + 0.01 * (number + 1) for number, (_, seconds) in enumerate(arrivals)
+    )
 
 
 @pytest.mark.slow
 def test_updates_over_a_slow_link(tmp_path):
-    """C = 16 values and the count: BN sums them, then C in the forward and 2C in the backward; PN all at once."""
-    flags = f"--encoder --device cpu --dtype float32 --rows 64 --channels 16 --rounds 1 --output {tmp_path}/ranks.csv"
-    command = [sys.executable, "-m", "benchmarks.slow_link", "--", "benchmarks.ranks", *flags.split()]
+    """C = 16 values and the count:
+
+    BN sums them, then C in the forward and 2C in the backward; PN all at once.
+    """
+    flags = (
+        f"--encoder --device cpu --dtype float32 --rows 64 --channels 16 --rounds 1 --output "
+        f"{tmp_path}/ranks.csv"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.slow_link",
+        "--",
+        "benchmarks.ranks",
+        *flags.split(),
+    ]
     done = run(*command, cwd=ROOT, check=False)
     if "this needs Linux, root" in done.stderr:
         pytest.skip(done.stderr)

@@ -32,7 +32,9 @@ def test_counts_of_layer_norm_by_hand(activations):
     assert COUNT(lambda: norm(x)) == Counts(1, X + 2 * VECTOR, X + statistics)
     y = norm(x)
     # dy, x, weight, bias, both statistics; the gradients of x, weight and bias
-    assert COUNT(lambda: y.backward(dy)) == Counts(1, 2 * X + statistics + 2 * VECTOR, X + 2 * VECTOR)
+    assert COUNT(lambda: y.backward(dy)) == Counts(
+        1, 2 * X + statistics + 2 * VECTOR, X + 2 * VECTOR
+    )
 
 
 def test_counts_of_operators_by_hand(activations):
@@ -62,7 +64,10 @@ def test_counts_of_operators_by_hand(activations):
 @pytest.mark.parametrize("groups", [0, 4])
 def test_counts_of_fused_pn_by_hand(groups, activations):
     x, dy = activations
-    norm, mask = build_norm("power", CHANNELS, layer_scale_groups=groups), torch.zeros(ROWS, dtype=torch.bool)
+    norm, mask = (
+        build_norm("power", CHANNELS, layer_scale_groups=groups),
+        torch.zeros(ROWS, dtype=torch.bool),
+    )
     scales = ROWS * groups * 4
     with kernels.using("cpp"):
         forward = COUNT(lambda: norm(x, mask))
@@ -72,9 +77,12 @@ def test_counts_of_fused_pn_by_hand(groups, activations):
     # x, mask, weight, bias, psi^2; y, 1 / rms, psi_B^2, N
     read, written = X + ROWS + 3 * VECTOR, X + scales + VECTOR + 4
     assert forward == Counts(2, read + copies, written + copies)
-    # dy, x, mask, weight, psi^2, nu, 1 / rms, the state, psi_B^2, N; the gradients of x, weight and bias, the state
+    # dy, x, mask, weight, psi^2, nu, 1 / rms, the state, psi_B^2, N; the gradients of x, weight and
+    # bias, the state
     state = 2 * VECTOR + 8
-    assert backward == Counts(1, 2 * X + ROWS + 3 * VECTOR + scales + state + VECTOR + 4, X + 2 * VECTOR + state)
+    assert backward == Counts(
+        1, 2 * X + ROWS + 3 * VECTOR + scales + state + VECTOR + 4, X + 2 * VECTOR + state
+    )
 
 
 def test_the_reference_is_counted_by_what_it_is_made_of(activations):

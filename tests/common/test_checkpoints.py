@@ -1,4 +1,6 @@
-"""common/checkpoints.py: what is read, what is refused and with which words, and that writing is all or nothing."""
+"""common/checkpoints.py: what is read, what is refused and with which words, and that writing is
+all or nothing.
+"""
 
 import argparse
 import builtins
@@ -61,10 +63,22 @@ def refused(path, match):
 @pytest.mark.parametrize("zip_format", [True, False])
 def test_loads_what_fairseq_stores(tmp_path, zip_format):
     state = state_with(weight=torch.arange(6.0).view(2, 3), steps=torch.tensor(7))
-    # The metrics of an --eval-bleu run hold arrays and numbers of NumPy; torch.save pickles them as Python does.
-    numbers = {"val_loss": np.float64(27.5), "best": np.float32(1.5), "n": np.int64(4), "flag": np.bool_(True)}
-    state["extra_state"] = {"counts": np.array([3, 2, 1, 0]), "sum": np.array([0.5], dtype=np.float32), **numbers}
-    loaded = load_checkpoint(save(tmp_path / "a.pt", state, _use_new_zipfile_serialization=zip_format))
+    # The metrics of an --eval-bleu run hold arrays and numbers of NumPy; torch.save pickles them as
+    # Python does.
+    numbers = {
+        "val_loss": np.float64(27.5),
+        "best": np.float32(1.5),
+        "n": np.int64(4),
+        "flag": np.bool_(True),
+    }
+    state["extra_state"] = {
+        "counts": np.array([3, 2, 1, 0]),
+        "sum": np.array([0.5], dtype=np.float32),
+        **numbers,
+    }
+    loaded = load_checkpoint(
+        save(tmp_path / "a.pt", state, _use_new_zipfile_serialization=zip_format)
+    )
     assert torch.equal(loaded["model"]["weight"], state["model"]["weight"])
     assert loaded["model"]["steps"].item() == 7
     assert loaded["cfg"]["model"] == argparse.Namespace(arch="t")
@@ -75,11 +89,16 @@ def test_loads_what_fairseq_stores(tmp_path, zip_format):
 
 @pytest.mark.parametrize("package", ["numpy.core", "numpy._core"])
 def test_loads_numpy_scalars_of_either_numpy_version(tmp_path, package):
-    # The module's name as the other NumPy writes it. The legacy format has no checksums that would have to follow.
+    # The module's name as the other NumPy writes it. The legacy format has no checksums that would
+    # have to follow.
     path = tmp_path / "a.pt"
     buffer = io.BytesIO()
     torch.save({"model": {}, "loss": np.float64(2.5)}, buffer, _use_new_zipfile_serialization=False)
-    data = buffer.getvalue().replace(b"numpy._core.", b"numpy.core.").replace(b"numpy.core.", package.encode() + b".")
+    data = (
+        buffer.getvalue()
+        .replace(b"numpy._core.", b"numpy.core.")
+        .replace(b"numpy.core.", package.encode() + b".")
+    )
     path.write_bytes(data)
     allow_fairseq_checkpoints()
     assert torch.load(path, weights_only=True)["loss"] == 2.5
@@ -105,7 +124,11 @@ def test_code_in_a_torch_file_does_not_run_and_is_named(tmp_path, zip_format):
 
 @pytest.mark.parametrize(
     ("value", "name"),
-    [(Unknown(), "Unknown"), (os.system, "posix.system|nt.system"), (np.array([None]), "numpy.dtypes.ObjectDType")],
+    [
+        (Unknown(), "Unknown"),
+        (os.system, "posix.system|nt.system"),
+        (np.array([None]), "numpy.dtypes.ObjectDType"),
+    ],
 )
 def test_objects_outside_the_list_are_named(tmp_path, value, name):
     path = save(tmp_path / "a.pt", {**state_with(w=torch.ones(2)), "other": value})
@@ -115,7 +138,9 @@ def test_objects_outside_the_list_are_named(tmp_path, value, name):
 @pytest.mark.parametrize("zip_format", [True, False])
 def test_truncated_at_any_length(tmp_path, zip_format):
     state = state_with(w=torch.randn(300), v=torch.randn(5))
-    whole = save(tmp_path / "whole.pt", state, _use_new_zipfile_serialization=zip_format).read_bytes()
+    whole = save(
+        tmp_path / "whole.pt", state, _use_new_zipfile_serialization=zip_format
+    ).read_bytes()
     path, end = tmp_path / "cut.pt", range(len(whole) - 400, len(whole), 41) if zip_format else ()
     for length in [1, 2, 3, 4, 30, 100, 1000, len(whole) // 2, *end, len(whole) - 1]:
         path.write_bytes(whole[:length])
@@ -135,7 +160,11 @@ def test_flipped_bit_in_a_weight(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(b"", "is empty"), (b"hello world\nthis is a log\n", "not a PyTorch checkpoint"), (b"d" * 500, "not a PyTorch")],
+    [
+        (b"", "is empty"),
+        (b"hello world\nthis is a log\n", "not a PyTorch checkpoint"),
+        (b"d" * 500, "not a PyTorch"),
+    ],
 )
 def test_files_that_are_no_checkpoints(tmp_path, content, words):
     path = tmp_path / "a.pt"
@@ -145,7 +174,14 @@ def test_files_that_are_no_checkpoints(tmp_path, content, words):
 
 @pytest.mark.parametrize(
     "state",
-    [torch.ones(3), [1, 2], {"weights": {}}, {"model": {}}, {"model": torch.ones(2)}, {"model": {"w": 3}}]
+    [
+        torch.ones(3),
+        [1, 2],
+        {"weights": {}},
+        {"model": {}},
+        {"model": torch.ones(2)},
+        {"model": {"w": 3}},
+    ]
     + [{"model": {1: torch.ones(2)}}, {"model": {"w": torch.eye(2).to_sparse()}}],
     ids=str,
 )
@@ -159,7 +195,9 @@ def test_missing_file_directory_and_device(tmp_path):
     refused(os.devnull, "not a regular file")
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read and write everything")
+@pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read and write everything"
+)
 def test_missing_permissions(tmp_path):
     path = save(tmp_path / "a.pt", state_with(w=torch.ones(2)))
     path.chmod(0)
@@ -189,10 +227,15 @@ def test_save_keeps_a_symbolic_link(tmp_path):
 
 @pytest.mark.parametrize(
     ("failure", "expected"),
-    [(OSError(errno.ENOSPC, "No space left on device"), CheckpointError), (KeyboardInterrupt(), KeyboardInterrupt)],
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), CheckpointError),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+    ],
 )
 def test_failure_while_writing_leaves_the_earlier_file(tmp_path, monkeypatch, failure, expected):
-    """After 300 bytes, as on a full disk or at a Ctrl-C; torch's writer turns both into a RuntimeError."""
+    """After 300 bytes, as on a full disk or at a Ctrl-C; torch's writer turns both into a
+    RuntimeError.
+    """
     path = tmp_path / "out.pt"
     path.write_text("an earlier file")
 
@@ -224,7 +267,10 @@ def test_failure_after_writing_leaves_the_earlier_file(tmp_path):
 
 
 def test_unwritable_outputs(tmp_path):
-    for path, needle in ((tmp_path / "none/out.pt", "there is no directory"), (tmp_path, "not a regular file")):
+    for path, needle in (
+        (tmp_path / "none/out.pt", "there is no directory"),
+        (tmp_path, "not a regular file"),
+    ):
         with pytest.raises(CheckpointError, match=needle):
             save_checkpoint({}, path)
     with pytest.raises(CheckpointError, match="not a regular file"):
@@ -234,8 +280,16 @@ def test_unwritable_outputs(tmp_path):
 @pytest.fixture
 def save_dir(tmp_path):
     names = [f"checkpoint{n}.pt" for n in (1, 2, 9, 10, 11)]
-    names += [f"checkpoint_{e}_{u}.pt" for e, u in ((1, 500), (1, 1000), (2, 1500), (10, 9500), (11, 10000))]
-    names += ["checkpoint_best.pt", "checkpoint_last.pt", "checkpoint.best_bleu_27.5.pt", "checkpoint12.pt.tmp"]
+    names += [
+        f"checkpoint_{e}_{u}.pt"
+        for e, u in ((1, 500), (1, 1000), (2, 1500), (10, 9500), (11, 10000))
+    ]
+    names += [
+        "checkpoint_best.pt",
+        "checkpoint_last.pt",
+        "checkpoint.best_bleu_27.5.pt",
+        "checkpoint12.pt.tmp",
+    ]
     names += ["checkpoint13-shard0.pt", "mycheckpoint14.pt", "notes.txt"]
     for name in names:
         (tmp_path / name).touch()
@@ -250,7 +304,9 @@ def test_find(save_dir):
         ({"last": 3}, ["11", "10", "9"]),
         ({"by": "update", "last": 3}, ["_11_10000", "_10_9500", "_2_1500"]),
     ):
-        assert find_checkpoints(save_dir, **options) == [save_dir / f"checkpoint{name}.pt" for name in expected]
+        assert find_checkpoints(save_dir, **options) == [
+            save_dir / f"checkpoint{name}.pt" for name in expected
+        ]
     with pytest.raises(CheckpointError, match="cannot list"):
         find_checkpoints(save_dir / "none", last=1)
 
@@ -263,7 +319,10 @@ def test_checkpoints_to_average(save_dir):
     assert names(2) == (["checkpoint10.pt", "checkpoint11.pt"], "epoch", "")
     found, kind, differs = names(6)
     assert (len(found), kind) == (5, "epoch")
-    assert differs == " has 5 epoch checkpoints instead of 6 epoch checkpoints: averaging 5 epoch checkpoints"
+    assert (
+        differs
+        == " has 5 epoch checkpoints instead of 6 epoch checkpoints: averaging 5 epoch checkpoints"
+    )
     for path in save_dir.glob("checkpoint[0-9]*"):
         path.rmdir() if path.is_dir() else path.unlink()
     found, kind, differs = names(2)
@@ -272,11 +331,16 @@ def test_checkpoints_to_average(save_dir):
     assert names(2, "update") == (found, "update", "")
     for path in save_dir.glob("checkpoint_[0-9]*"):
         path.unlink()
-    assert names(2)[:2] == (["checkpoint_last.pt"], "last") and "using only checkpoint_last.pt" in names(2)[2]
+    assert (
+        names(2)[:2] == (["checkpoint_last.pt"], "last")
+        and "using only checkpoint_last.pt" in names(2)[2]
+    )
     (save_dir / "checkpoint_last.pt").unlink()
     needle = r"none of the 2 epoch checkpoints; it has checkpoint_best.pt \(--inputs "
     with pytest.raises(CheckpointError, match=needle):
         checkpoints_to_average(save_dir, 2)
     (save_dir / "checkpoint_best.pt").unlink()
-    with pytest.raises(CheckpointError, match=r"epoch checkpoints, nor any other: train first \(pn train\)"):
+    with pytest.raises(
+        CheckpointError, match=r"epoch checkpoints, nor any other: train first \(pn train\)"
+    ):
         checkpoints_to_average(save_dir, 2)

@@ -23,8 +23,16 @@ INSTALL = "in the checkout: pip install --no-build-isolation '.[fairseq]'"
         (UserError("no\nfile"), 2, "tool: error: no file\n"),
         (OSError(28, "No space left", "out"), 2, "tool: error: out: No space left\n"),
         (Unavailable("no kernels"), 2, "tool: error: no kernels\n"),
-        (ModuleNotFoundError("", name="fairseq"), 2, f"tool: error: fairseq is not installed ({INSTALL})\n"),
-        (MemoryError(), 2, "tool: error: there is not enough memory; use fewer processes or a larger machine\n"),
+        (
+            ModuleNotFoundError("", name="fairseq"),
+            2,
+            f"tool: error: fairseq is not installed ({INSTALL})\n",
+        ),
+        (
+            MemoryError(),
+            2,
+            "tool: error: there is not enough memory; use fewer processes or a larger machine\n",
+        ),
         (KeyboardInterrupt(), 130, "tool: interrupted; run the same command again to resume\n"),
         (KeyboardInterrupt(15), 143, "tool: interrupted; run the same command again to resume\n"),
     ],
@@ -39,13 +47,20 @@ def test_an_end_is_one_line_and_an_exit_code(error, code, line, capsys, monkeypa
 
 
 def test_a_thread_that_computes_does_not_abort_the_end():
-    """fairseq loads batches in such a thread. When sys.exit ended this process, it was aborted each time."""
+    """fairseq loads batches in such a thread.
+
+    When sys.exit ended this process, it was aborted each time.
+    """
     program = """
 import atexit, threading, time, torch
 from pn_fairseq import __main__
 
 def body(_):
-    threading.Thread(target=lambda: [torch.zeros(64).add_(1) for _ in iter(int, 1)], daemon=True).start()
+    def compute():
+        while True:
+            torch.zeros(64).add_(1)
+
+    threading.Thread(target=compute, daemon=True).start()
     time.sleep(0.2)
     print("output")
     raise KeyboardInterrupt
@@ -55,14 +70,23 @@ __main__.options = body
 __main__.main()
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (result.returncode, result.stdout, result.stderr) == (130, "output\nat exit\n", "pn: interrupted\n")
+    assert (result.returncode, result.stdout, result.stderr) == (
+        130,
+        "output\nat exit\n",
+        "pn: interrupted\n",
+    )
 
 
 def test_a_wrong_choice_names_the_nearest_and_all(capsys):
     parser = ArgumentParser(prog="pn prepare")
-    parser.add_subparsers(metavar="CORPUS", parser_class=ArgumentParser).choices.update(text=None, verses=None)
+    parser.add_subparsers(metavar="CORPUS", parser_class=ArgumentParser).choices.update(
+        text=None, verses=None
+    )
     assert run("tool", lambda: parser.parse_args(["verse"])) == 2
-    line = "argument CORPUS: unknown 'verse' (choose from text, verses), did you mean 'verses'? (see pn prepare --help)"
+    line = (
+        "argument CORPUS: unknown 'verse' (choose from text, verses), did you mean 'verses'? (see "
+        "pn prepare --help)"
+    )
     assert capsys.readouterr().err == f"tool: error: {line}\n"
 
 

@@ -1,4 +1,7 @@
-"""Kernels that are asked for and cannot run end every program with one line; a library's user gets an exception."""
+"""Kernels that are asked for and cannot run end every program with one line;
+
+a library's user gets an exception.
+"""
 
 import shutil
 import subprocess
@@ -16,14 +19,23 @@ from ..scripts_helpers import ROOT, call_in, run
 
 
 def assert_one_line(result: subprocess.CompletedProcess, tool: str, *needles: str) -> None:
-    (line,) = [line for line in result.stderr.splitlines() if "error" in line.lower() or "Traceback" in line]
+    (line,) = [
+        line
+        for line in result.stderr.splitlines()
+        if "error" in line.lower() or "Traceback" in line
+    ]
     assert result.returncode == 2, result.stderr
-    assert line == result.stderr.splitlines()[-1] and line.startswith(f"{tool}: error: {VARIABLE}="), result.stderr
+    assert line == result.stderr.splitlines()[-1] and line.startswith(
+        f"{tool}: error: {VARIABLE}="
+    ), result.stderr
     assert all(needle in line for needle in needles), line
 
 
 def train(folder: Path, package: Path, **variables: str) -> subprocess.CompletedProcess:
-    flags = "--cpu --arch transformer_pn_tiny --optimizer adam --lr 0.001 --max-update 1 --max-tokens 400 --no-save"
+    flags = (
+        "--cpu --arch transformer_pn_tiny --optimizer adam --lr 0.001 --max-update 1 --max-tokens "
+        "400 --no-save"
+    )
     command = ("fairseq-train", write_data(folder), "--user-dir", package, *flags.split())
     return run(*command, cwd=folder, check=False, TRITON_INTERPRET="0", **variables)
 
@@ -38,7 +50,9 @@ def test_training_without_the_kernels_that_were_asked_for(tmp_path):
 
 def test_training_with_kernels_for_another_device(tmp_path):
     """When the first batch arrives."""
-    assert_one_line(train(tmp_path, ROOT / "pn_fairseq", **{VARIABLE: "triton"}), "fairseq-train", "triton")
+    assert_one_line(
+        train(tmp_path, ROOT / "pn_fairseq", **{VARIABLE: "triton"}), "fairseq-train", "triton"
+    )
 
 
 def test_a_tool(tmp_path):
@@ -60,18 +74,26 @@ def test_a_library_raises():
 def test_programs_of_fairseq_are_known_by_the_call_stack(capsys):
     assert fairseq_program() is None
     assert call_in("", "/home/me/train.py", fairseq_program) is None
-    assert call_in("fairseq_cli", "/site-packages/fairseq_cli/train.py", fairseq_program) == "fairseq-train"
+    assert (
+        call_in("fairseq_cli", "/site-packages/fairseq_cli/train.py", fairseq_program)
+        == "fairseq-train"
+    )
 
     def training():
         return call_in("fairseq_cli", "/site-packages/fairseq_cli/train.py", fairseq_program)
 
     # The program that the user has started, and not the one that it calls.
-    assert call_in("fairseq_cli", "/site-packages/fairseq_cli/hydra_train.py", training) == "fairseq-hydra-train"
+    assert (
+        call_in("fairseq_cli", "/site-packages/fairseq_cli/hydra_train.py", training)
+        == "fairseq-hydra-train"
+    )
 
 
 def test_computing(capsys):
     def fails():
-        return compute(lambda: call_in("", "ops.py", lambda: (_ for _ in ()).throw(Unavailable("no\nGPU"))))
+        return compute(
+            lambda: call_in("", "ops.py", lambda: (_ for _ in ()).throw(Unavailable("no\nGPU")))
+        )
 
     with pytest.raises(Unavailable):
         fails()

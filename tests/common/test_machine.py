@@ -18,7 +18,9 @@ def test_description_is_of_this_machine_and_of_what_is_installed():
     assert found["python"] == platform.python_version() == sys.version.split()[0]
     assert found["torch"] == torch.__version__ and found["pn_fairseq"] == pn_fairseq.__version__
     assert found["fairseq"] == f"fairseq-fixed {metadata.version('fairseq-fixed')}"
-    assert found["cores"] == int(subprocess.check_output(["nproc"], env={**os.environ, "OMP_NUM_THREADS": ""}))
+    assert found["cores"] == int(
+        subprocess.check_output(["nproc"], env={**os.environ, "OMP_NUM_THREADS": ""})
+    )
     assert len(found["gpus"]) == torch.cuda.device_count() and found["cuda"] == torch.version.cuda
     assert platform.release() in found["os"] and found["cpu"]
     commit = git(ROOT, "rev-parse", "HEAD") if (ROOT / ".git").exists() else ""

@@ -7,29 +7,51 @@ import shutil
 import subprocess
 import time
 
-PROGRAM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+PROGRAM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 #: The longest wait for a page or a condition, in seconds.
 PATIENCE = 60
 
 
 class Browser:
-    """One page at a time: ``open``, ``evaluate`` JavaScript in it, ``wait`` until an expression is true."""
+    """One page at a time:
+
+    ``open``, ``evaluate`` JavaScript in it, ``wait`` until an expression is true.
+    """
 
     def __init__(self, folder):
         to_child, self.sink = os.pipe()
         self.source, from_child = os.pipe()
-        flags = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars")
-        command = [PROGRAM, *flags, f"--user-data-dir={folder}", "--remote-debugging-pipe", "about:blank"]
+        flags = (
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--hide-scrollbars",
+        )
+        command = [
+            PROGRAM,
+            *flags,
+            f"--user-data-dir={folder}",
+            "--remote-debugging-pipe",
+            "about:blank",
+        ]
         # Chromium reads commands from 3 and writes answers to 4.
         shell = ["bash", "-c", f'exec "$@" 3<&{to_child} 4>&{from_child}', "_", *command]
         self.process = subprocess.Popen(
-            shell, pass_fds=(to_child, from_child), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            shell,
+            pass_fds=(to_child, from_child),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
         os.close(to_child)
         os.close(from_child)
         self.numbers, self.rest, self.session = itertools.count(1), b"", None
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
 
     def close(self) -> None:
         self.process.terminate()
@@ -58,7 +80,9 @@ class Browser:
         return json.loads(message)
 
     def evaluate(self, expression: str):
-        result = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        result = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
@@ -73,11 +97,17 @@ class Browser:
 
     def open(self, url: str) -> None:
         self.call("Page.navigate", url=url)
-        self.wait(f"location.href.startsWith({json.dumps(url)}) && document.readyState == 'complete'")
+        self.wait(
+            f"location.href.startsWith({json.dumps(url)}) && document.readyState == 'complete'"
+        )
 
     def width(self, pixels: int) -> None:
         self.call(
-            "Emulation.setDeviceMetricsOverride", width=pixels, height=800, deviceScaleFactor=1, mobile=pixels < 800
+            "Emulation.setDeviceMetricsOverride",
+            width=pixels,
+            height=800,
+            deviceScaleFactor=1,
+            mobile=pixels < 800,
         )
 
     def dark(self, on: bool) -> None:

@@ -15,7 +15,19 @@ TOOL = re.compile(
 )
 ASSIGNMENT = re.compile(r"[A-Z_]+=")
 #: First words of commands that are not this project's. Their options are not checked.
-OTHERS = {"pip", "sacrebleu", "export", "echo", "srun", "sbatch", "torchrun", "sed", "tensorboard", ".", "pre-commit"}
+OTHERS = {
+    "pip",
+    "sacrebleu",
+    "export",
+    "echo",
+    "srun",
+    "sbatch",
+    "torchrun",
+    "sed",
+    "tensorboard",
+    ".",
+    "pre-commit",
+}
 USER_DIR = "pn --user-dir"
 
 
@@ -52,7 +64,8 @@ def blocks(page: Path, language: str) -> list[str]:
 def block_commands(page: Path) -> list[Command]:
     """The commands of the ``bash`` blocks. ``a && b`` and ``a | b`` are two; loops are left out.
 
-    The comment ``# not run ...`` behind a command marks it; on a line of its own it marks the rest of the block.
+    The comment ``# not run ...`` behind a command marks it; on a line of its own it marks the rest
+    of the block.
     """
     commands = []
     for block in blocks(page, "bash"):
@@ -80,15 +93,22 @@ def inline_options(page: Path) -> list[str]:
     """Options that stand alone in inline code, as in `--keep-case` or `--bpe N`."""
     text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.M | re.S)
     return [
-        option for span in re.findall(r"`(-[^`]+)`", text) for option in re.findall(r"(?<![\w-])--[a-z][\w-]*", span)
+        option
+        for span in re.findall(r"`(-[^`]+)`", text)
+        for option in re.findall(r"(?<![\w-])--[a-z][\w-]*", span)
     ]
 
 
 def ours(command: Command) -> tuple[str, list[str]] | None:
-    """The tool of this project or of fairseq that a command calls, and its other words; None for other commands."""
+    """The tool of this project or of fairseq that a command calls, and its other words; None for
+    other commands.
+    """
     words = command.words
     if words and words[0] in OTHERS:  # srun ... pn train ..., torchrun ... -m pn_fairseq train ...
-        begin = next((number for number, word in enumerate(words) if word in ("pn", "pn_fairseq")), len(words) - 1)
+        begin = next(
+            (number for number, word in enumerate(words) if word in ("pn", "pn_fairseq")),
+            len(words) - 1,
+        )
         words = [*(["pn"] if begin + 1 < len(words) else []), *words[begin + 1 :]]
     if not words or words[:3] == ["python", "-m", "pytest"]:
         return None
@@ -96,7 +116,11 @@ def ours(command: Command) -> tuple[str, list[str]] | None:
         words = ["pn", *words[3:]]
     if words[0] == "pn":
         verb = 1 + (len(words) > 1 and not words[1].startswith("-"))
-        verb += words[1:2] in (["prepare"], ["reproduce"]) and len(words) > 2 and words[2] not in ("NAME", "--study")
+        verb += (
+            words[1:2] in (["prepare"], ["reproduce"])
+            and len(words) > 2
+            and words[2] not in ("NAME", "--study")
+        )
         verb += 2 * (words[1:3] == ["reproduce", "--study"] and words[3] != "FILE")
         return " ".join(words[:verb]), words[verb:]
     if words[:2] == ["python", "-m"]:

@@ -1,4 +1,6 @@
-"""The norms that docs/adding_a_norm.md prints: the shared suite, an oracle, and a training with fairseq."""
+"""The norms that docs/adding_a_norm.md prints: the shared suite, an oracle, and a training with
+fairseq.
+"""
 
 import re
 import shutil
@@ -26,7 +28,9 @@ from ..norms.helpers import (
 from ..norms.oracle_windows import UnifiedOracle
 from ..scripts_helpers import ROOT, run, verb
 
-BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/adding_a_norm.md").read_text("utf-8"), re.M | re.S)
+BLOCKS = re.findall(
+    r"^```python\n(.*?)^```", (ROOT / "docs/adding_a_norm.md").read_text("utf-8"), re.M | re.S
+)
 LONGEST = {"my-unified": 80, "my-mix": 45, "l1": 25}
 
 
@@ -52,7 +56,15 @@ def test_the_examples_are_short_and_use_public_names_alone(norm_modules):
 
 def suite(files, *options, cwd):
     """pn test-norms in another process."""
-    command = ("warm-python", "-m", "pn_fairseq", "test-norms", "--norm-module", ",".join(map(str, files)), *options)
+    command = (
+        "warm-python",
+        "-m",
+        "pn_fairseq",
+        "test-norms",
+        "--norm-module",
+        ",".join(map(str, files)),
+        *options,
+    )
     return run(*command, cwd=cwd, check=False)
 
 
@@ -66,24 +78,42 @@ def test_the_shared_suite_from_outside(norm_modules, tmp_path):
 
 
 def test_a_name_that_a_norm_misspells_is_one_line(tmp_path, norm_modules, capsys):
-    (tmp_path / "typo.py").write_text(planted("typo", 'name = "running_psi2"', 'name = "running_psi"'), "utf-8")
+    (tmp_path / "typo.py").write_text(
+        planted("typo", 'name = "running_psi2"', 'name = "running_psi"'), "utf-8"
+    )
     assert verb("test-norms")(["--norm-module", tmp_path / "typo.py"]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert line.startswith("pn test-norms: error: ") and "'typo': moment_name names 'running_psi'" in line
+    assert (
+        line.startswith("pn test-norms: error: ")
+        and "'typo': moment_name names 'running_psi'" in line
+    )
     assert "makes" in line and "running_psi2" in line
 
 
 def planted(name, right, wrong):
     """The first norm of the page, registered as ``name``, with a bug."""
     assert right in BLOCKS[0]
-    return BLOCKS[0].replace('"myun"', '"my-unified"').replace("my-unified", name).replace(right, wrong)
+    return (
+        BLOCKS[0]
+        .replace('"myun"', '"my-unified"')
+        .replace("my-unified", name)
+        .replace(right, wrong)
+    )
 
 
 #: Name -> what is planted, and how the suite says it.
 BUGS = {
     "sum": (" / step.batch.count.clamp(min=1)", "", "depends on how many tokens a batch has"),
-    "factor": ("psi2, nu=nu", "psi2, nu=1.5 * nu", "dx is wrong: along a direction the derivative is"),
-    "mixes": ("    moment_name", '    mixes_tokens = "never"\n    moment_name', "mixes_tokens is 'never', but in"),
+    "factor": (
+        "psi2, nu=nu",
+        "psi2, nu=1.5 * nu",
+        "dx is wrong: along a direction the derivative is",
+    ),
+    "mixes": (
+        "    moment_name",
+        '    mixes_tokens = "never"\n    moment_name',
+        "mixes_tokens is 'never', but in",
+    ),
     "read": (
         "        parameters, _",
         "        float(step.state['nu'][0])\n        parameters, _",
@@ -98,10 +128,15 @@ def test_planted_bugs_are_named(norm_modules, tmp_path):
     (tmp_path / "bugs.py").write_text(code, "utf-8")
     tests = "means_over or is_a_derivative or tokens_as_the or no_value_is or state_dict"
     result = suite([*norm_modules.values(), "bugs.py"], "--", "-k", tests, cwd=tmp_path)
-    assert result.returncode == 1 and re.match(rf"\d+ tests of .*, {', '.join(BUGS)}\n", result.stdout)
+    assert result.returncode == 1 and re.match(
+        rf"\d+ tests of .*, {', '.join(BUGS)}\n", result.stdout
+    )
     failures = re.findall(r"^FAILED \w+\[(\w+).*?\]: AssertionError: (.*)", result.stdout, re.M)
     for name, (_, _, message) in BUGS.items():
-        assert any(name == failed and message in text for failed, text in failures), (name, failures)
+        assert any(name == failed and message in text for failed, text in failures), (
+            name,
+            failures,
+        )
     assert len(failures) == int(re.search(r"(\d+) failed", result.stdout)[1])
     assert {name for name, _ in failures} == {*BUGS}
     assert [path.name for path in tmp_path.iterdir()] == ["bugs.py"]
@@ -149,9 +184,13 @@ def test_a_norm_of_the_package_stands_in_three_places(tmp_path):
     shutil.copytree(ROOT / "pn_fairseq", package, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "data").symlink_to(ROOT / "data")
     code = re.sub(r"^@register_norm.*\n", "", BLOCKS[-1], flags=re.M).replace(", register_norm", "")
-    (package / "norms/l1.py").write_text(code.replace("pn_fairseq.norms import", "pn_fairseq.norms.base import"))
+    (package / "norms/l1.py").write_text(
+        code.replace("pn_fairseq.norms import", "pn_fairseq.norms.base import")
+    )
     registry = (package / "norms/registry.py").read_text("utf-8")
-    registry = registry.replace("\n\n#: Constructor", "\nfrom pn_fairseq.norms.l1 import L1Norm\n\n#: Constructor", 1)
+    registry = registry.replace(
+        "\n\n#: Constructor", "\nfrom pn_fairseq.norms.l1 import L1Norm\n\n#: Constructor", 1
+    )
     before, after = registry.rsplit("\n}", 1)  # the end of NORMS
     entry = '\n    "l1": NormEntry(L1Norm, "l1", "L1 normalization (L1)"),\n}'
     (package / "norms/registry.py").write_text(before + entry + after, "utf-8")
@@ -184,16 +223,34 @@ def test_the_mixed_norm_has_the_gradients_of_its_formula(norm_modules):
 
 
 def test_training_with_fairseq(norm_modules, data, tmp_path, monkeypatch, capfd):
-    """Trained, resumed, reported, averaged, recalibrated and decoded, from other folders than that of the file."""
+    """Trained, resumed, reported, averaged, recalibrated and decoded, from other folders than
+    that of the file.
+    """
     for folder in ("straight", "stopped"):  # from which the files are named
         (tmp_path / folder).mkdir()
         for file in norm_modules.values():
             (tmp_path / folder / file.name).symlink_to(file)
-    flags = ("--norm-module", "my_unified.py,my_l1.py", "--encoder-norm", "my-unified", "--decoder-norm", "l1")
-    flags += ("--norm-options", "window=3", "--norm-stats-interval", 1, "--save-interval-updates", 1)
+    flags = (
+        "--norm-module",
+        "my_unified.py,my_l1.py",
+        "--encoder-norm",
+        "my-unified",
+        "--decoder-norm",
+        "l1",
+    )
+    flags += (
+        "--norm-options",
+        "window=3",
+        "--norm-stats-interval",
+        1,
+        "--save-interval-updates",
+        1,
+    )
     log = train(data, tmp_path / "straight", *flags, updates=3)
     straight = model_of(tmp_path / "straight")
-    assert {int(value) for key, value in straight.items() if key.endswith("num_batches_tracked")} == {3}
+    assert {
+        int(value) for key, value in straight.items() if key.endswith("num_batches_tracked")
+    } == {3}
     assert straight["encoder.layer_norm.lambda_window"].shape == (3, 128)
     assert "decoder.layer_norm.weight" in straight and "decoder.layer_norm.nu" not in straight
     assert all(f'"norm_{name}"' in log for name in ("psi_distance", "nonfinite_steps"))
@@ -210,10 +267,30 @@ def test_training_with_fairseq(norm_modules, data, tmp_path, monkeypatch, capfd)
     code = verb("average")([*inputs, "--recalibrate", data / "bin", "--batches", 2])
     assert code == 0, capfd.readouterr().err
     averaged = load_checkpoint(tmp_path / "averaged.pt")
-    assert not torch.equal(averaged["model"]["encoder.layer_norm.running_psi2"], straight["encoder.layer_norm.nu"])
+    assert not torch.equal(
+        averaged["model"]["encoder.layer_norm.running_psi2"], straight["encoder.layer_norm.nu"]
+    )
     assert "recalibrated 7 norms" in capfd.readouterr().out
 
     # In another process, which has not seen the file.
-    decode = ("fairseq-generate", data / "bin", "--user-dir", ROOT / "pn_fairseq", "--path", tmp_path / "averaged.pt")
-    result = run(*decode, "--gen-subset", "valid", "--max-tokens", 2000, "--cpu", "--beam", 1, "--max-len-b", 5)
+    decode = (
+        "fairseq-generate",
+        data / "bin",
+        "--user-dir",
+        ROOT / "pn_fairseq",
+        "--path",
+        tmp_path / "averaged.pt",
+    )
+    result = run(
+        *decode,
+        "--gen-subset",
+        "valid",
+        "--max-tokens",
+        2000,
+        "--cpu",
+        "--beam",
+        1,
+        "--max-len-b",
+        5,
+    )
     assert len(re.findall(r"^H-", result.stdout, re.M)) == 40

@@ -25,11 +25,17 @@ def test_fits_on_a_few_screens():
 
 
 def test_named_files_exist():
-    named = set(re.findall(r"(?<![\w/])((?:scripts|configs|data|benchmarks|docs|examples)/[\w./-]+\w)", README))
+    named = set(
+        re.findall(
+            r"(?<![\w/])((?:scripts|configs|data|benchmarks|docs|examples)/[\w./-]+\w)", README
+        )
+    )
     named |= set(re.findall(r"\]\((?!http)([^)#]+)\)", README))
     assert len(named) > 15
     assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
-    assert not re.search(r"(?<![\w.])(/home|/root|/tmp)/", README), "a path outside of the repository"
+    assert not re.search(r"(?<![\w.])(/home|/root|/tmp)/", README), (
+        "a path outside of the repository"
+    )
 
 
 def test_the_snippet_of_the_readme():
@@ -78,7 +84,9 @@ def encoder_of(page, name: str) -> nn.Module:
         return page["Encoder"](2, C, HEADS, 32, psi_warmup_updates=2)
     layer = nn.TransformerEncoderLayer(C, HEADS, 32, norm_first=True)
     encoder = TorchEncoder(layer, 2, enable_nested_tensor=False)
-    return page["convert_norms"](encoder, "power", mask_from="src_key_padding_mask", psi_warmup_updates=2)
+    return page["convert_norms"](
+        encoder, "power", mask_from="src_key_padding_mask", psi_warmup_updates=2
+    )
 
 
 @pytest.mark.parametrize("name", ["own layers", "nn.TransformerEncoder"])
@@ -122,7 +130,9 @@ def test_training_loop_learns_and_ends_the_warmup(page, name):
         losses.append(loss.item())
         return loss
 
-    page["train"](model, [(x, mask, target)] * 30, torch.optim.Adam(model.parameters(), lr=0.01), loss_fn)
+    page["train"](
+        model, [(x, mask, target)] * 30, torch.optim.Adam(model.parameters(), lr=0.01), loss_fn
+    )
     assert losses[-1] < 0.7 * losses[0]
     norms = [module for module in model.modules() if isinstance(module, page["PowerNorm"])]
     model.eval()
@@ -130,7 +140,9 @@ def test_training_loop_learns_and_ends_the_warmup(page, name):
 
 
 def test_sentences_of_a_data_loader_have_their_lengths(page):
-    model = page["with_masked_batch_norm"](nn.Sequential(nn.Linear(C, C), nn.LayerNorm(C), nn.Linear(C, C)))
+    model = page["with_masked_batch_norm"](
+        nn.Sequential(nn.Linear(C, C), nn.LayerNorm(C), nn.Linear(C, C))
+    )
     sentences = [torch.randn(length, C) for length in (7, 4, 2, 5)]
     features, lengths = page["collate"](sentences)
     is_padding = torch.arange(7) >= lengths[:, None]
@@ -144,7 +156,8 @@ def test_sentences_of_a_data_loader_have_their_lengths(page):
     model.eval()
     assert model[1].num_batches_tracked == 1 and not model[1].weight.equal(before)
     decays = [
-        {id(parameter): group["weight_decay"] for parameter in group["params"]} for group in optimizer.param_groups
+        {id(parameter): group["weight_decay"] for parameter in group["params"]}
+        for group in optimizer.param_groups
     ]
     decays = decays[0] | decays[1]
     found = {name: decays[id(parameter)] for name, parameter in model.named_parameters()}
@@ -155,7 +168,9 @@ def test_each_side_of_a_translation_has_its_mask(page):
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.encoder, self.decoder = (nn.Sequential(nn.Linear(C, C), nn.LayerNorm(C)) for _ in range(2))
+            self.encoder, self.decoder = (
+                nn.Sequential(nn.Linear(C, C), nn.LayerNorm(C)) for _ in range(2)
+            )
 
         def forward(self, source, target):
             return self.decoder(target + self.encoder(source).mean(1, keepdim=True))
@@ -180,7 +195,10 @@ def test_the_code_for_hugging_face(tmp_path, monkeypatch, capsys):
     model, again, mask = names["model"].eval(), names["again"].eval(), names["attention_mask"]
     assert len(norm_report(again)) == len(norm_report(model)) >= 6
     assert names["with_mask"] < 1e-5 < 0.01 < names["without_mask"]
-    trainer, plain = names["NormTrainer"].__new__(names["NormTrainer"]), type(model)(names["config"])
+    trainer, plain = (
+        names["NormTrainer"].__new__(names["NormTrainer"]),
+        type(model)(names["config"]),
+    )
     assert trainer.get_decay_parameter_names(model) == trainer.get_decay_parameter_names(plain)
     for key, tensor in model.state_dict().items():
         torch.testing.assert_close(names["from_folder"].state_dict()[key], tensor)
@@ -194,12 +212,18 @@ def test_the_code_for_hugging_face(tmp_path, monkeypatch, capsys):
             model(input_ids=names["tokens"], attention_mask=mask).logits.sum().backward()
     model.eval()
     names["LogNorms"]().on_log(None, None, None, model=model, logs=logs)
-    assert logs["bert.embeddings.LayerNorm/psi_distance"] > 0 == logs["bert.embeddings.LayerNorm/nonfinite_steps"]
+    assert (
+        logs["bert.embeddings.LayerNorm/psi_distance"]
+        > 0
+        == logs["bert.embeddings.LayerNorm/nonfinite_steps"]
+    )
     again.load_state_dict(model.state_dict())
     with pytest.raises(RuntimeError, match="running_mean"):
         names["BertForMaskedLM"](names["config"]).load_state_dict(model.state_dict())
     outputs = [
-        each(input_ids=names["tokens"].masked_fill(mask == 0, content), attention_mask=mask).logits[mask == 1]
+        each(input_ids=names["tokens"].masked_fill(mask == 0, content), attention_mask=mask).logits[
+            mask == 1
+        ]
         for each, content in ((model, 7), (again, 9))
     ]
     torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
@@ -209,8 +233,14 @@ def test_the_code_for_hugging_face(tmp_path, monkeypatch, capsys):
 def check_that_marian_is_loaded(names):
     """``save_pretrained`` leaves its fixed positions out."""
     hf = hugging_face()
-    sides = {f"{side}_{key}": 2 for side in ("encoder", "decoder") for key in ("layers", "attention_heads", "ffn_dim")}
-    config = hf.MarianConfig(vocab_size=40, d_model=C, pad_token_id=1, decoder_start_token_id=1, **sides)
+    sides = {
+        f"{side}_{key}": 2
+        for side in ("encoder", "decoder")
+        for key in ("layers", "attention_heads", "ffn_dim")
+    }
+    config = hf.MarianConfig(
+        vocab_size=40, d_model=C, pad_token_id=1, decoder_start_token_id=1, **sides
+    )
     make = lambda: names["convert_norms"](hf.MarianMTModel(config), "batch", only="*encoder.*")  # noqa: E731
     marian, loaded = make(), make()
     for norm in running_norms(marian):
@@ -223,7 +253,9 @@ def check_that_marian_is_loaded(names):
 
     state = load_file("marian/model.safetensors")
     lost = next(key for key in state if key.endswith("running_mean"))
-    save_file({key: tensor for key, tensor in state.items() if key != lost}, "marian/model.safetensors")
+    save_file(
+        {key: tensor for key, tensor in state.items() if key != lost}, "marian/model.safetensors"
+    )
     with pytest.raises(RuntimeError, match=f"marian: missing .'{lost}'., unexpected "):
         names["load_folder"](make(), "marian")
     plain = hf.MarianMTModel(config)

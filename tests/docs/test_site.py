@@ -44,7 +44,9 @@ def test_built_pages(site):
     pages = [path for path in site.rglob("*.html") if path.name != "404.html"]
     assert len(pages) >= len(PAGES) - 2  # README.md and CONTRIBUTING.md are no pages
     for path in pages:
-        links = re.findall(r'href="([^"]*(?:glossary\.html|sources/[^"]*\.txt))"', path.read_text("utf-8"))
+        links = re.findall(
+            r'href="([^"]*(?:glossary\.html|sources/[^"]*\.txt))"', path.read_text("utf-8")
+        )
         assert len(set(links)) >= 2 and all((path.parent / link).is_file() for link in links), path
     for source in (site / "sources").rglob("*.txt"):
         page = ROOT / "docs" / source.relative_to(site / "sources").with_suffix("")
@@ -55,7 +57,10 @@ def test_navigation():
     nav = re.search(r"^nav:\n.*?(?=^\S)", (ROOT / "mkdocs.yml").read_text("utf-8"), re.M | re.S)[0]
     parts = {key: value for part in yaml.safe_load(nav)["nav"] for key, value in part.items()}
     assert list(parts) == ["Start", "Learn", "How-to", "Reference", "Results", "Internals"]
-    reports = {f"results/{file.parent.name}/report.md" for file in (ROOT / "docs/results").glob("*/report.md")}
+    reports = {
+        f"results/{file.parent.name}/report.md"
+        for file in (ROOT / "docs/results").glob("*/report.md")
+    }
     assert reports <= {page for entry in parts["Results"] for page in entry.values()}
     tasks = [page for entry in parts["How-to"] for page in entry.values()]
     text = (ROOT / "docs" / tasks.pop(0)).read_text("utf-8")
@@ -93,7 +98,10 @@ def test_home_and_search(browser, base):
     browser.open(f"{base}/index.html")
     assert browser.evaluate("document.querySelector('h1').innerText").startswith("pn_fairseq")
     assert browser.evaluate("[...document.images].every(image => image.naturalWidth > 100)")
-    assert browser.evaluate("document.querySelector('article pre').getBoundingClientRect().top") < 800  # first screen
+    # first screen
+    assert (
+        browser.evaluate("document.querySelector('article pre').getBoundingClientRect().top") < 800
+    )
     browser.evaluate(
         "document.querySelector('[data-md-toggle=search]').click();"
         "query = document.querySelector('.md-search__input'); query.focus(); query.value = 'mask';"
@@ -104,7 +112,9 @@ def test_home_and_search(browser, base):
         "(links => links.length ? links : null)"
         "([...document.querySelectorAll('.md-search-result__link')].map(a => a.href))"
     )
-    assert any("own_model.html" in link for link in found) and all(link.startswith(base) for link in found), found
+    assert any("own_model.html" in link for link in found) and all(
+        link.startswith(base) for link in found
+    ), found
     # Nothing was loaded from another place.
     loaded = browser.evaluate("performance.getEntriesByType('resource').map(entry => entry.name)")
     assert [name for name in loaded if not name.startswith((base, "blob:", "data:"))] == []
@@ -114,11 +124,16 @@ def test_home_and_search(browser, base):
 def test_formulas_have_their_brackets(browser, base):
     browser.width(1200)
     browser.open(f"{base}/norms.html")
-    browser.wait("[...document.fonts].some(font => font.family.includes('STIX Two Math') && font.status == 'loaded')")
+    browser.wait(
+        "[...document.fonts].some(font => font.family.includes('STIX Two Math') && font.status == "
+        "'loaded')"
+    )
     row = "document.evaluate(\"//tr[td[1]/code='batch-renorm']\", document).iterateNext()"
     parts = f"[...{row}.querySelectorAll('mo, mfrac')]"
     name = "part.localName + (part.localName == 'mo' ? part.textContent : '')"
-    heights = browser.evaluate(f"{parts}.map(part => [{name}, part.getBoundingClientRect().height])")
+    heights = browser.evaluate(
+        f"{parts}.map(part => [{name}, part.getBoundingClientRect().height])"
+    )
     fraction = next(height for name, height in heights if name == "mfrac")
     brackets = [height for name, height in heights if name in ("mo(", "mo)")]
     assert len(brackets) == 2 and min(brackets) > 0.9 * fraction > 20, heights

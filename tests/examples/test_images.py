@@ -36,7 +36,9 @@ def cifar(tmp_path):
 
 
 def test_resnet20_has_the_parameters_of_the_paper():
-    """0.27 million: convolutions 9 (3 16 + 6 16^2 + 16 32 + 5 32^2 + 32 64 + 5 64^2), norms 2 688, output 650."""
+    """0.27 million: convolutions 9 (3 16 + 6 16^2 + 16 32 + 5 32^2 + 32 64 + 5 64^2), norms 2
+    688, output 650.
+    """
     model = images.resnet20(3, 10)
     assert sum(parameter.numel() for parameter in model.parameters()) == 269_722
     assert sum(isinstance(module, nn.Conv2d) for module in model.modules()) + 1 == 20
@@ -79,7 +81,9 @@ def test_an_interrupted_training_continues_to_the_same_numbers(cifar, tmp_path, 
         images.main([*arguments, "--output", str(tmp_path / "cut")])
     images.main([*arguments, "--output", str(tmp_path / "cut")])
     name = "resnet20_3epochs_batch_seed1"
-    whole, cut = (pandas.read_csv(tmp_path / part / name / "epochs.csv") for part in ("whole", "cut"))
+    whole, cut = (
+        pandas.read_csv(tmp_path / part / name / "epochs.csv") for part in ("whole", "cut")
+    )
     assert list(whole["epoch"]) == [1, 2, 3]
     pandas.testing.assert_frame_equal(whole, cut)
     assert (tmp_path / "cut/images.png").stat().st_size > 1000
@@ -90,7 +94,9 @@ def test_the_first_norm_is_recorded(cifar, tmp_path, monkeypatch):
     monkeypatch.setattr(images, "INTERVAL", 2)
     # The tests of the report draw. Here it is which figures there are.
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *_, **__: None)
-    images.main([str(cifar), "--norms", "batch", "--epochs", "5", "--output", str(tmp_path / "runs")])
+    images.main(
+        [str(cifar), "--norms", "batch", "--epochs", "5", "--output", str(tmp_path / "runs")]
+    )
     run = tmp_path / "runs/resnet20_5epochs_batch_seed1"
     records = read_probe(run / "norm_probe")
     assert list(records["update"]) == [2, 4] and set(records["norm"]) == {"1"}
@@ -104,8 +110,21 @@ def test_the_first_norm_is_recorded(cifar, tmp_path, monkeypatch):
 
 def test_mnist(tmp_path, capsys):
     folder = make(tmp_path / "mnist", (28, 28), 40)
-    images.main([str(folder), "--network", "mnist", "--norms", "ada", "--epochs", "4", "--validation", "20",
-                 "--output", str(tmp_path / "runs")])  # fmt: skip
+    images.main(
+        [
+            str(folder),
+            "--network",
+            "mnist",
+            "--norms",
+            "ada",
+            "--epochs",
+            "4",
+            "--validation",
+            "20",
+            "--output",
+            str(tmp_path / "runs"),
+        ]
+    )
     table = pandas.read_csv(tmp_path / "runs/mnist_4epochs_20held_ada_seed1/epochs.csv")
     assert table["test accuracy"].iloc[-1] > 90  # of light and dark images
     assert "test accuracy" in capsys.readouterr().out
@@ -115,7 +134,10 @@ def test_mnist(tmp_path, capsys):
     ("arguments", "message"),
     [
         (["{}"], "train/CLASS"),
-        (["{}/cifar", "--epochs", "0"], "--epochs must be at least 1, and --validation from 0 to 23"),
+        (
+            ["{}/cifar", "--epochs", "0"],
+            "--epochs must be at least 1, and --validation from 0 to 23",
+        ),
         (["{}/cifar", "--validation", "24"], "--validation from 0 to 23"),
         (["{}/cifar", "--output", "{}/file"], "File exists"),
         (["{}/other"], "other/test has classes that train has not: light"),
@@ -131,7 +153,8 @@ def test_mistakes_are_one_line(arguments, message, cifar, tmp_path, monkeypatch,
     with pytest.raises(SystemExit) as exit:
         images.main(given)
     assert exit.value.code == 2
-    (error,) = (line for line in capsys.readouterr().err.splitlines() if line and "%|" not in line)  # no progress bar
+    # no progress bar
+    (error,) = (line for line in capsys.readouterr().err.splitlines() if line and "%|" not in line)
     assert error.startswith("images: error: ") and message in error
     assert not (tmp_path / "runs").exists() and (tmp_path / "file").stat().st_size == 0
 
@@ -149,12 +172,18 @@ def test_torchvision_downloads(tmp_path, monkeypatch):
     def dataset(folder, train, download):
         asked.append((folder, train, download))
         pixels = torch.full((4, 28, 28), 255, dtype=torch.uint8)
-        return types.SimpleNamespace(classes=["0", "1"], data=pixels, targets=torch.tensor([0, 1, 1, 0]))
+        return types.SimpleNamespace(
+            classes=["0", "1"], data=pixels, targets=torch.tensor([0, 1, 1, 0])
+        )
 
     fake = types.SimpleNamespace(datasets=types.SimpleNamespace(MNIST=dataset))
     monkeypatch.setitem(sys.modules, "torchvision", fake)
     classes, pixels, labels = images.read(tmp_path, "train", "MNIST")
-    assert asked == [(tmp_path, True, True)] and classes == ["0", "1"] and labels.tolist() == [0, 1, 1, 0]
+    assert (
+        asked == [(tmp_path, True, True)]
+        and classes == ["0", "1"]
+        and labels.tolist() == [0, 1, 1, 0]
+    )
     assert pixels.shape == (4, 1, 28, 28) and (pixels == 1).all()
 
 

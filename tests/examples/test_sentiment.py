@@ -13,7 +13,9 @@ sentiment = load("sentiment")
 
 @pytest.fixture
 def rt(tmp_path):
-    r"""RT's size, with a word that tells the sides apart, and \x85, which str.splitlines takes for a line's end."""
+    r"""RT's size, with a word that tells the sides apart, and \x85, which str.splitlines takes
+    for a line's end.
+    """
     rng = random.Random(1)
     for side, word in (("pos", "good"), ("neg", "bad")):
         words = [[word, *rng.choices("abcdefgh\x85", k=rng.randint(1, 9))] for _ in range(5331)]
@@ -25,15 +27,19 @@ def rt(tmp_path):
 @pytest.fixture
 def sst5(tmp_path):
     for name, size in (("train", 40), ("dev", 10), ("test", 12)):
-        (tmp_path / f"stsa.fine.{name}").write_text("".join(f"{k % 5} word{k % 5} x y\n" for k in range(size)))
+        (tmp_path / f"stsa.fine.{name}").write_text(
+            "".join(f"{k % 5} word{k % 5} x y\n" for k in range(size))
+        )
     return tmp_path
 
 
 def test_rt_is_split_as_in_the_paper_and_no_sentence_is_lost(rt):
     parts = sentiment.read("rt", rt)
     assert {part: len(examples) for part, examples in parts.items()} == {
-        "training": 8608 + 1, "validation": 964, "test": 1089,
-    }  # fmt: skip
+        "training": 8608 + 1,
+        "validation": 964,
+        "test": 1089,
+    }
     labels = [label for examples in parts.values() for _, label in examples]
     assert labels.count(0) == labels.count(1) == 5331
     assert all(("good" in words) == (label == 1) for words, label in parts["test"])
@@ -85,12 +91,17 @@ def test_trainings_are_rows_that_a_second_run_does_not_repeat(sst5, tmp_path, mo
     assert "40 training, 10 validation, 12 test" in capsys.readouterr().err
     table = tmp_path / "runs/sentiment.csv"
     first = list(csv.DictReader(table.open()))
-    assert [(row["task"], row["norm"], row["seed"]) for row in first] == [("sst5", "layer", "1"), ("sst5", "ada", "1")]
+    assert [(row["task"], row["norm"], row["seed"]) for row in first] == [
+        ("sst5", "layer", "1"),
+        ("sst5", "ada", "1"),
+    ]
     assert all(0 <= float(row["test accuracy"]) <= 100 for row in first)
     assert (tmp_path / "runs/sentiment.png").stat().st_size > 1000
     trained = []
     monkeypatch.setattr(
-        sentiment, "train", lambda *given: trained.append(given[-1]) or {"best epoch": 1, "test accuracy": 50}
+        sentiment,
+        "train",
+        lambda *given: trained.append(given[-1]) or {"best epoch": 1, "test accuracy": 50},
     )
     sentiment.main([*arguments, "--seeds", "1", "2"])
     assert trained == ["sst5 layer seed 2", "sst5 ada seed 2"]
@@ -125,5 +136,7 @@ def test_the_parts_of_detachnorm():
     """AdaNorm's Table 3."""
     model = sentiment.Classifier(9, 2, "detach-mean")
     assert {
-        module.detach for module in model.modules() if hasattr(module, "detach") and type(module.detach) is tuple
+        module.detach
+        for module in model.modules()
+        if hasattr(module, "detach") and type(module.detach) is tuple
     } == {("mean",)}

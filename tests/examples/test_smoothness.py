@@ -26,7 +26,10 @@ def _logging():
 
 
 class Quadratic(nn.Module):
-    """L = |theta|^2 beta / 2 with two layers of an encoder and one of a decoder, coupled by ``coupling`` a . b."""
+    """L = |theta|^2 beta / 2 with two layers of an encoder and one of a decoder,
+
+    coupled by ``coupling`` a . b.
+    """
 
     def __init__(self, coupling=0.0):
         super().__init__()
@@ -38,7 +41,10 @@ class Quadratic(nn.Module):
 
 def criterion(model, beta):
     a, b, c = (layer.weight for layer in (*model.encoder.layers, *model.decoder.layers))
-    loss = sum(weight.square().sum() for weight in (a, b, c)) * beta / 2 + model.coupling * (a * b).sum()
+    loss = (
+        sum(weight.square().sum() for weight in (a, b, c)) * beta / 2
+        + model.coupling * (a * b).sum()
+    )
     return 7 * loss, 7, None
 
 
@@ -64,37 +70,80 @@ def test_the_loss_is_summed_in_the_backward_pass():
     model = Quadratic()
     _, gradients = smoothness.loss_and_gradients(model, hooked, 2.0)
     assert scales == [1.0]
-    torch.testing.assert_close(gradients["decoder.layers.0.weight"], 2.0 * model.decoder.layers[0].weight.detach())
+    torch.testing.assert_close(
+        gradients["decoder.layers.0.weight"], 2.0 * model.decoder.layers[0].weight.detach()
+    )
 
 
 def test_only_the_layers_before_move():
-    """The gradient of b, beta b + kappa a, changes by kappa eta (beta a + kappa b); the others' do not."""
+    """The gradient of b, beta b + kappa a, changes by kappa eta (beta a + kappa b); the others'
+    do not.
+    """
     model, beta, kappa = Quadratic(0.5), 2.0, 0.5
     rows = smoothness.after_the_layers_before(model, criterion, beta, 0.1)
-    assert [row["layer"] for row in rows] == ["encoder.layers.0", "encoder.layers.1", "decoder.layers.0"]
+    assert [row["layer"] for row in rows] == [
+        "encoder.layers.0",
+        "encoder.layers.1",
+        "decoder.layers.0",
+    ]
     a, b, c = (layer.weight.detach() for layer in (*model.encoder.layers, *model.decoder.layers))
     gradients = [beta * a + kappa * b, beta * b + kappa * a, beta * c]
     eta = 0.1 * torch.cat([a, b, c]).norm() / torch.cat(gradients).norm()
-    assert rows[1]["gradient change"] == pytest.approx(float(kappa * eta * gradients[0].norm()), rel=1e-4)
+    assert rows[1]["gradient change"] == pytest.approx(
+        float(kappa * eta * gradients[0].norm()), rel=1e-4
+    )
     assert rows[0]["gradient change"] == rows[2]["gradient change"] == 0
     assert rows[0]["cosine"] == pytest.approx(1) and rows[1]["cosine"] < 1
 
 
 def test_on_a_run_with_noisy_batch_normalization(data, tmp_path, capsys):
-    updates = ("optimization.max_update=2", "checkpoint.save_interval_updates=1", "dataset.max_tokens=400")
+    updates = (
+        "optimization.max_update=2",
+        "checkpoint.save_interval_updates=1",
+        "dataset.max_tokens=400",
+    )
     norm = (f"+model.norm_module={ROOT}/examples/noisy_batch.py", "model.encoder_norm=noisy-batch")
     run = tmp_path / "run"
     data = shutil.copytree(data, tmp_path / "data")
-    script("train.sh", "verses_es_en", "--data", data, "--run", run, "model._name=transformer_bn_tiny", *norm, *updates)
-    smoothness.main([str(run), "--last", "1", "--batches", "2", "--steps", "1e-4", "1e-3", "--output", str(tmp_path)])
+    script(
+        "train.sh",
+        "verses_es_en",
+        "--data",
+        data,
+        "--run",
+        run,
+        "model._name=transformer_bn_tiny",
+        *norm,
+        *updates,
+    )
+    smoothness.main(
+        [
+            str(run),
+            "--last",
+            "1",
+            "--batches",
+            "2",
+            "--steps",
+            "1e-4",
+            "1e-3",
+            "--output",
+            str(tmp_path),
+        ]
+    )
     steps, layers = (pandas.read_csv(tmp_path / f"{name}.csv") for name in ("steps", "layers"))
-    assert len(steps) == 2 * 2 and (steps["gradient"] > 0).all() and (steps["loss change"] < 0).all()
+    assert (
+        len(steps) == 2 * 2 and (steps["gradient"] > 0).all() and (steps["loss change"] < 0).all()
+    )
     assert set(layers["layer"]) >= {"encoder.layers.0", "decoder.layers.0"}
     assert (tmp_path / "smoothness.png").stat().st_size > 1000
     measured = smoothness.over_the_steps(steps)
     one = steps[steps["batch"] == 1]
-    assert len(measured) == 2 and measured["effective smoothness"].iloc[1] == one["smoothness"].max()
-    assert measured["range of the loss"].iloc[1] == pytest.approx(abs(one["loss change"].diff().iloc[1]))
+    assert (
+        len(measured) == 2 and measured["effective smoothness"].iloc[1] == one["smoothness"].max()
+    )
+    assert measured["range of the loss"].iloc[1] == pytest.approx(
+        abs(one["loss change"].diff().iloc[1])
+    )
     assert f"{measured['range of the loss'].max():.3g}" in capsys.readouterr().out
     data.rename(tmp_path / "elsewhere")
     with pytest.raises(SystemExit) as exit:
@@ -119,16 +168,24 @@ def test_a_folder_without_checkpoints_is_one_line(tmp_path, capsys):
 
 
 def test_noise_is_what_the_paper_says(monkeypatch):
-    """Of y = s BN(x) + m: BN in evaluation and without the constants; moments of m and s by channel and token."""
+    """Of y = s BN(x) + m:
+
+    BN in evaluation and without the constants; moments of m and s by channel and token.
+    """
     load_norms(f"{ROOT}/examples/noisy_batch.py")
     norm, x = build_norm("noisy-batch", 2000), torch.randn(40, 5, 2000)
     plain = MaskedBatchNorm(2000)
     normalized = plain(x)
     y = norm(x)
     slopes = ((y - y.mean((0, 1))) * normalized).mean((0, 1))  # sigma of a channel, with noise
-    assert (slopes.mean() - 1.125).abs() < 0.01 and 0.06 < slopes.std() < 0.09  # 0.25 / sqrt(12) = 0.072
+    # 0.25 / sqrt(12) = 0.072
+    assert (slopes.mean() - 1.125).abs() < 0.01 and 0.06 < slopes.std() < 0.09
     shifts = y.mean((0, 1))  # mu of a channel, with noise
-    assert shifts.mean().abs() < 0.03 and (shifts.std() - 1 / 12**0.5).abs() < 0.02 and shifts.abs().max() < 0.6
+    assert (
+        shifts.mean().abs() < 0.03
+        and (shifts.std() - 1 / 12**0.5).abs() < 0.02
+        and shifts.abs().max() < 0.6
+    )
     rest = (y - shifts - slopes * normalized).std()  # of m and s by token: 0.1 / sqrt(3) and 0.1
     assert (rest - (0.01 / 3 + 0.01) ** 0.5).abs() < 0.005
     torch.testing.assert_close(copy.deepcopy(norm).eval()(x), copy.deepcopy(plain).eval()(x))

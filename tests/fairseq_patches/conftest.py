@@ -20,8 +20,12 @@ def train(tmp_path, monkeypatch):
 
     def run(arch: str, *flags: str) -> dict:
         given = f"{data} --user-dir {ROOT / 'pn_fairseq'} --save-dir {tmp_path / 'run'} --cpu"
-        given += f" --optimizer adam --lr 0.01 --max-update 2 --max-tokens 30 --no-epoch-checkpoints --arch {arch}"
-        given += " --num-workers 0"  # torch waits 5 seconds for the worker of a batch that is not fetched
+        given += (
+            f" --optimizer adam --lr 0.01 --max-update 2 --max-tokens 30 --no-epoch-checkpoints "
+            f"--arch {arch}"
+        )
+        # torch waits 5 seconds for the worker of a batch that is not fetched
+        given += " --num-workers 0"
         sizes = [f"--{name.replace('_', '-')}={value}" for name, value in SIZES.items()]
         monkeypatch.setattr(sys, "argv", ["fairseq-train", *given.split(), *sizes, *flags])
         fairseq_cli.train.cli_main()

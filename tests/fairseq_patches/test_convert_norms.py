@@ -1,4 +1,7 @@
-"""--convert-norms and --norm-ignore-mask, with architectures of fairseq. In this process, for two updates."""
+"""--convert-norms and --norm-ignore-mask, with architectures of fairseq.
+
+In this process, for two updates.
+"""
 
 import sys
 
@@ -14,10 +17,18 @@ from ..scripts_helpers import ROOT
 
 ARCHITECTURES = {
     "transformer_iwslt_de_en": [],  # post-norm
-    "lightconv_iwslt_de_en": ["--encoder-kernel-size-list=[3,3]", "--decoder-kernel-size-list=[3,3]"],
+    "lightconv_iwslt_de_en": [
+        "--encoder-kernel-size-list=[3,3]",
+        "--decoder-kernel-size-list=[3,3]",
+    ],
     "bart_base": ["--max-source-positions=64", "--max-target-positions=64"],
     "nonautoregressive_transformer": [
-        *("--task=translation_lev", "--criterion=nat_loss", "--noise=full_mask", "--pred-length-offset"),
+        *(
+            "--task=translation_lev",
+            "--criterion=nat_loss",
+            "--noise=full_mask",
+            "--pred-length-offset",
+        ),
         *("--length-loss-factor=0.1", "--apply-bert-init"),
     ],
     "multilingual_transformer_iwslt_de_en": [
@@ -29,7 +40,9 @@ ARCHITECTURES = {
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_translation(train, tmp_path, arch, recwarn):
     state = train(arch, *ARCHITECTURES[arch], "--convert-norms=*=batch,alpha_fwd=0.5")
-    counts = [value for name, value in state["model"].items() if name.endswith("num_batches_tracked")]
+    counts = [
+        value for name, value in state["model"].items() if name.endswith("num_batches_tracked")
+    ]
     assert len(counts) >= 8 and all(count == 2 for count in counts)
     assert not [each for each in recwarn if "padding mask" in str(each.message)]
     leaks = [each for each in recwarn if "are in a decoder and, in training" in str(each.message)]
@@ -43,28 +56,50 @@ def test_translation(train, tmp_path, arch, recwarn):
 
 @pytest.mark.parametrize("norm", ["batch", "power,psi_warmup_updates=1"])
 def test_activation_checkpointing_computes_the_same(train, norm):
-    """The gradients, which SGD with a rate of 1 adds to the weights, and the state; with dropout, also after a warm-up.
+    """The gradients, which SGD with a rate of 1 adds to the weights, and the state; with dropout,
+    also after a warm-up.
 
-    The encoder's gradients are sums over the decoder's layers, which recomputation takes in another order: 30 roundings
-    of 2**-24 of a gradient of about 1, five times.
+    The encoder's gradients are sums over the decoder's layers, which recomputation takes in another
+    order: 30 roundings of 2**-24 of a gradient of about 1, five times.
     """
-    flags = ("transformer_iwslt_de_en", f"--convert-norms=*={norm}", "--optimizer=sgd", "--lr=1", "--restore-file=none")
-    plain, recomputed = (train(*flags, *more)["model"] for more in ((), ("--checkpoint-activations",)))
+    flags = (
+        "transformer_iwslt_de_en",
+        f"--convert-norms=*={norm}",
+        "--optimizer=sgd",
+        "--lr=1",
+        "--restore-file=none",
+    )
+    plain, recomputed = (
+        train(*flags, *more)["model"] for more in ((), ("--checkpoint-activations",))
+    )
     assert plain.keys() == recomputed.keys()
     for name, tensor in plain.items():
         if name.endswith("num_batches_tracked"):
             assert tensor == recomputed[name] == 2
-        torch.testing.assert_close(recomputed[name], tensor, rtol=1e-5, atol=1e-5, msg=f"{name}: {{}}".format)
+        torch.testing.assert_close(
+            recomputed[name], tensor, rtol=1e-5, atol=1e-5, msg=f"{name}: {{}}".format
+        )
 
 
-def test_diagnostics_are_logged_and_generation_rebuilds_the_norms(train, tmp_path, monkeypatch, capsys, caplog):
+def test_diagnostics_are_logged_and_generation_rebuilds_the_norms(
+    train, tmp_path, monkeypatch, capsys, caplog
+):
     caplog.set_level("INFO")  # fairseq sets no level where pytest imports it while collecting
     logged = ("--log-interval=1", f"--tensorboard-logdir={tmp_path}")
-    train("transformer_iwslt_de_en", "--convert-norms=encoder.*=power,psi_warmup_updates=3", *logged)
-    assert all(f"norm_{name}=" in caplog.text for name in ("psi_distance", "gamma_max", "nonfinite_steps"))
-    given = f"{tmp_path / 'data'} --user-dir {ROOT / 'pn_fairseq'} --path {tmp_path / 'run/checkpoint_last.pt'} --cpu"
+    train(
+        "transformer_iwslt_de_en", "--convert-norms=encoder.*=power,psi_warmup_updates=3", *logged
+    )
+    assert all(
+        f"norm_{name}=" in caplog.text for name in ("psi_distance", "gamma_max", "nonfinite_steps")
+    )
+    given = (
+        f"{tmp_path / 'data'} --user-dir {ROOT / 'pn_fairseq'} --path "
+        f"{tmp_path / 'run/checkpoint_last.pt'} --cpu"
+    )
     monkeypatch.setattr(
-        sys, "argv", ["fairseq-generate", *given.split(), "--beam=2", "--max-tokens=100", "--num-workers=0"]
+        sys,
+        "argv",
+        ["fairseq-generate", *given.split(), "--beam=2", "--max-tokens=100", "--num-workers=0"],
     )
     fairseq_cli.generate.cli_main()
     assert "Generate test with beam=2" in capsys.readouterr().out
@@ -72,7 +107,11 @@ def test_diagnostics_are_logged_and_generation_rebuilds_the_norms(train, tmp_pat
 
 @pytest.mark.parametrize("arch", ["transformer_pn_tiny", "transformer_iwslt_de_en"])
 def test_ignoring_the_mask(train, arch):
-    flags = ["--convert-norms=encoder.*=batch"] if arch != "transformer_pn_tiny" else ["--encoder-norm=batch"]
+    flags = (
+        ["--convert-norms=encoder.*=batch"]
+        if arch != "transformer_pn_tiny"
+        else ["--encoder-norm=batch"]
+    )
     masked = train(arch, *flags)["model"]
     name = next(name for name in masked if name.endswith("running_var"))
     state = train(arch, *flags, "--norm-ignore-mask", "--restore-file=none")
@@ -86,8 +125,14 @@ def test_ignoring_the_mask(train, arch):
         ("encoder.*", "'encoder.*' is not 'PATTERN=NORM[,key=value...]'"),
         ("*=bach", "unknown norm 'bach', did you mean 'batch'?"),
         ("*=batch,eps", "'*=batch,eps': 'eps' is not KEY=VALUE"),
-        ("encode.*=batch", "--convert-norms 'encode.*=batch': the pattern 'encode.*' matches no norm"),
-        ("*=batch,alpha=1", "'*=batch,alpha=1': unknown norm option 'alpha', did you mean 'alpha_fwd'?"),
+        (
+            "encode.*=batch",
+            "--convert-norms 'encode.*=batch': the pattern 'encode.*' matches no norm",
+        ),
+        (
+            "*=batch,alpha=1",
+            "'*=batch,alpha=1': unknown norm option 'alpha', did you mean 'alpha_fwd'?",
+        ),
         ("*=batch,sync=maybe", "norm option sync='maybe' is not true or false"),
         ("*=mabn,mabn.window=3", "unknown norm option 'mabn'"),
     ],

@@ -1,4 +1,6 @@
-"""--convert-norms in fairseq's speech models, built tiny: two updates on random features, and loaded again."""
+"""--convert-norms in fairseq's speech models, built tiny: two updates on random features, and
+loaded again.
+"""
 
 import copy
 from argparse import Namespace
@@ -43,17 +45,33 @@ def s2t(arch: str, **settings):
     target[1:, 4:] = dictionary.pad()
 
     def run(model, x):
-        return model(src_tokens=x, src_lengths=LENGTHS, prev_output_tokens=target)[0].square().mean()
+        return (
+            model(src_tokens=x, src_lengths=LENGTHS, prev_output_tokens=target)[0].square().mean()
+        )
 
     return lambda: models.build_model(copy.deepcopy(args), task), run, torch.randn(3, 48, 80)
 
 
 def pretraining(name: str, **settings):
-    """Waveforms (B, samples), of which the last ones are padding; convolutions divide their number by 4."""
-    sizes = {"encoder_layers": 2, "encoder_embed_dim": 16, "encoder_ffn_embed_dim": 16, "encoder_attention_heads": 2}
-    sizes |= {"conv_feature_layers": "[(16, 4, 4)]", "conv_pos": 4, "conv_pos_groups": 2, "final_dim": 8}
+    """Waveforms (B, samples), of which the last ones are padding; convolutions divide their
+    number by 4.
+    """
+    sizes = {
+        "encoder_layers": 2,
+        "encoder_embed_dim": 16,
+        "encoder_ffn_embed_dim": 16,
+        "encoder_attention_heads": 2,
+    }
+    sizes |= {
+        "conv_feature_layers": "[(16, 4, 4)]",
+        "conv_pos": 4,
+        "conv_pos_groups": 2,
+        "final_dim": 8,
+    }
     if name == "wav2vec2":
-        cfg = OmegaConf.structured(Wav2Vec2Config(**sizes, latent_vars=8, num_negatives=3, **settings))
+        cfg = OmegaConf.structured(
+            Wav2Vec2Config(**sizes, latent_vars=8, num_negatives=3, **settings)
+        )
         task = SimpleNamespace()
     else:
         from fairseq.models.hubert.hubert import HubertConfig
@@ -61,7 +79,10 @@ def pretraining(name: str, **settings):
         cfg = OmegaConf.structured(HubertConfig(**sizes, label_rate=4000, **settings))
         label = Dictionary()
         task = SimpleNamespace(
-            cfg=SimpleNamespace(sample_rate=16000), dictionaries=[label], source_dictionary=None, target_dictionary=None
+            cfg=SimpleNamespace(sample_rate=16000),
+            dictionaries=[label],
+            source_dictionary=None,
+            target_dictionary=None,
         )
     OmegaConf.set_struct(cfg, False)
     cfg._name, cfg.convert_norms = name, ["encoder.*=batch"]
@@ -79,7 +100,9 @@ CASES = {
     "s2t_transformer_s": lambda: s2t("s2t_transformer_s"),
     "s2t_conformer": lambda: s2t("s2t_conformer"),
     "wav2vec2": lambda: pretraining("wav2vec2"),
-    "wav2vec2 conformer": lambda: pretraining("wav2vec2", layer_type="conformer", depthwise_conv_kernel_size=3),
+    "wav2vec2 conformer": lambda: pretraining(
+        "wav2vec2", layer_type="conformer", depthwise_conv_kernel_size=3
+    ),
     "hubert": lambda: pretraining("hubert"),
 }
 
@@ -107,15 +130,20 @@ def test_speech(name, recwarn):
 def test_the_norm_after_the_last_layer_has_the_mask_of_the_frames():
     """Also where the target, whose mask is an argument of the model, is as long as the frames."""
     build, _, x = s2t("s2t_transformer_s")
-    encoder, frames = build().encoder, torch.tensor([12, 6, 3])  # two convolutions halve the lengths
+    # two convolutions halve the lengths
+    encoder, frames = build().encoder, torch.tensor([12, 6, 3])
     padding = torch.arange(12) >= frames[:, None]
     seen = []
-    encoder.transformer_layers[-1].register_forward_hook(lambda module, args, y: seen.append(y.detach()))
+    encoder.transformer_layers[-1].register_forward_hook(
+        lambda module, args, y: seen.append(y.detach())
+    )
     encoder(x, LENGTHS)["encoder_out"][0].sum().backward()
     (report,) = [each for each in norm_report(encoder) if each.name == "layer_norm"]
     assert (report.line, report.decided) == (1, "the mask of the call")
     real = seen[0].transpose(0, 1)[~padding]
-    torch.testing.assert_close(encoder.eval().layer_norm.running_mean, 0.1 * real.mean(0), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        encoder.eval().layer_norm.running_mean, 0.1 * real.mean(0), rtol=1e-4, atol=1e-6
+    )
     assert not encoder.layer_norm._forward_pre_hooks
 
 

@@ -1,4 +1,7 @@
-"""fairseq's own tests, with and without the plugin. ``FAIRSEQ=/path/to/a/checkout/of/fairseq`` says where they are."""
+"""fairseq's own tests, with and without the plugin.
+
+``FAIRSEQ=/path/to/a/checkout/of/fairseq`` says where they are.
+"""
 
 import os
 import shutil
@@ -19,15 +22,32 @@ PLUGIN = "import fairseq.models, pn_fairseq"
 
 def outcomes(tests: Path, results: Path, load: str) -> dict[str, str]:
     """Name of each test -> "passed", "failed" or "skipped"."""
-    options = ["-q", "-p", "no:cacheprovider", "--continue-on-collection-errors", f"--junitxml={results}"]
+    options = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--continue-on-collection-errors",
+        f"--junitxml={results}",
+    ]
     options += [f"--ignore=tests/{name}" for name in LEFT_OUT]
     command = [sys.executable, "-c", START.format(load), *options, "tests"]
     path = os.pathsep.join([str(tests), str(ROOT)])
-    subprocess.run(command, cwd=tests, env=environment(PYTHONPATH=path, OMP_NUM_THREADS="1"), stdout=subprocess.DEVNULL)
+    subprocess.run(
+        command,
+        cwd=tests,
+        env=environment(PYTHONPATH=path, OMP_NUM_THREADS="1"),
+        stdout=subprocess.DEVNULL,
+    )
     found = {}
     for case in ElementTree.parse(results).iter("testcase"):
         tags = {each.tag for each in case}
-        outcome = "failed" if tags & {"failure", "error"} else "skipped" if "skipped" in tags else "passed"
+        outcome = (
+            "failed"
+            if tags & {"failure", "error"}
+            else "skipped"
+            if "skipped" in tags
+            else "passed"
+        )
         found[f"{case.get('classname')}.{case.get('name')}"] = outcome
     return found
 
@@ -43,10 +63,17 @@ def test_nothing_that_passes_without_the_plugin_fails_with_it(tmp_path, capsys):
     with capsys.disabled():
         for name, found in (("without", without), ("with", with_plugin)):
             values = list(found.values())
-            counts = ", ".join(f"{values.count(outcome)} {outcome}" for outcome in ("passed", "failed", "skipped"))
+            counts = ", ".join(
+                f"{values.count(outcome)} {outcome}" for outcome in ("passed", "failed", "skipped")
+            )
             print(f"\n{name} the plugin: {counts}")
         for name in sorted({*without, *with_plugin}):
             if without.get(name) != with_plugin.get(name):
-                print(f"{name}: {without.get(name)} without the plugin, {with_plugin.get(name)} with it")
+                print(
+                    f"{name}: {without.get(name)} without the plugin, {with_plugin.get(name)} with "
+                    "it"
+                )
     assert list(without.values()).count("passed") > 100
-    assert {name for name, outcome in without.items() if outcome == "passed" != with_plugin.get(name)} == set()
+    assert {
+        name for name, outcome in without.items() if outcome == "passed" != with_plugin.get(name)
+    } == set()

@@ -1,4 +1,7 @@
-"""Each patch against the behaviour of fairseq that it mends, and the switch that turns all of them off."""
+"""Each patch against the behaviour of fairseq that it mends,
+
+and the switch that turns all of them off.
+"""
 
 import argparse
 import sys
@@ -24,16 +27,33 @@ from pn_fairseq.common.environment import SWITCH
 from pn_fairseq.fairseq_patches import ORDER, command_line, one_line_errors, patch, patches
 from pn_fairseq.norms import running_norms
 
-from ..models.helpers import KINDS, both_sides, build, make_dictionary, make_task, padded_batch, write_data
+from ..models.helpers import (
+    KINDS,
+    both_sides,
+    build,
+    make_dictionary,
+    make_task,
+    padded_batch,
+    write_data,
+)
 from ..scripts_helpers import ROOT, run, verb
 
-EMA_SETTINGS = {"ema_decay": 0.75, "ema_start_update": 0, "ema_update_freq": 1, "ema_seed_model": None}
+EMA_SETTINGS = {
+    "ema_decay": 0.75,
+    "ema_start_update": 0,
+    "ema_update_freq": 1,
+    "ema_seed_model": None,
+}
 SMALL = both_sides(layers=1, embed_dim=16, ffn_embed_dim=16)
 
 
 @pytest.mark.parametrize(
     ("name", "variant", "half"),
-    [*((name, "paper", False) for name in KINDS), ("power", "release", False), ("power", "paper", True)],
+    [
+        *((name, "paper", False) for name in KINDS),
+        ("power", "release", False),
+        ("power", "paper", True),
+    ],
 )
 def test_moving_average_of_the_weights_is_the_one_computed_by_hand(name, variant, half):
     model = build("transformer_pn_tiny", encoder_norm=name, norm_variant=variant, **SMALL)
@@ -51,7 +71,9 @@ def test_moving_average_of_the_weights_is_the_one_computed_by_hand(name, variant
                 parameter -= 0.1 * parameter.grad
         ema.step(model, update)
         for key, value in model.state_dict().items():
-            expected[key] = 0.75 * expected[key] + 0.25 * value.double() if value.is_floating_point() else value
+            expected[key] = (
+                0.75 * expected[key] + 0.25 * value.double() if value.is_floating_point() else value
+            )
     average = ema.get_model().state_dict()
     for key, value in expected.items():
         torch.testing.assert_close(
@@ -64,7 +86,9 @@ def test_moving_average_of_the_weights_is_the_one_computed_by_hand(name, variant
 def test_blocks_that_end_with_a_sentence_under_numpy_2():
     sentences = [torch.arange(length) for length in (3, 1, 2)]
     sizes = np.array([3, 1, 2])
-    blocks = TokenBlockDataset(ListDataset(sentences, sizes), sizes, None, pad=1, eos=2, break_mode="eos")
+    blocks = TokenBlockDataset(
+        ListDataset(sentences, sizes), sizes, None, pad=1, eos=2, break_mode="eos"
+    )
     assert [block.tolist() for block in blocks] == [sentence.tolist() for sentence in sentences]
 
 
@@ -72,8 +96,12 @@ def test_the_adaptive_loss_is_the_one_of_the_words_probabilities():
     model = build("transformer_pn_tiny", **SMALL, adaptive_softmax_cutoff="6,9,44", dropout=0.0)
     task = make_task()
     source, target = padded_batch()
-    target = torch.where(target.ne(1), torch.arange(4, 4 + target.numel()).view_as(target), target)  # every band
-    sample = {"net_input": {"src_tokens": source, "src_lengths": None, "prev_output_tokens": target}, "target": target}
+    # every band
+    target = torch.where(target.ne(1), torch.arange(4, 4 + target.numel()).view_as(target), target)
+    sample = {
+        "net_input": {"src_tokens": source, "src_lengths": None, "prev_output_tokens": target},
+        "target": target,
+    }
     criterion = AdaptiveLoss(task, sentence_avg=False)
     loss, size, logged = criterion(model.eval(), sample)
     words = model.get_normalized_probs(model(**sample["net_input"]), log_probs=True, sample=sample)
@@ -81,13 +109,16 @@ def test_the_adaptive_loss_is_the_one_of_the_words_probabilities():
     assert size == logged["ntokens"] == target.ne(1).sum() and logged["nsentences"] == len(target)
     assert AdaptiveLoss(task, sentence_avg=True)(model, sample)[1] == len(target)
     torch.testing.assert_close(loss, -words.sum()[None], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(criterion(model, sample, reduce=False)[0], -words.flatten(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        criterion(model, sample, reduce=False)[0], -words.flatten(), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_diverse_beam_search_of_any_sentences_is_that_of_the_first_ones():
     generator = torch.Generator().manual_seed(0)
     steps = [torch.randn(3, 4, 12, generator=generator).log_softmax(-1) for _ in range(3)]
-    for probabilities in steps:  # the groups of the first sentence overlap less than those of the others
+    # the groups of the first sentence overlap less than those of the others
+    for probabilities in steps:
         probabilities[1:] = probabilities[1:, :1]
 
     def chosen(numbers, finished=1):
@@ -96,11 +127,18 @@ def test_diverse_beam_search_of_any_sentences_is_that_of_the_first_ones():
         found = []
         for step, probabilities in enumerate(steps):
             kept = slice(finished if step == 2 else 0, None)
-            arguments = (probabilities[kept], scores[kept, :, :step], None, torch.tensor(numbers)[kept])
+            arguments = (
+                probabilities[kept],
+                scores[kept, :, :step],
+                None,
+                torch.tensor(numbers)[kept],
+            )
             found += search.step(step, *arguments)
         return found
 
-    for one, other, whole in zip(chosen([0, 1, 2]), chosen([38, 2, 7]), chosen([0, 1, 2], 0), strict=True):
+    for one, other, whole in zip(
+        chosen([0, 1, 2]), chosen([38, 2, 7]), chosen([0, 1, 2], 0), strict=True
+    ):
         assert torch.equal(one, other) and torch.equal(one, whole[len(whole) - len(one) :])
 
 
@@ -109,14 +147,21 @@ def test_decoding_options():
     model, task = build("transformer_pn_tiny", **SMALL).eval(), make_task()
     source, _ = padded_batch()
     sample = {"net_input": {"src_tokens": source, "src_lengths": source.ne(1).sum(1)}}
-    for beam in SequenceGenerator([model], task.target_dictionary, beam_size=2, max_len_b=4).generate([model], sample):
-        assert [hypothesis["steps"] for hypothesis in beam] == [len(hypothesis["tokens"]) for hypothesis in beam]
+    for beam in SequenceGenerator(
+        [model], task.target_dictionary, beam_size=2, max_len_b=4
+    ).generate([model], sample):
+        assert [hypothesis["steps"] for hypothesis in beam] == [
+            len(hypothesis["tokens"]) for hypothesis in beam
+        ]
 
 
 def test_several_sets_in_one_folder():
     assert len(ConcatDataset([range(3), range(4)], [-1, 1])) == 7
     assert len(ConcatDataset([range(3), range(4)], [2, 1])) == 10
-    assert len(ConcatDataset([range(3), range(4)])) == 7 and len(ConcatDataset([range(3), range(4)], 2)) == 14
+    assert (
+        len(ConcatDataset([range(3), range(4)])) == 7
+        and len(ConcatDataset([range(3), range(4)], 2)) == 14
+    )
 
 
 @pytest.mark.parametrize(("side", "other"), [("encoder", "decoder"), ("decoder", "encoder")])
@@ -126,20 +171,44 @@ def test_a_model_that_keeps_layers_of_one_side(side, other):
     pruned = checkpoint_utils.prune_state_dict(large.state_dict(), settings)
     small = build("transformer_pn_tiny", **{**SMALL, f"{side}_layers": 1, f"{other}_layers": 2})
     assert pruned.keys() == small.state_dict().keys()
-    assert torch.equal(pruned[f"{side}.layers.0.fc1.weight"], getattr(large, side).layers[1].fc1.weight)
+    assert torch.equal(
+        pruned[f"{side}.layers.0.fc1.weight"], getattr(large, side).layers[1].fc1.weight
+    )
 
 
-TWO_RANKS = {"spawned": ("fairseq-train", ["--distributed-world-size=2"]), "torchrun": ("torchrun", [])}
+TWO_RANKS = {
+    "spawned": ("fairseq-train", ["--distributed-world-size=2"]),
+    "torchrun": ("torchrun", []),
+}
 
 
-@pytest.mark.parametrize("start", [pytest.param(name, marks=pytest.mark.slow) for name in TWO_RANKS])
+@pytest.mark.parametrize(
+    "start", [pytest.param(name, marks=pytest.mark.slow) for name in TWO_RANKS]
+)
 def test_two_ranks_on_a_cpu(start, tmp_path):
     program, flags = TWO_RANKS[start]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=29871", "-m"]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--master-port=29871",
+        "-m",
+    ]
     command = [*launch, "fairseq_cli.train"] if program == "torchrun" else [program]
-    flags += ["--user-dir", ROOT / "pn_fairseq", "--save-dir", tmp_path / "run", "--arch=transformer_pn_tiny", "--cpu"]
-    flags += "--optimizer=adam --lr=0.01 --max-update=2 --max-tokens=30 --no-epoch-checkpoints --num-workers=0".split()
-    result = run(*command, write_data(tmp_path / "data"), *flags, cwd=tmp_path, PYTHONPATH=str(ROOT))
+    flags += [
+        "--user-dir",
+        ROOT / "pn_fairseq",
+        "--save-dir",
+        tmp_path / "run",
+        "--arch=transformer_pn_tiny",
+        "--cpu",
+    ]
+    flags += "--optimizer=adam --lr=0.01 --max-update=2 --max-tokens=30".split()
+    flags += "--no-epoch-checkpoints --num-workers=0".split()
+    result = run(
+        *command, write_data(tmp_path / "data"), *flags, cwd=tmp_path, PYTHONPATH=str(ROOT)
+    )
     assert "training on 2 devices" in result.stdout + result.stderr
     state = load_checkpoint(tmp_path / "run/checkpoint_last.pt")
     assert state["cfg"]["distributed_training"]["distributed_world_size"] == 2
@@ -156,7 +225,8 @@ def dropped_layers(rank: int) -> list[list[int]]:
             indices = {module: index for index, module in enumerate(stack.children())}
             used.append([])
             for layer in stack:
-                layer(torch.ones(3 + rank))  # draws from the CPU's generator, on rank 1 more than on rank 0
+                # draws from the CPU's generator, on rank 1 more than on rank 0
+                layer(torch.ones(3 + rank))
                 used[-1].append(indices[layer])
     assert [len(list(stack.eval())) for stack in stacks] == [6, 6], "evaluation drops none"
     return used
@@ -176,7 +246,11 @@ def test_all_ranks_drop_the_same_layers(monkeypatch):
 def test_one_rank_drops_the_layers_that_fairseq_drops():
     layers = LayerDropModuleList(0.5, [torch.nn.Identity() for _ in range(8)])
     torch.manual_seed(5)
-    kept = [module for module, draw in zip(layers.children(), torch.empty(8).uniform_(), strict=True) if draw > 0.5]
+    kept = [
+        module
+        for module, draw in zip(layers.children(), torch.empty(8).uniform_(), strict=True)
+        if draw > 0.5
+    ]
     torch.manual_seed(5)
     assert list(layers) == kept
 
@@ -188,14 +262,18 @@ def test_a_typo_in_an_architecture_gets_advice(capsys):
     with pytest.raises(SystemExit):
         parser.parse_args(["--arch", "transformer_pn_iwlst"])
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.endswith("unknown architecture 'transformer_pn_iwlst', did you mean 'transformer_pn_iwslt'?")
+    assert error.endswith(
+        "unknown architecture 'transformer_pn_iwlst', did you mean 'transformer_pn_iwslt'?"
+    )
 
 
 @pytest.mark.parametrize(("bf16", "tpu"), [(True, False), (False, True)])
 def test_bf16_flag_does_not_ask_for_a_tpu(bf16, tpu):
     parsed = Namespace(bf16=bf16, tpu=True)
     assert command_line.parse_args_and_arch(lambda *_: parsed, None, []).tpu is tpu
-    assert command_line.parse_args_and_arch(lambda *_: (parsed, ["--unknown"]), None, [])[0].tpu is tpu
+    assert (
+        command_line.parse_args_and_arch(lambda *_: (parsed, ["--unknown"]), None, [])[0].tpu is tpu
+    )
 
 
 def test_settings_that_a_model_refuses_are_an_error_outside_of_fairseqs_commands():
@@ -211,12 +289,17 @@ def test_a_function_with_other_parameters_is_left_alone():
             return sample
 
     original = Fairseq.step
-    with pytest.warns(UserWarning, match=r"test_mends is not applied: Fairseq.step .*\(self sample more\).*\(self s"):
+    with pytest.warns(
+        UserWarning,
+        match=r"test_mends is not applied: Fairseq.step .*\(self sample more\).*\(self s",
+    ):
         patch(Fairseq, "step", "self sample")(lambda original, *args: None)
     assert Fairseq.step is original
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        patch(Fairseq, "step", "self sample more")(lambda original, self, sample, more: [original(self, sample, more)])
+        patch(Fairseq, "step", "self sample more")(
+            lambda original, self, sample, more: [original(self, sample, more)]
+        )
         assert Fairseq().step(1, 2) == [1]
     with pytest.raises(RuntimeError, match="Fairseq.step is patched by .*test_mends, and again by"):
         patch(Fairseq, "step", "self sample more")(lambda original, self, sample, more: None)
@@ -235,7 +318,9 @@ def functions():
             continue
         for key, value in list(vars(module).items()):
             if isinstance(value, type) and value.__module__ == name:
-                found.update({(name, key, each): id(what) for each, what in vars(value).items() if callable(what)})
+                for method, function in vars(value).items():
+                    if callable(function):
+                        found[name, key, method] = id(function)
             elif callable(value) or key == "np":
                 found[name, key] = id(value)
     return found
@@ -260,5 +345,7 @@ def test_the_list_of_patches_says_what_each_mends(capsys):
     assert verb("info")([]) == 0
     printed = capsys.readouterr().out
     files = {file.stem for file in (ROOT / "pn_fairseq/fairseq_patches").glob("[a-z]*.py")}
-    assert files == set(ORDER) and tuple(listed) == ORDER and all(name in printed for name in listed)
+    assert (
+        files == set(ORDER) and tuple(listed) == ORDER and all(name in printed for name in listed)
+    )
     assert all(sentence.endswith(".") and len(sentence) < 120 for sentence in listed.values())

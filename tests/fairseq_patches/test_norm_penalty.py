@@ -1,4 +1,7 @@
-"""The penalty of RBN in fairseq's training step: as large as if the criterion had added it to its loss."""
+"""The penalty of RBN in fairseq's training step:
+
+as large as if the criterion had added it to its loss.
+"""
 
 import pytest
 import torch
@@ -24,7 +27,11 @@ class Model(torch.nn.Module):
         self.recomputed = recomputed
 
     def forward(self):
-        return checkpoint(self.norm, self.x, use_reentrant=True) if self.recomputed else self.norm(self.x)
+        return (
+            checkpoint(self.norm, self.x, use_reentrant=True)
+            if self.recomputed
+            else self.norm(self.x)
+        )
 
     def set_num_updates(self, num_updates):
         self.norm.set_num_updates(num_updates)
@@ -95,7 +102,10 @@ def test_a_batch_that_is_ignored_has_no_penalty(batch):
 
 
 def test_every_batch_of_an_update_has_its_penalty(batch):
-    """--update-freq 2. The second one is measured from the running statistics that hold the first."""
+    """--update-freq 2.
+
+    The second one is measured from the running statistics that hold the first.
+    """
     x, sample = batch
     model = Model(x)
     for _ in range(2):

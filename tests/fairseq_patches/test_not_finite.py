@@ -44,7 +44,9 @@ def test_first_module_backward():
     model = nn.ModuleDict({"encoder": Encoder()})
     with NanDetector(model):
         (model.encoder(torch.ones(1, 2))["states"][0] * 0).sqrt().sum().backward()
-    assert training._first_modules[0].endswith("first in the gradient of the output of encoder") or (
+    assert training._first_modules[0].endswith(
+        "first in the gradient of the output of encoder"
+    ) or (
         training._first_modules[0].endswith("first in the gradient of the output of encoder.second")
     )
 
@@ -54,8 +56,18 @@ def test_first_module_backward():
     [
         (FloatingPointError("gradients are Nan/Inf"), True),
         (FloatingPointError("Minimum loss scale reached (0.0001)."), True),
-        (FloatingPointError("Fatal error: gradients are inconsistent between workers.\nrank 0 = nan"), True),
-        (FloatingPointError("Fatal error: gradients are inconsistent between workers.\nrank 0 = 1.5"), False),
+        (
+            FloatingPointError(
+                "Fatal error: gradients are inconsistent between workers.\nrank 0 = nan"
+            ),
+            True,
+        ),
+        (
+            FloatingPointError(
+                "Fatal error: gradients are inconsistent between workers.\nrank 0 = 1.5"
+            ),
+            False,
+        ),
         (ValueError("another"), False),
     ],
 )

@@ -11,7 +11,11 @@ from ..models.helpers import build, padded_batch
 
 
 def statistics(model) -> dict[str, torch.Tensor]:
-    return {key: value.clone() for key, value in model.state_dict().items() if key.endswith(("running_psi2", ".nu"))}
+    return {
+        key: value.clone()
+        for key, value in model.state_dict().items()
+        if key.endswith(("running_psi2", ".nu"))
+    }
 
 
 #: What each rank has trained, and flags.
@@ -27,7 +31,10 @@ def work(rank: int, world: int):
 
 
 def validated(rank: int, steps: int, flags: dict):
-    """The statistics of a rank before and after the beginning of a validation, and the output of its model in it."""
+    """The statistics of a rank before and after the beginning of a validation,
+
+    and the output of its model in it.
+    """
     torch.manual_seed(1)
     model = build("transformer_pn_tiny", dropout=0.0, **flags)
     for step in range(steps):
@@ -70,10 +77,17 @@ def test_averaging_can_be_turned_off(ranks):
 
 @pytest.mark.parametrize(
     ("encoder_norm", "norm_sync", "synced"),
-    [("power", None, False), ("power", "on", True), ("power-v", None, True), ("power-v", "off", False)]
+    [
+        ("power", None, False),
+        ("power", "on", True),
+        ("power-v", None, True),
+        ("power-v", "off", False),
+    ]
     + [("batch", None, True), ("batch", "off", False), ("batch", "on", True)],
 )
-def test_norms_are_synchronised_as_in_the_paper_unless_told_otherwise(encoder_norm, norm_sync, synced):
+def test_norms_are_synchronised_as_in_the_paper_unless_told_otherwise(
+    encoder_norm, norm_sync, synced
+):
     model = build("transformer_pn_tiny", encoder_norm=encoder_norm, norm_sync=norm_sync)
     assert model.encoder.layer_norm.sync is synced
 
@@ -82,7 +96,9 @@ def test_norms_are_synchronised_as_in_the_paper_unless_told_otherwise(encoder_no
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_a_batch_that_is_ignored_leaves_no_trace(encoder_norm, checkpointed):
     """fairseq gives a rank without data an old batch, and multiplies its loss by 0."""
-    model = build("transformer_pn_tiny", encoder_norm=encoder_norm, checkpoint_activations=checkpointed)
+    model = build(
+        "transformer_pn_tiny", encoder_norm=encoder_norm, checkpoint_activations=checkpointed
+    )
     src, prev = padded_batch(0)
     for update in range(2):
         model.set_num_updates(update)

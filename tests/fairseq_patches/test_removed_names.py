@@ -1,4 +1,7 @@
-"""The installed fairseq uses no name that the pinned NumPy or torch has removed, once it is patched."""
+"""The installed fairseq uses no name that the pinned NumPy or torch has removed,
+
+once it is patched.
+"""
 
 import ast
 import importlib
@@ -13,7 +16,8 @@ import pn_fairseq.models  # noqa: F401 (applies the patches)
 
 #: File -> the removed names that remain in it, each for a reason.
 KNOWN = {
-    # Pipeline parallelism, which torch gave up and this project does not have; imported where it is asked for.
+    # Pipeline parallelism, which torch gave up and this project does not have; imported where it is
+    # asked for.
     "fairseq/model_parallel/models/pipeline_parallel_transformer/model.py": {
         "torch.distributed.pipeline.sync.Pipe",
         "torch.distributed.pipeline.sync.utils.partition_model",
@@ -58,18 +62,25 @@ def removed_names(file: Path, module: str) -> set[str]:
         for name in names:
             if f"{parent}{name.name}".split(".")[0] in LIBRARIES:
                 full = f"{parent}{name.name}"
-                meaning[name.asname or name.name.split(".")[0]] = full if parent or name.asname else full.split(".")[0]
+                meaning[name.asname or name.name.split(".")[0]] = (
+                    full if parent or name.asname else full.split(".")[0]
+                )
                 value_of(full)
 
     def evaluated(node: ast.AST):
-        """Name and value of a chain of attributes such as ``np.compat.long``; None where it is none of a library."""
+        """Name and value of a chain of attributes such as ``np.compat.long``;
+
+        None where it is none of a library.
+        """
         if isinstance(node, ast.Name) and node.id in meaning:
             patched = getattr(sys.modules.get(module), node.id, None)
             return meaning[node.id], value_of(meaning[node.id]) if patched is None else patched
         if not isinstance(node, ast.Attribute) or (parent := evaluated(node.value)) is None:
             return None
         name, value = f"{parent[0]}.{node.attr}", parent[1]
-        if not (inspect.ismodule(value) or isinstance(value, type) or name.startswith("numpy.compat")):
+        if not (
+            inspect.ismodule(value) or isinstance(value, type) or name.startswith("numpy.compat")
+        ):
             return name, None  # of an object, such as a tensor
         if hasattr(value, node.attr):
             return name, getattr(value, node.attr)
@@ -78,7 +89,11 @@ def removed_names(file: Path, module: str) -> set[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             evaluated(node)
-        elif isinstance(node, ast.Call) and (function := evaluated(node.func)) and callable(function[1]):
+        elif (
+            isinstance(node, ast.Call)
+            and (function := evaluated(node.func))
+            and callable(function[1])
+        ):
             try:
                 parameters = inspect.signature(function[1]).parameters.values()
             except ValueError:  # of C code
@@ -96,7 +111,9 @@ def test_fairseq_uses_no_removed_name():
     remaining = {}
     for file in [*packages.glob("fairseq/**/*.py"), *packages.glob("fairseq_cli/*.py")]:
         path = file.relative_to(packages)
-        if path.parts[1] != "examples" and (names := removed_names(file, ".".join(path.with_suffix("").parts))):
+        if path.parts[1] != "examples" and (
+            names := removed_names(file, ".".join(path.with_suffix("").parts))
+        ):
             remaining[path.as_posix()] = names
     assert remaining == KNOWN
 
@@ -104,7 +121,8 @@ def test_fairseq_uses_no_removed_name():
 def test_a_removed_name_is_found(tmp_path):
     file = tmp_path / "old.py"
     file.write_text(
-        "import numpy as np, torch\nfrom torch.nn import Linear, Gone\nnp.compat.long; np.float(1); Linear.forward"
+        "import numpy as np, torch\nfrom torch.nn import Linear, Gone\nnp.compat.long; "
+        "np.float(1); Linear.forward"
         "\nnp.percentile([1], 2, interpolation='lower'); Linear.no; torch.ones(2).no\n"
     )
     found = removed_names(file, "old") - {"numpy.compat.long"}

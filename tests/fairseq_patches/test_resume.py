@@ -1,4 +1,7 @@
-"""What a training remembers over an interruption, and what one training leaves to the next in the same process."""
+"""What a training remembers over an interruption,
+
+and what one training leaves to the next in the same process.
+"""
 
 import logging
 from argparse import ArgumentTypeError
@@ -23,7 +26,9 @@ from ..fixtures.training import train
 
 #: Updates in an epoch of the tests of saves.
 EPOCH = 8
-PATIENCE = OmegaConf.create({"checkpoint": {"patience": 3, "maximize_best_checkpoint_metric": False}})
+PATIENCE = OmegaConf.create(
+    {"checkpoint": {"patience": 3, "maximize_best_checkpoint_metric": False}}
+)
 
 
 def trainer(workers=1, max_tokens=400, update_freq=(4,)):
@@ -39,7 +44,9 @@ def saved(who, position, epoch=1):
     """The ``extra_state`` of a checkpoint of ``who``, by fairseq's own Trainer.save_checkpoint."""
     written = []
     place = {"version": 2, "epoch": epoch, "iterations_in_epoch": position, "shuffle": True}
-    checkpoints.save(lambda trainer, name, state: written.append(state), who, "x.pt", {"train_iterator": place})
+    checkpoints.save(
+        lambda trainer, name, state: written.append(state), who, "x.pt", {"train_iterator": place}
+    )
     return written[0]
 
 
@@ -50,7 +57,10 @@ def loaded(who, state, *reset, **also):
 
 @pytest.fixture(autouse=True)
 def _fresh():
-    """Take nothing over in fairseq's memory from trainings of other tests, and leave them nothing."""
+    """Take nothing over in fairseq's memory from trainings of other tests,
+
+    and leave them nothing.
+    """
     new_process()
     yield
     starting.forget_earlier_job()
@@ -77,7 +87,8 @@ def test_early_stopping_counts_on_after_an_interruption(reset, flags, losses, st
     assert [stop(PATIENCE, loss) for loss in (5.0, 6.0, 5.5)] == [False] * 3
     state = saved(trainer(), 0)
     new_process()
-    assert [stop(PATIENCE, loss) for loss in (6.0, 5.9)] == [False] * 2  # unpatched fairseq would begin to count again
+    # unpatched fairseq would begin to count again
+    assert [stop(PATIENCE, loss) for loss in (6.0, 5.9)] == [False] * 2
     new_process()
     loaded(trainer(), state, *reset, **flags)
     assert [stop(PATIENCE, loss) for loss in losses] == stops
@@ -104,9 +115,13 @@ def test_place_in_the_epoch_is_the_same_share_of_the_data(before, position, now,
 
 
 def test_update_freq_is_that_of_the_epoch():
-    place = loaded(trainer(1, 400, (1,)), saved(trainer(1, 400, (4, 2)), 20, epoch=2))["train_iterator"]
+    place = loaded(trainer(1, 400, (1,)), saved(trainer(1, 400, (4, 2)), 20, epoch=2))[
+        "train_iterator"
+    ]
     assert place["iterations_in_epoch"] == 20
-    place = loaded(trainer(2, 400, (4, 1)), saved(trainer(1, 400, (4, 2)), 20, epoch=2))["train_iterator"]
+    place = loaded(trainer(2, 400, (4, 1)), saved(trainer(1, 400, (4, 2)), 20, epoch=2))[
+        "train_iterator"
+    ]
     assert place["iterations_in_epoch"] == 10
 
 
@@ -134,9 +149,16 @@ def test_the_next_training_in_a_process_begins_with_nothing(tmp_path):
 def test_ranks_that_would_train_alone_and_architectures_that_do_not_exist_are_refused(monkeypatch):
     cfg = OmegaConf.structured(FairseqConfig)
     starting.check(cfg)
-    for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "WORLD_SIZE": "2", "RANK": "0"}.items():
+    for name, value in {
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+        "WORLD_SIZE": "2",
+        "RANK": "0",
+    }.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match="torchrun has started 2 ranks, .*distributed_world_size=2"):
+    with pytest.raises(
+        ValueError, match="torchrun has started 2 ranks, .*distributed_world_size=2"
+    ):
         starting.check(cfg)
     cfg.distributed_training.distributed_world_size = 2
     starting.check(cfg)
@@ -178,7 +200,12 @@ def test_a_copy_that_is_cut_off_leaves_the_earlier_checkpoint(error, tmp_path, m
 class Saving:
     """What fairseq's save_checkpoint asks a trainer; its files hold the number of the update."""
 
-    data_parallel_rank, should_save_checkpoint_on_current_rank, checkpoint_suffix, task = 0, True, "", None
+    data_parallel_rank, should_save_checkpoint_on_current_rank, checkpoint_suffix, task = (
+        0,
+        True,
+        "",
+        None,
+    )
 
     def __init__(self, updates: int):
         self.updates = updates
@@ -204,7 +231,9 @@ def saves(folder: Path, updates: int, **settings) -> dict[str, str]:
     for update in range(1, updates + 1):
         at_end = update % EPOCH == 0
         epoch = -(-update // EPOCH)
-        iterator = SimpleNamespace(epoch=epoch, end_of_epoch=lambda at_end=at_end: at_end, state_dict=dict)
+        iterator = SimpleNamespace(
+            epoch=epoch, end_of_epoch=lambda at_end=at_end: at_end, state_dict=dict
+        )
         if at_end or update % cfg.save_interval_updates == 0:  # as fairseq_cli.train does
             checkpoint_utils.save_checkpoint(cfg, Saving(update), iterator, None)
     return {path.name: path.read_text() for path in folder.iterdir()}
@@ -224,9 +253,13 @@ def test_every_save_by_updates_has_its_file(interval, epochs, tmp_path):
 
 @pytest.mark.parametrize("interval", [8, 4])
 def test_old_saves_are_removed_at_the_end_of_an_epoch_too(interval, tmp_path):
-    files = saves(tmp_path, 40, save_interval_updates=interval, keep_interval_updates=2, keep_last_epochs=3)
+    files = saves(
+        tmp_path, 40, save_interval_updates=interval, keep_interval_updates=2, keep_last_epochs=3
+    )
     names = {"checkpoint_last.pt", *(f"checkpoint{epoch}.pt" for epoch in (3, 4, 5))}
-    assert files.keys() == names | {f"checkpoint_{-(-n // EPOCH)}_{n}.pt" for n in (40 - interval, 40)}
+    assert files.keys() == names | {
+        f"checkpoint_{-(-n // EPOCH)}_{n}.pt" for n in (40 - interval, 40)
+    }
 
 
 def test_a_training_saves_at_the_ends_of_its_epochs(data, tmp_path):
@@ -234,8 +267,12 @@ def test_a_training_saves_at_the_ends_of_its_epochs(data, tmp_path):
     batches = ("--max-tokens", "100000", "--batch-size", "75", "--disable-validation")
     small = ("--encoder-layers", "1", "--decoder-layers", "1")
     train(data, tmp_path, *batches, *small, "--save-interval-updates", "4", updates=16)
-    names = [f"checkpoint_{epoch}_{update}.pt" for epoch, update in ((1, 4), (1, 8), (2, 12), (2, 16))]
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == sorted([*names, "checkpoint_last.pt"])
+    names = [
+        f"checkpoint_{epoch}_{update}.pt" for epoch, update in ((1, 4), (1, 8), (2, 12), (2, 16))
+    ]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == sorted(
+        [*names, "checkpoint_last.pt"]
+    )
     last = load_checkpoint(tmp_path / "checkpoints/checkpoint_2_16.pt")
     assert last["optimizer_history"][-1]["num_updates"] == 16
     assert last["extra_state"]["train_iterator"]["epoch"] == 3, "it resumes with the next epoch"

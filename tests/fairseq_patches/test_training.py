@@ -1,4 +1,7 @@
-"""fairseq-train itself, with flags that work because of the patches. In this process, for two updates."""
+"""fairseq-train itself, with flags that work because of the patches.
+
+In this process, for two updates.
+"""
 
 import shutil
 
@@ -13,7 +16,11 @@ def test_store_ema(train):
     state = train(*PN, "--store-ema", "--ema-decay", "0.5")
     average, weights = state["extra_state"]["ema"], state["model"]
     assert average.keys() == weights.keys()
-    assert average["encoder.layer_norm.num_batches_tracked"] == weights["encoder.layer_norm.num_batches_tracked"] == 2
+    assert (
+        average["encoder.layer_norm.num_batches_tracked"]
+        == weights["encoder.layer_norm.num_batches_tracked"]
+        == 2
+    )
     name = "encoder.layer_norm.running_psi2"
     assert not torch.equal(average[name], weights[name]) and average[name].isfinite().all()
 
@@ -26,18 +33,31 @@ def test_loss_scale(train, flags, tmp_path, caplog):
     state = train(*PN, *flags.split(), "--fp16-init-scale", "1024", "--no-save-optimizer-state")
     nu = {key: value for key, value in expected.items() if key.endswith(".nu")}
     for key, value in nu.items():
-        torch.testing.assert_close(state["model"][key], value, rtol=0.02, atol=0.02 * float(value.abs().max()))
+        torch.testing.assert_close(
+            state["model"][key], value, rtol=0.02, atol=0.02 * float(value.abs().max())
+        )
 
     def loaded(scale=None, amp=False, **added):
-        file, cfg = str(tmp_path / "old.pt"), state["cfg"] | {"common": state["cfg"]["common"] | {"amp": amp}}
-        torch.save(state | {"cfg": cfg, "last_optimizer_state": {"loss_scale": scale} if scale else {}} | added, file)
+        file, cfg = (
+            str(tmp_path / "old.pt"),
+            state["cfg"] | {"common": state["cfg"]["common"] | {"amp": amp}},
+        )
+        torch.save(
+            state
+            | {"cfg": cfg, "last_optimizer_state": {"loss_scale": scale} if scale else {}}
+            | added,
+            file,
+        )
         model = checkpoint_utils.load_checkpoint_to_cpu(file)["model"]
         return {float(model[key].norm() / state["model"][key].norm()) for key in nu}
 
     assert loaded(4.0) == {1.0}
     assert loaded(4.0, extra_state={}) == {0.25}
     assert loaded(amp=True) == {1.0} and "loss scale of the training" not in caplog.text
-    assert loaded(extra_state={}) == {1.0} and "old.pt: nu of its norms may hold the loss scale" in caplog.text
+    assert (
+        loaded(extra_state={}) == {1.0}
+        and "old.pt: nu of its norms may hold the loss scale" in caplog.text
+    )
 
 
 def test_bf16(train):
@@ -58,13 +78,25 @@ def test_flags_that_fail_in_fairseq_itself(train, flags):
     [
         (["--layer-scale-groups=3"], "num_features=16 is not divisible by groups=3"),
         (["--best-checkpoint-metric=bleu"], "--best-checkpoint-metric bleu needs --eval-bleu"),
-        (["--stop-min-lr=0.1"], "the learning rate begins at 0.01, where --stop-min-lr 0.1 ends the training"),
-        (["--lr-scheduler=cosine", "--warmup-updates=2"], "--max-update leaves no update after --warmup-updates"),
-        (["--skip-remainder-batch", "--update-freq=50"], "--skip-remainder-batch leaves nothing to train"),
+        (
+            ["--stop-min-lr=0.1"],
+            "the learning rate begins at 0.01, where --stop-min-lr 0.1 ends the training",
+        ),
+        (
+            ["--lr-scheduler=cosine", "--warmup-updates=2"],
+            "--max-update leaves no update after --warmup-updates",
+        ),
+        (
+            ["--skip-remainder-batch", "--update-freq=50"],
+            "--skip-remainder-batch leaves nothing to train",
+        ),
         (["--write-checkpoints-asynchronously"], "needs the package iopath"),
         (["--encoder-attention-heads=5"], "embed_dim must be divisible by num_heads"),
         (["--base-layers=1"], "--base-layers needs several ranks"),
-        (["--adaptive-softmax-cutoff=5,9"], "adaptive_softmax_cutoff of the model needs criterion adaptive_loss"),
+        (
+            ["--adaptive-softmax-cutoff=5,9"],
+            "adaptive_softmax_cutoff of the model needs criterion adaptive_loss",
+        ),
     ],
     ids=str,
 )
@@ -79,7 +111,14 @@ def test_a_training_that_is_refused_before_it_begins(train, flags, message, caps
 def test_a_checkpoint_after_the_last_epoch_is_refused(train, tmp_path, capsys):
     train(*PN)
     (tmp_path / "run").rename(tmp_path / "earlier")
-    flags = (f"--restore-file={tmp_path}/earlier/checkpoint_last.pt", "--max-epoch=1", "--max-update=0")
+    flags = (
+        f"--restore-file={tmp_path}/earlier/checkpoint_last.pt",
+        "--max-epoch=1",
+        "--max-update=0",
+    )
     with pytest.raises(SystemExit):
         train(*PN, *flags)
-    assert "continues in epoch 2, after --max-epoch 1: give --reset-dataloader" in capsys.readouterr().err
+    assert (
+        "continues in epoch 2, after --max-epoch 1: give --reset-dataloader"
+        in capsys.readouterr().err
+    )

@@ -1,4 +1,7 @@
-"""An implementation of the operators against the reference in float64, over the samples of ``pn check``."""
+"""An implementation of the operators against the reference in float64,
+
+over the samples of ``pn check``.
+"""
 
 import inspect
 
@@ -10,7 +13,8 @@ from pn_fairseq.kernels.first_use import results_of, samples
 
 EPS = 1e-5
 
-#: Largest relative error: of sums and vectors in float32, and one unit in the last place of each type.
+#: Largest relative error: of sums and vectors in float32, and one unit in the last place of each
+#: type.
 CLOSE = 2e-6
 ULP = {torch.float64: 1e-13, torch.float32: CLOSE, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 
@@ -21,8 +25,9 @@ def largest(values: Tensor) -> float:
 
 
 def terms_of(name: str, arguments: tuple) -> tuple[float, ...]:
-    """Of each result the size of the terms that may cancel in it; 0: of the results that have none. Behind the results
-    are the arguments that the operator changes."""
+    """Of each result the size of the terms that may cancel in it; 0: of the results that have none.
+    Behind the results are the arguments that the operator changes.
+    """
     x = arguments[0]  # or dy
     total, size = 4 * largest(x) * max(x.shape[:-1].numel(), 1) ** 0.5, 4 * largest(x)
     if name in ("moments", "batch_normalize"):
@@ -48,52 +53,83 @@ def terms_of(name: str, arguments: tuple) -> tuple[float, ...]:
     return (0.0,) * 5
 
 
-def assert_close(actual: Tensor, expected: Tensor, what: str, terms: float = 0.0, ulp: float | None = None):
-    """Half types element by element, others relative to the largest value; ``terms``: what was added up to it."""
-    assert actual.shape == expected.shape, f"{what}: {tuple(actual.shape)} in place of {tuple(expected.shape)}"
+def assert_close(
+    actual: Tensor, expected: Tensor, what: str, terms: float = 0.0, ulp: float | None = None
+):
+    """Half types element by element, others relative to the largest value; ``terms``: what was
+    added up to it.
+    """
+    assert actual.shape == expected.shape, (
+        f"{what}: {tuple(actual.shape)} in place of {tuple(expected.shape)}"
+    )
     if not actual.is_floating_point():
         assert torch.equal(actual, expected), what
         return
-    wide, expected, finite = actual.double(), expected.double(), expected.to(actual.dtype).isfinite()
+    wide, expected, finite = (
+        actual.double(),
+        expected.double(),
+        expected.to(actual.dtype).isfinite(),
+    )
     assert torch.equal(finite, wide.isfinite()), f"{what}: not finite in other places"
     ulp, size = ulp or ULP[actual.dtype], max(largest(expected), terms, 1e-30)
     half = actual.dtype in (torch.float16, torch.bfloat16)
     allowed = ulp * expected.abs() + CLOSE * size if half else torch.full_like(expected, ulp * size)
     error = (wide - expected).abs() - allowed
-    assert (error[finite] <= 0).all(), f"{what}: off by {largest(error):.2e} more than {allowed.max():.2e}"
+    assert (error[finite] <= 0).all(), (
+        f"{what}: off by {largest(error):.2e} more than {allowed.max():.2e}"
+    )
 
 
 def check(name: str, *arguments) -> tuple[Tensor, ...]:
-    """Call an operator, and compare its results and their types with the reference's, and what it changes."""
-    wide = [value.double() if isinstance(value, Tensor) and value.is_floating_point() else value for value in arguments]
-    results, reference = results_of(getattr(torch.ops.pn_fairseq, name), name, arguments), kernels.OPERATORS[name]
+    """Call an operator, and compare its results and their types with the reference's, and what
+    it changes.
+    """
+    wide = [
+        value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+        for value in arguments
+    ]
+    results, reference = (
+        results_of(getattr(torch.ops.pn_fairseq, name), name, arguments),
+        kernels.OPERATORS[name],
+    )
     expected, types = results_of(reference, name, wide), results_of(reference, name, arguments)
     assert [one.dtype for one in results] == [other.dtype for other in types], name
     changed = sum(arguments[place] is not None for place in kernels.CHANGED[name])
-    for number, (one, other, terms) in enumerate(zip(results, expected, terms_of(name, arguments), strict=False)):
-        of_state = CLOSE if number >= len(results) - changed else None  # float32, also of a float64 batch
+    for number, (one, other, terms) in enumerate(
+        zip(results, expected, terms_of(name, arguments), strict=False)
+    ):
+        # float32, also of a float64 batch
+        of_state = CLOSE if number >= len(results) - changed else None
         assert_close(one, other, f"{name}, result {number}", terms, of_state)
         assert one.is_contiguous(), f"{name}, result {number}"
     return results
 
 
 def apart(values: Tensor) -> Tensor:
-    """The same tokens (A, B, C), in memory apart from each other and in the order (B, A, C); or their mask (A, B)."""
+    """The same tokens (A, B, C), in memory apart from each other and in the order (B, A, C); or
+    their mask (A, B).
+    """
     if values.dim() == 2:
         return apart(values.unsqueeze(-1))[..., 0]
     filling = torch.nan if values.is_floating_point() else True
-    wide = values.new_full((values.size(1), values.size(0), values.size(2) + 3), filling).transpose(0, 1)
+    wide = values.new_full((values.size(1), values.size(0), values.size(2) + 3), filling).transpose(
+        0, 1
+    )
     wide[..., 1:-2] = values
     return wide[..., 1:-2]
 
 
 def moved(*places: int, masks: bool = False):
-    """The tokens (N, C) become (A, B, C), and those at ``places`` of the arguments lie apart; or the ``masks``."""
+    """The tokens (N, C) become (A, B, C), and those at ``places`` of the arguments lie apart; or
+    the ``masks``.
+    """
 
     def change(arguments: list, count: int, channels: int) -> list:
         axes = (count // 2, 2) if count % 2 == 0 else (count, 1)
         for place, value in enumerate(arguments):
-            if isinstance(value, Tensor) and (value.dtype == torch.bool or value.shape[-2:-1] == (count,)):
+            if isinstance(value, Tensor) and (
+                value.dtype == torch.bool or value.shape[-2:-1] == (count,)
+            ):
                 value = value.unflatten(0 if value.dim() < 3 else 1, axes)
                 lies_apart = masks if value.dtype == torch.bool else place in places
                 fits = value.shape in (axes, (*axes, channels))
@@ -105,11 +141,14 @@ def moved(*places: int, masks: bool = False):
 
 def dy_of_a_sum(arguments: list, count: int, channels: int) -> list:
     if getattr(arguments[1], "shape", ()) == (count, channels):  # behind dy comes x
-        arguments[0] = torch.ones((), dtype=arguments[0].dtype, device=arguments[0].device).expand(count, channels)
+        arguments[0] = torch.ones((), dtype=arguments[0].dtype, device=arguments[0].device).expand(
+            count, channels
+        )
     return arguments
 
 
-#: Vectors over channels that may have any type in all operators; "mean" and "moment" are given statistics in some.
+#: Vectors over channels that may have any type in all operators; "mean" and "moment" are given
+#: statistics in some.
 VECTORS = ("weight", "bias", "nu", "offset", "used_psi2")
 
 
@@ -118,13 +157,20 @@ def with_vectors_in_bfloat16(name: str, arguments: tuple) -> list:
     names = list(inspect.signature(kernels.OPERATORS[name]).parameters)[: len(arguments)]
     result = list(arguments)
     for place, argument in enumerate(names):
-        if argument in vectors and place not in kernels.CHANGED[name] and arguments[place] is not None:
+        if (
+            argument in vectors
+            and place not in kernels.CHANGED[name]
+            and arguments[place] is not None
+        ):
             result[place] = arguments[place].bfloat16()
     return result
 
 
 def all_padding(arguments: list, count: int, channels: int) -> list:
-    return [torch.ones_like(value) if getattr(value, "dtype", 0) == torch.bool else value for value in arguments]
+    return [
+        torch.ones_like(value) if getattr(value, "dtype", 0) == torch.bool else value
+        for value in arguments
+    ]
 
 
 #: What differs from the samples.
@@ -141,7 +187,9 @@ CHANGES = {
 }
 
 
-def check_samples(tokens: int, channels: int, groups: int, dtype, device="cpu", change="nothing") -> None:
+def check_samples(
+    tokens: int, channels: int, groups: int, dtype, device="cpu", change="nothing"
+) -> None:
     for name, arguments in samples(dtype, torch.device(device), [(tokens, channels, groups)]):
         if change == "vectors in bfloat16":
             arguments = with_vectors_in_bfloat16(name, arguments)
@@ -151,7 +199,10 @@ def check_samples(tokens: int, channels: int, groups: int, dtype, device="cpu", 
 
 
 def check_faults(channels: int, device: str) -> None:
-    """Neither a number that is not finite nor a batch without a token moves the state; diagnostics tell the first."""
+    """Neither a number that is not finite nor a batch without a token moves the state;
+
+    diagnostics tell the first.
+    """
     moment, number = torch.ones(channels, device=device), torch.tensor(3, device=device)
     noted = torch.zeros(4, device=device)
     faulty = torch.ones(2, channels, device=device)
@@ -171,10 +222,30 @@ def check_faults(channels: int, device: str) -> None:
         used = moment * 0.01
         for after in (
             check("running_average_", moment, moment, number, noted, *batch, 0.9, False),
-            check("power_update_", moment, moment, number, noted, batch[0], used, *batch[2:], EPS, 0, 0.9, 0.95, True),
+            check(
+                "power_update_",
+                moment,
+                moment,
+                number,
+                noted,
+                batch[0],
+                used,
+                *batch[2:],
+                EPS,
+                0,
+                0.9,
+                0.95,
+                True,
+            ),
         ):
             assert torch.equal(after[0], moment) and torch.equal(after[1], moment) and after[2] == 3
             assert after[3][:2].tolist() == [faults, 0]
-    alone = moment * 2, moment * 3, fine, torch.tensor(1.0, device=device)  # a token has no unbiased variance
+    # a token has no unbiased variance
+    alone = moment * 2, moment * 3, fine, torch.tensor(1.0, device=device)
     after = check("running_average_", moment, moment, number, noted, *alone, 0.9, True)
-    assert torch.equal(after[0], moment) and torch.equal(after[1], moment) and after[2] == 3 and after[3][0] == 1
+    assert (
+        torch.equal(after[0], moment)
+        and torch.equal(after[1], moment)
+        and after[2] == 3
+        and after[3][0] == 1
+    )

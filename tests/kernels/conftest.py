@@ -1,4 +1,6 @@
-"""Which implementation the tests of the operators run with, how small Triton's tiles are, and a stand-in for a GPU."""
+"""Which implementation the tests of the operators run with, how small Triton's tiles are, and a
+stand-in for a GPU.
+"""
 
 import os
 from functools import cache
@@ -10,7 +12,10 @@ import torch
 from pn_fairseq import kernels
 from pn_fairseq.kernels import first_use, reference, selection
 
-INTERPRETED = kernels.FORCED == "triton" and os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+INTERPRETED = kernels.FORCED == "triton" and os.environ.get("TRITON_INTERPRET", "0") not in (
+    "",
+    "0",
+)
 
 
 @pytest.fixture(params=kernels.available())
@@ -23,7 +28,9 @@ def implementation(request):
 
 @pytest.fixture(autouse=INTERPRETED)
 def _several_programs(monkeypatch):
-    """Small tiles on two multiprocessors, so that small inputs make several programs, with several tiles each."""
+    """Small tiles on two multiprocessors, so that small inputs make several programs, with
+    several tiles each.
+    """
     from pn_fairseq.kernels import triton_ops
 
     for name in ("ELEMENTS", "MIN_TILES", "BLOCK_P"):
@@ -40,7 +47,16 @@ class Gpu:
     ``wrong`` is an operator that is off, ``fails`` what ``normalize`` raises.
     """
 
-    def __init__(self, monkeypatch, wrong=None, fails=None, forced=None, name="GPU", version="3.7", capability=(9, 0)):
+    def __init__(
+        self,
+        monkeypatch,
+        wrong=None,
+        fails=None,
+        forced=None,
+        name="GPU",
+        version="3.7",
+        capability=(9, 0),
+    ):
         self.calls = []
 
         def implementation(operator):
@@ -72,7 +88,10 @@ class Gpu:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
     def normalize(self, dtype=torch.float32):
-        """Calls ``normalize`` as the dispatcher does; the operators that were computed by this GPU."""
+        """Calls ``normalize`` as the dispatcher does;
+
+        the operators that were computed by this GPU.
+        """
         x = torch.tensor([[1.0, -2.0]], dtype=dtype)
         arguments = x, None, None, None, torch.full((2,), 4.0), None, None, 0, 0.0, False
         y, *_ = selection._by_triton("normalize")(*arguments)

@@ -1,4 +1,6 @@
-"""What setup.py leaves of a build, with compilers that take no time: they write what they were asked for."""
+"""What setup.py leaves of a build, with compilers that take no time: they write what they were
+asked for.
+"""
 
 import os
 import platform
@@ -25,12 +27,16 @@ echo "$*" >>'{log}'
 while [ "$1" != -o ]; do shift; done
 echo compiled >"$2"
 """
-WITHOUT_OPENMP = 'case " $* " in *" -fopenmp "*) echo "unsupported option -fopenmp" >&2; exit 1 ;; esac'
+WITHOUT_OPENMP = (
+    'case " $* " in *" -fopenmp "*) echo "unsupported option -fopenmp" >&2; exit 1 ;; esac'
+)
 
 
 @pytest.fixture
 def build(tmp_path):
-    """Runs setup.py of a copy of this project: arguments, what the compiler does first -> its lines, calls made."""
+    """Runs setup.py of a copy of this project: arguments, what the compiler does first -> its
+    lines, calls made.
+    """
     checkout, log = tmp_path / "checkout", tmp_path / "log"
     sources = ROOT / "pn_fairseq/kernels"
     others = ("setup.py", "README.md", "pn_fairseq/__init__.py", sources / "selection.py")
@@ -44,11 +50,22 @@ def build(tmp_path):
         compiler.write_text(COMPILER.format(log=log, condition=condition))
         compiler.chmod(0o755)
         log.unlink(missing_ok=True)
-        variables = {"CC": str(compiler), "CXX": str(compiler), "TORCH_DONT_CHECK_COMPILER_ABI": "1"}
-        code = f"import platform, runpy; platform.machine = lambda: {machine!r}; runpy.run_path('setup.py')"
-        done = start("warm-python", "-c", code, "-q", "build_ext", *arguments, cwd=checkout, **variables)
+        variables = {
+            "CC": str(compiler),
+            "CXX": str(compiler),
+            "TORCH_DONT_CHECK_COMPILER_ABI": "1",
+        }
+        code = (
+            f"import platform, runpy; platform.machine = lambda: {machine!r}; "
+            f"runpy.run_path('setup.py')"
+        )
+        done = start(
+            "warm-python", "-c", code, "-q", "build_ext", *arguments, cwd=checkout, **variables
+        )
         assert "Traceback" not in done.stderr, done.stderr
-        announced, *messages = [line for line in done.stderr.splitlines() if line.startswith("pn_fairseq:")]
+        announced, *messages = [
+            line for line in done.stderr.splitlines() if line.startswith("pn_fairseq:")
+        ]
         assert "compiling the C++ kernels" in announced
         return messages, log.read_text().splitlines()
 
@@ -62,7 +79,9 @@ def libraries(folder):
 
 @pytest.fixture
 def old(build):
-    """What earlier builds left, where it is packaged and where it is imported; newer than all sources."""
+    """What earlier builds left, where it is packaged and where it is imported; newer than all
+    sources.
+    """
     files = [build.checkout / folder / "pn_fairseq/kernels" / LIBRARY for folder in ("lib", ".")]
     for file in files:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +92,9 @@ def old(build):
 
 
 def test_the_library_bears_the_name_that_is_looked_for_and_is_always_compiled(build, old):
-    assert re.sub(r"[^0-9a-z]", "_", f"cpp_{torch.__version__}_{selection.SCHEMAS}") == LIBRARY[1:-3]
+    assert (
+        re.sub(r"[^0-9a-z]", "_", f"cpp_{torch.__version__}_{selection.SCHEMAS}") == LIBRARY[1:-3]
+    )
     messages, calls = build("--inplace", "--build-lib", "lib")
     assert messages == [] and all("-fopenmp" in call for call in calls)
     assert libraries(build.checkout / "lib") == [LIBRARY]
@@ -82,7 +103,9 @@ def test_the_library_bears_the_name_that_is_looked_for_and_is_always_compiled(bu
 
 def test_a_failed_build_leaves_nothing_of_an_earlier_one(build, old):
     (line,), _ = build("--inplace", "--build-lib", "lib", condition="exit 1")
-    assert line.startswith("pn_fairseq: installed without C++ kernels, which could not be compiled: ")
+    assert line.startswith(
+        "pn_fairseq: installed without C++ kernels, which could not be compiled: "
+    )
     assert line.count("c++") == 1 and len(line) < 300, "a command with all its arguments"
     assert libraries(build.checkout) == []
 
@@ -97,20 +120,29 @@ def test_a_compiler_without_openmp(build):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which(ARM) is None, reason=f"there is no {ARM} (Debian: g++-aarch64-linux-gnu)")
+@pytest.mark.skipif(
+    shutil.which(ARM) is None, reason=f"there is no {ARM} (Debian: g++-aarch64-linux-gnu)"
+)
 def test_the_sources_compile_for_64_bit_arm(build):
     """They are not linked: there is no torch for it here."""
     messages, _ = build(
-        "--build-temp", "temp", condition=f'case " $* " in *" -c "*) exec {ARM} "$@" ;; esac', machine="aarch64"
+        "--build-temp",
+        "temp",
+        condition=f'case " $* " in *" -c "*) exec {ARM} "$@" ;; esac',
+        machine="aarch64",
     )
     assert messages == []
     objects = {path.stem: path.read_bytes() for path in (build.checkout / "temp").rglob("*.o")}
     assert set(objects) == {"ops", "rows_baseline"}
-    assert all(content[18:20] == b"\xb7\x00" for content in objects.values()), "ELF's number of aarch64"
+    assert all(content[18:20] == b"\xb7\x00" for content in objects.values()), (
+        "ELF's number of aarch64"
+    )
 
 
 @pytest.mark.skipif("cpp" not in kernels.available(), reason="there are no C++ kernels here")
 def test_kernels_for_another_torch_are_not_loaded(monkeypatch):
     monkeypatch.setattr(selection, "EXTENSION", "pn_fairseq.kernels._cpp_1_0_0")
-    with pytest.warns(UserWarning, match="without its C\\+\\+ kernels: they are not compiled for torch"):
+    with pytest.warns(
+        UserWarning, match="without its C\\+\\+ kernels: they are not compiled for torch"
+    ):
         assert "--no-build-isolation" in selection._load_cpp()

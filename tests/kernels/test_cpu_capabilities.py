@@ -1,4 +1,7 @@
-"""The C++ kernels for narrower vectors than this CPU has; which ones are used is decided once in a process."""
+"""The C++ kernels for narrower vectors than this CPU has;
+
+which ones are used is decided once in a process.
+"""
 
 import os
 import subprocess
@@ -27,16 +30,31 @@ sys.exit(pytest.main(sys.argv[1:]))
 @pytest.mark.skipif("cpp" not in kernels.available(), reason="there are no C++ kernels here")
 @pytest.mark.parametrize(
     "allowed, selection",
-    [("avx2", SOME), *(pytest.param(allowed, ALL, marks=pytest.mark.slow) for allowed in CAPABILITIES)],
+    [
+        ("avx2", SOME),
+        *(pytest.param(allowed, ALL, marks=pytest.mark.slow) for allowed in CAPABILITIES),
+    ],
 )
 def test_operators(allowed, selection):
     if allowed == "avx2" and "AVX" not in torch.backends.cpu.get_cpu_capability():
         pytest.skip("this processor has no AVX2, and torch would compute with it all the same")
     tests = Path(__file__).with_name("test_ops.py")
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, "-q", "-p", "no:cacheprovider", "-k", selection, str(tests)],
+        [
+            sys.executable,
+            "-c",
+            PROGRAM,
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-k",
+            selection,
+            str(tests),
+        ],
         env={**os.environ, "ATEN_CPU_CAPABILITY": allowed, "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout[-4000:]
     assert f"compiled for {CAPABILITIES[allowed]}" in done.stdout

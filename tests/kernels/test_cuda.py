@@ -19,7 +19,8 @@ from pn_fairseq.norms import LayerScale, MaskedBatchNorm, PowerNorm, PowerNormV,
 from ..pairwise import in_pairs
 from .checks import CHANGES, EPS, check_faults, check_samples
 
-#: (tokens, C), and groups of layer-scale. The last two do not fit into one program: the reference computes.
+#: (tokens, C), and groups of layer-scale. The last two do not fit into one program: the reference
+#: computes.
 SHAPES = [
     ((4096, 512), 4),
     ((4096, 1024), 16),
@@ -57,11 +58,16 @@ def test_a_fault_leaves_the_state(channels):
 
 def results(calls: list[tuple[str, tuple]]) -> list[torch.Tensor]:
     """Everything that the operators give."""
-    found = [results_of(getattr(torch.ops.pn_fairseq, name), name, arguments) for name, arguments in calls]
+    found = [
+        results_of(getattr(torch.ops.pn_fairseq, name), name, arguments)
+        for name, arguments in calls
+    ]
     return [tensor for result in found for tensor in result]
 
 
-def calls_of(*shape: int, dtype=torch.float32) -> tuple[list[tuple[str, tuple]], list[torch.Tensor]]:
+def calls_of(
+    *shape: int, dtype=torch.float32
+) -> tuple[list[tuple[str, tuple]], list[torch.Tensor]]:
     """The samples of a shape, and what the operators give of them."""
     calls = list(samples(dtype, torch.device("cuda"), [shape]))
     return calls, results(calls)
@@ -70,13 +76,18 @@ def calls_of(*shape: int, dtype=torch.float32) -> tuple[list[tuple[str, tuple]],
 def test_deterministic():
     calls, first = calls_of(2**15, 1024, 16, dtype=torch.bfloat16)
     for _ in range(50):
-        assert all(torch.equal(one, other) for one, other in zip(first, results(calls), strict=True))
+        assert all(
+            torch.equal(one, other) for one, other in zip(first, results(calls), strict=True)
+        )
 
 
 def test_every_element_is_written():
     """Memory that results are given is full of NaN beforehand."""
     calls, expected = calls_of(4087, 513, 3)
-    junk = [torch.full((size,), math.nan, device="cuda") for size in (1, 1, 600, 600, 1200, 1200, 2**18, 2**28)]
+    junk = [
+        torch.full((size,), math.nan, device="cuda")
+        for size in (1, 1, 600, 600, 1200, 1200, 2**18, 2**28)
+    ]
     del junk
     assert all(torch.equal(one, other) for one, other in zip(expected, results(calls), strict=True))
 
@@ -89,7 +100,11 @@ def test_two_streams():
         with torch.cuda.stream(streams[turn % 2]):
             found.append(results(calls))
     torch.cuda.synchronize()
-    assert all(torch.equal(one, other) for several in found for one, other in zip(expected, several, strict=True))
+    assert all(
+        torch.equal(one, other)
+        for several in found
+        for one, other in zip(expected, several, strict=True)
+    )
 
 
 @pytest.mark.parametrize("masked", [True, False])
@@ -101,15 +116,24 @@ def test_more_elements_than_32_bits_count(masked):
     x = torch.randn(tokens, channels, device="cuda", dtype=torch.bfloat16)
     padding = torch.zeros(tokens, dtype=torch.bool, device="cuda") if masked else None
     weight, zero = torch.randn(channels, device="cuda"), torch.zeros(channels, device="cuda")
-    y, inv_rms, moment, count = triton_ops.normalize(x, weight, zero, None, zero + 1, padding, None, 4, EPS, True)
+    y, inv_rms, moment, count = triton_ops.normalize(
+        x, weight, zero, None, zero + 1, padding, None, 4, EPS, True
+    )
     assert count == tokens
-    last, *_ = reference.normalize(x[-1000:], weight, zero, None, zero + 1, None, None, 4, EPS, False)
+    last, *_ = reference.normalize(
+        x[-1000:], weight, zero, None, zero + 1, None, None, 4, EPS, False
+    )
     torch.testing.assert_close(y[-1000:], last, rtol=2**-7, atol=1e-6)
-    squares = sum(reference.moments(part, None, 4, EPS, False)[2].double() * len(part) for part in x.split(2**16))
+    squares = sum(
+        reference.moments(part, None, 4, EPS, False)[2].double() * len(part)
+        for part in x.split(2**16)
+    )
     torch.testing.assert_close(moment.double(), squares / tokens, rtol=3e-6, atol=0)
     arguments = weight, None, zero + 1, *[None] * 4
     dx, *_ = triton_ops.gradient(y, x, padding, *arguments, inv_rms, 4, EPS, True)
-    expected, *_ = reference.gradient(y[-1000:], x[-1000:], None, *arguments, inv_rms[-1000:], 4, EPS, False)
+    expected, *_ = reference.gradient(
+        y[-1000:], x[-1000:], None, *arguments, inv_rms[-1000:], 4, EPS, False
+    )
     torch.testing.assert_close(dx[-1000:], expected, rtol=2**-7, atol=1e-5)
 
 
@@ -129,7 +153,10 @@ NORMS = {
 
 def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x and dy (64, 8, 512), and a mask whose transpose is in the order of the tokens."""
-    x, dy = torch.randn(64, 8, 512, device="cuda", requires_grad=True), torch.randn(64, 8, 512, device="cuda")
+    x, dy = (
+        torch.randn(64, 8, 512, device="cuda", requires_grad=True),
+        torch.randn(64, 8, 512, device="cuda"),
+    )
     return x, dy, (torch.rand(64, 8, device="cuda") < 0.1).t()
 
 
@@ -179,9 +206,17 @@ def test_launches_of_pn():
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         train()
         torch.cuda.synchronize()
-    names = [event.name for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    names = [
+        event.name for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
     names = [name for name in names if "elementwise" not in name]
-    assert sorted(names) == ["finish_gradient_sums", "finish_moments", "norm_backward", "norm_forward", "power_update_"]
+    assert sorted(names) == [
+        "finish_gradient_sums",
+        "finish_moments",
+        "norm_backward",
+        "norm_forward",
+        "power_update_",
+    ]
 
 
 def test_evaluation_in_a_graph():
@@ -199,7 +234,9 @@ def test_evaluation_in_a_graph():
 
 @pytest.mark.parametrize("name", NORMS)
 def test_replays_of_a_training_step_move_the_state(name):
-    """A captured step, forward and backward, moves the state and gives dx at every replay as eager steps do."""
+    """A captured step, forward and backward, moves the state and gives dx at every replay as
+    eager steps do.
+    """
     norm, twin = NORMS[name]().cuda(), NORMS[name]().cuda()
     batches = [inputs() for _ in range(4)]
     x, dy, mask = batches[0]

@@ -1,4 +1,7 @@
-"""The first use of a GPU compares the kernels with the reference. Tensors on the CPU stand for a GPU's."""
+"""The first use of a GPU compares the kernels with the reference.
+
+Tensors on the CPU stand for a GPU's.
+"""
 
 import warnings
 
@@ -14,7 +17,8 @@ def folder(tmp_path):
     return tmp_path / "pn_fairseq"
 
 
-#: What a healthy GPU computes at its first use: the attempt to launch, each operator twice, and what was asked for.
+#: What a healthy GPU computes at its first use: the attempt to launch, each operator twice, and
+#: what was asked for.
 FIRST = 2 * len(kernels.OPERATORS) + 2
 
 
@@ -33,7 +37,10 @@ def test_the_next_process_compares_again_only_where_something_has_changed(gpu, m
     assert len(gpu().normalize()) == 2
     assert len(gpu(name="another GPU").normalize()) == FIRST
     assert len(gpu(version="3.8").normalize()) == FIRST
-    for owner, name, value in ((first_use, "driver", lambda: "551.0"), (torch, "__version__", "2.99.0")):
+    for owner, name, value in (
+        (first_use, "driver", lambda: "551.0"),
+        (torch, "__version__", "2.99.0"),
+    ):
         with monkeypatch.context() as changed:
             changed.setattr(owner, name, value)
             assert len(gpu().normalize()) == FIRST
@@ -47,7 +54,9 @@ def test_where_one_operator_is_off_the_reference_computes_with_one_warning(gpu, 
         assert len(broken.normalize()) == FIRST - 1
         assert broken.normalize() == []
     (warning,) = record
-    assert f"differs from it in float32: {wrong} by" in str(warning.message) and "pn check" in str(warning.message)
+    assert f"differs from it in float32: {wrong} by" in str(warning.message) and "pn check" in str(
+        warning.message
+    )
 
 
 def test_what_is_off_is_compared_again_by_the_next_process(gpu, folder):
@@ -70,7 +79,9 @@ def test_a_kernel_that_does_not_compile_is_not_used(gpu, monkeypatch):
         raise RuntimeError("out of resource: shared memory\nhint")
 
     monkeypatch.setattr(selection._triton_operators(), "gradient", out_of_resources)
-    with pytest.warns(UserWarning, match=r"cannot launch a kernel \(out of resource: shared memory\)$"):
+    with pytest.warns(
+        UserWarning, match=r"cannot launch a kernel \(out of resource: shared memory\)$"
+    ):
         broken.normalize()
 
 

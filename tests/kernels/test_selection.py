@@ -27,7 +27,10 @@ def test_reference_can_be_forced():
 def test_cpp_can_be_forced_where_it_was_compiled():
     result = info(PN_FAIRSEQ_KERNELS="cpp")
     if importlib.util.find_spec(EXTENSION):  # also where another is forced in this process
-        assert result.returncode == 0 and "kernels on CPU: cpp (PN_FAIRSEQ_KERNELS=cpp" in result.stdout
+        assert (
+            result.returncode == 0
+            and "kernels on CPU: cpp (PN_FAIRSEQ_KERNELS=cpp" in result.stdout
+        )
     else:
         assert result.returncode == 2 and result.stdout == ""
         assert len(result.stderr.splitlines()) == 1 and "compiler" in result.stderr
@@ -41,7 +44,8 @@ def test_triton_forced_without_a_gpu():
     done = run("warm-python", "-c", command, cwd=ROOT, check=False, **variables)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].endswith(
-        "Unavailable: PN_FAIRSEQ_KERNELS=triton: triton computes on CUDA, and on the CPU only with TRITON_INTERPRET=1"
+        "Unavailable: PN_FAIRSEQ_KERNELS=triton: triton computes on CUDA, and on the CPU only with "
+        "TRITON_INTERPRET=1"
     )
 
 
@@ -78,11 +82,18 @@ UNUSABLE = [
 ]
 
 
-@pytest.mark.parametrize(("options", "reason"), UNUSABLE, ids=lambda value: value if isinstance(value, str) else "")
-def test_where_triton_cannot_launch_the_reference_computes_with_one_warning_unless_it_is_forced(gpu, options, reason):
+@pytest.mark.parametrize(
+    ("options", "reason"), UNUSABLE, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_where_triton_cannot_launch_the_reference_computes_with_one_warning_unless_it_is_forced(
+    gpu, options, reason
+):
     unusable = gpu(**options)
     with pytest.warns(UserWarning, match="plain PyTorch on CUDA") as record:
-        assert unusable.normalize() == (["normalize"] if "fails" in options else []) and unusable.normalize() == []
+        assert (
+            unusable.normalize() == (["normalize"] if "fails" in options else [])
+            and unusable.normalize() == []
+        )
     (warning,) = record
     assert reason in str(warning.message) and "\n" not in str(warning.message)
     with pytest.raises(kernels.Unavailable, match="^PN_FAIRSEQ_KERNELS=triton: ") as raised:
@@ -93,7 +104,9 @@ def test_where_triton_cannot_launch_the_reference_computes_with_one_warning_unle
 def test_triton_that_is_not_installed_cannot_be_forced(monkeypatch):
     monkeypatch.setenv(kernels.VARIABLE, "triton")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(kernels.Unavailable, match="^PN_FAIRSEQ_KERNELS=triton: triton is not installed$"):
+    with pytest.raises(
+        kernels.Unavailable, match="^PN_FAIRSEQ_KERNELS=triton: triton is not installed$"
+    ):
         selection._select()
 
 
@@ -106,7 +119,11 @@ def test_info_names_devices_that_have_no_kernels(monkeypatch, forced):
     for kind in (torch.backends.mps, torch.xpu):
         monkeypatch.setattr(kind, "is_available", lambda: True)
     devices = kernels.describe()
-    assert devices["MPS"] == devices["XPU"] and devices["MPS"][0] == "reference" and {"CPU", "CUDA"} < set(devices)
+    assert (
+        devices["MPS"] == devices["XPU"]
+        and devices["MPS"][0] == "reference"
+        and {"CPU", "CUDA"} < set(devices)
+    )
 
 
 @pytest.mark.parametrize("forced", [None, "triton"])

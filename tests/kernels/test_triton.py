@@ -2,7 +2,8 @@
 
 TRITON_INTERPRET=1 PN_FAIRSEQ_KERNELS=triton python -m pytest tests/kernels/test_triton.py
 
-``test_triton_interpreted.py`` does that in a process of its own, and runs the tests of the operators there as well.
+``test_triton_interpreted.py`` does that in a process of its own, and runs the tests of the
+operators there as well.
 """
 
 import os
@@ -26,13 +27,17 @@ from .checks import EPS, check, check_samples
 
 @pytest.mark.parametrize("first", [1000.0, 2000.0])
 def test_variance_far_from_zero(first):
-    """mean / std is 1,000: float32 sums of squares would have no digit of the variance left. Sums shifted by the
-    ``first`` token would, but not where that is an outlier."""
+    """mean / std is 1,000: float32 sums of squares would have no digit of the variance left. Sums
+    shifted by the ``first`` token would, but not where that is an outlier.
+    """
     x = torch.randn(41, 5) + 1000
     x[0] = first
     _, _, moment, _ = triton_ops.moments(x, None, 0, EPS, True)
     torch.testing.assert_close(
-        moment.double(), x.double().var(0, correction=0), rtol=1e-4 if first == 1000 else 2e-6, atol=0
+        moment.double(),
+        x.double().var(0, correction=0),
+        rtol=1e-4 if first == 1000 else 2e-6,
+        atol=0,
     )
 
 
@@ -44,14 +49,18 @@ def test_dx_and_sums_in_two_passes(monkeypatch):
 def test_what_does_not_fit_is_computed_by_the_reference(monkeypatch):
     names = ("running_average_", "power_update_", "window_statistics", "window_update_")
     of_state = {name: getattr(triton_kernels, name) for name in names}
-    monkeypatch.setattr(triton_ops, "kernels", SimpleNamespace(**of_state))  # these take any number of channels
+    # these take any number of channels
+    monkeypatch.setattr(triton_ops, "kernels", SimpleNamespace(**of_state))
     triton_ops._tokens_of.cache_clear()
     monkeypatch.setattr(triton_ops, "MAX_CHANNELS", 16)
     triton_ops._warn_without_triton.cache_clear()
     with pytest.warns(UserWarning, match="plain PyTorch") as record:
         check_samples(5, 18, 3, torch.float32)
     reasons = [str(warning.message) for warning in record]
-    assert sum("18 channels in 3 group(s) make a row of 32 numbers" in reason for reason in reasons) == 1
+    assert (
+        sum("18 channels in 3 group(s) make a row of 32 numbers" in reason for reason in reasons)
+        == 1
+    )
     assert len(set(reasons)) == len(reasons)
     monkeypatch.setattr(triton_ops, "MAX_TOKENS", 4)
     triton_ops._tokens_of.cache_clear()
@@ -61,7 +70,18 @@ def test_what_does_not_fit_is_computed_by_the_reference(monkeypatch):
 
 
 #: Operations that start no kernel on a GPU: memory and views of it.
-WITHOUT_LAUNCH = {"empty", "empty_like", "new_empty", "detach", "alias", "view", "_unsafe_view", "t", "unbind", "set_"}
+WITHOUT_LAUNCH = {
+    "empty",
+    "empty_like",
+    "new_empty",
+    "detach",
+    "alias",
+    "view",
+    "_unsafe_view",
+    "t",
+    "unbind",
+    "set_",
+}
 WITHOUT_LAUNCH |= {"select", "slice", "unsqueeze"}
 
 
@@ -71,7 +91,9 @@ class Launches(TorchDispatchMode):
     def __init__(self, monkeypatch):
         super().__init__()
         self.names = []
-        kernels = {name: self.noting(name) for name in vars(triton_kernels) if not name.startswith("_")}
+        kernels = {
+            name: self.noting(name) for name in vars(triton_kernels) if not name.startswith("_")
+        }
         monkeypatch.setattr(triton_ops, "kernels", SimpleNamespace(**kernels))
 
     def noting(self, name):
@@ -80,7 +102,11 @@ class Launches(TorchDispatchMode):
             with _disable_current_modes():  # torch copies tensors for the interpreter
                 getattr(triton_kernels, name)[grid](*args, **constants)
 
-        return type("", (), {"__getitem__": lambda _, grid: lambda *args, **rest: launch(grid, *args, **rest)})()
+        return type(
+            "",
+            (),
+            {"__getitem__": lambda _, grid: lambda *args, **rest: launch(grid, *args, **rest)},
+        )()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
@@ -96,23 +122,34 @@ class Launches(TorchDispatchMode):
         return names
 
 
-FORWARD, BACKWARD = ["norm_forward", "finish_moments"], ["norm_backward", "finish_gradient_sums", "norm_backward"]
+FORWARD, BACKWARD = (
+    ["norm_forward", "finish_moments"],
+    ["norm_backward", "finish_gradient_sums", "norm_backward"],
+)
 
 
 @pytest.mark.parametrize(
     ("name", "forward", "backward"),
     [
-        ("power", ["stack", *FORWARD], ["norm_backward", "power_update_"]),  # stack: what the step reads of the state
+        # stack: what the step reads of the state
+        ("power", ["stack", *FORWARD], ["norm_backward", "power_update_"]),
         ("power-v", [*FORWARD, "norm_forward"], [*BACKWARD, "running_average_"]),
         ("batch", [*FORWARD, "norm_forward"], [*BACKWARD, "running_average_"]),
         *(
-            (name, ["norm_forward", kernel], [f"{kernel}_gradient", "finish_gradient_sums", "norm_backward"])
+            (
+                name,
+                ["norm_forward", kernel],
+                [f"{kernel}_gradient", "finish_gradient_sums", "norm_backward"],
+            )
             for name, kernel in (("group", "standardize"), ("derf", "squash"))
         ),
     ],
 )
 def test_launches_of_a_training_step(name, forward, backward, monkeypatch):
-    """With diagnostics, as ``pn train`` collects them. Also that no value is read back: that would be an operation."""
+    """With diagnostics, as ``pn train`` collects them.
+
+    Also that no value is read back: that would be an operation.
+    """
     norm, other = (build_norm(name, 12, layer_scale_groups=3) for _ in range(2))
     norm.collecting = True
     x, dy = torch.randn(4, 2, 12, requires_grad=True), torch.randn(4, 2, 12)

@@ -1,4 +1,6 @@
-"""Triton's kernels compiled ahead of time, for GPUs that this machine need not have: none spills registers."""
+"""Triton's kernels compiled ahead of time, for GPUs that this machine need not have: none spills
+registers.
+"""
 
 import re
 import subprocess
@@ -29,14 +31,26 @@ if triton_ops.INTERPRETED:
     pytest.skip("the interpreter is on, which compiles nothing", allow_module_level=True)
 
 CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
-KERNELS = {name: value for name, value in vars(triton_kernels).items() if isinstance(value, JITFunction)}
+KERNELS = {
+    name: value for name, value in vars(triton_kernels).items() if isinstance(value, JITFunction)
+}
 
 #: Tokens, channels, groups of layer-scale.
-SHAPES = [(4096, 512, 4), (4096, 1024, 16), (4099, 513, 3), (32768, 1024, 0), (4096, 4096, 16), (2**21, 8192, 1)]
+SHAPES = [
+    (4096, 512, 4),
+    (4096, 1024, 16),
+    (4099, 513, 3),
+    (32768, 1024, 0),
+    (4096, 4096, 16),
+    (2**21, 8192, 1),
+]
 
 
 class _NoGpu:
-    """A driver for a GPU that is not there. Triton keeps the kernels of each device apart by its number."""
+    """A driver for a GPU that is not there.
+
+    Triton keeps the kernels of each device apart by its number.
+    """
 
     def __init__(self, capability: int):
         self.capability = capability
@@ -59,16 +73,22 @@ class _Compiling:
 
     def __getitem__(self, grid):
         def compile(*args, **kwargs):
-            self.compiled.append((self.kernel.__name__, grid, self.kernel.warmup(*args, grid=grid, **kwargs)))
+            self.compiled.append(
+                (self.kernel.__name__, grid, self.kernel.warmup(*args, grid=grid, **kwargs))
+            )
 
         return compile
 
 
 @contextmanager
 def compiling(capability: int) -> Iterator[list]:
-    """Within the block the operators launch nothing; the list receives (name, grid, compiled kernel)."""
+    """Within the block the operators launch nothing; the list receives (name, grid, compiled
+    kernel).
+    """
     compiled: list = []
-    kernels = SimpleNamespace(**{name: _Compiling(kernel, compiled) for name, kernel in KERNELS.items()})
+    kernels = SimpleNamespace(
+        **{name: _Compiling(kernel, compiled) for name, kernel in KERNELS.items()}
+    )
     with (
         mock.patch.object(driver, "_active", _NoGpu(capability)),
         mock.patch.multiple(triton_ops, kernels=kernels, _multiprocessors=lambda device: 132),
@@ -83,11 +103,20 @@ def empty(*shape, dtype=torch.float32):
 
 
 def train(
-    norm: str, rows: int, channels: int, groups: int, dtype, masked: bool, parameters=torch.float32, turned=False
+    norm: str,
+    rows: int,
+    channels: int,
+    groups: int,
+    dtype,
+    masked: bool,
+    parameters=torch.float32,
+    turned=False,
 ) -> None:
-    """The operators of a training step of PN after the warm-up (``pn``), PN-V (``pn-v``), BN, GN, AdaNorm, DyT or Derf.
+    """The operators of a training step of PN after the warm-up (``pn``), PN-V (``pn-v``), BN, GN,
+    AdaNorm, DyT or Derf.
 
-    ``parameters``: the type of weight and bias; None: there are none. ``turned``: x is (T, B, C) of (B, T, C).
+    ``parameters``: the type of weight and bias; None: there are none. ``turned``: x is (T, B, C) of
+    (B, T, C).
     """
     x, vector, count = empty(rows, channels, dtype=dtype), empty(channels), empty(dtype=torch.int64)
     if turned:
@@ -96,7 +125,9 @@ def train(
     weight = bias = None if parameters is None else empty(channels, dtype=parameters)
     rest, loss_scale = (groups, 1e-5), empty(1) if masked else None
     if norm == "pn":
-        _, inv_rms, batch, tokens = triton_ops.normalize(x, weight, bias, None, vector, padding, None, *rest, True)
+        _, inv_rms, batch, tokens = triton_ops.normalize(
+            x, weight, bias, None, vector, padding, None, *rest, True
+        )
         state = vector, vector, count, empty(4)
         given = x, x, padding, weight, vector, vector, loss_scale, inv_rms
         triton_ops.power_step_(*given, *state, batch, tokens, *rest, 0, 0.9, 0.9)
@@ -111,7 +142,9 @@ def train(
         triton_ops.window_update_(*state, nu, windows, count, *of_step, 0.9, 0.9, True)
     elif norm in ("gn", "ada"):
         curve = (2.0, -0.2) if norm == "ada" else (1.0, 0.0)
-        _, stats = triton_ops.standardize(x, weight, bias, max(groups, 1), True, 1.0, 1e-5, 0.0, 0.0, *curve)
+        _, stats = triton_ops.standardize(
+            x, weight, bias, max(groups, 1), True, 1.0, 1e-5, 0.0, 0.0, *curve
+        )
         arguments = weight, stats, max(groups, 1), *curve, True, True, weight is not None
         triton_ops.standardize_gradient(x, x, *arguments)
     elif norm in ("dyt", "derf"):
@@ -120,7 +153,9 @@ def train(
         triton_ops.squash_gradient(x, x, weight, *arguments)
     else:
         centered = norm == "bn"
-        _, inv_rms, mean, moment, tokens = triton_ops.batch_normalize(x, weight, bias, padding, *rest, centered)
+        _, inv_rms, mean, moment, tokens = triton_ops.batch_normalize(
+            x, weight, bias, padding, *rest, centered
+        )
         running_mean, mean = (vector, mean) if centered else (None, None)
         state = vector, running_mean, count, empty(4)
         given = x, x, padding, weight, mean, moment, tokens, loss_scale, inv_rms
@@ -128,13 +163,17 @@ def train(
 
 
 def resources(kernel) -> dict[str, int]:
-    """Registers of a thread, bytes of its stack, where registers spill to, and of shared and local memory."""
+    """Registers of a thread, bytes of its stack, where registers spill to, and of shared and
+    local memory.
+    """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
         command = [CUOBJDUMP, "--dump-resource-usage", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return {name: int(value) for name, value in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", text)}
+    return {
+        name: int(value) for name, value in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", text)
+    }
 
 
 def check_resources(compiled: list, stack: int = 16) -> None:
@@ -148,7 +187,9 @@ def check_resources(compiled: list, stack: int = 16) -> None:
 def widest(kernel) -> dict[str, int]:
     """Bytes that one thread loads and stores at once in global memory, at most."""
     found = {"ld": 0, "st": 0}
-    for kind, vector, bits in re.findall(r"\b(ld|st)\.global[.\w:]*?(?:\.v(\d))?\.b(\d+)", kernel.asm["ptx"]):
+    for kind, vector, bits in re.findall(
+        r"\b(ld|st)\.global[.\w:]*?(?:\.v(\d))?\.b(\d+)", kernel.asm["ptx"]
+    ):
         found[kind] = max(found[kind], int(vector or 1) * int(bits) // 8)
     return found
 
@@ -168,7 +209,9 @@ LAUNCHES = {
 
 
 @pytest.mark.parametrize("turned", [False, True], ids=["contiguous", "transposed"])
-@pytest.mark.parametrize(("capability", "dtype"), [(80, torch.float16), (90, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(
+    ("capability", "dtype"), [(80, torch.float16), (90, torch.bfloat16)], ids=str
+)
 @pytest.mark.parametrize("norm", LAUNCHES)
 def test_a_step_compiles_to_wide_accesses_without_spills(norm, capability, dtype, turned):
     with compiling(capability) as compiled:
@@ -176,7 +219,8 @@ def test_a_step_compiles_to_wide_accesses_without_spills(norm, capability, dtype
     assert [name for name, *_ in compiled] == LAUNCHES[norm]
     check_resources(compiled)
     for name, _, kernel in compiled:
-        if not name.startswith(("finish", "window")) and name != "power_update_":  # those read vectors
+        # those read vectors
+        if not name.startswith(("finish", "window")) and name != "power_update_":
             assert widest(kernel) == {"ld": 16, "st": 16}, name
 
 
@@ -188,7 +232,9 @@ class _Runs:
         monkeypatch.setattr(driver, "_active", _NoGpu(90))
         monkeypatch.setattr(triton_ops, "_multiprocessors", lambda device: 132)
         monkeypatch.setattr(triton_ops, "_compiled", {})
-        monkeypatch.setattr(triton_ops, "kernels", SimpleNamespace(**{name: self.noting(name) for name in KERNELS}))
+        monkeypatch.setattr(
+            triton_ops, "kernels", SimpleNamespace(**{name: self.noting(name) for name in KERNELS})
+        )
         runs = self
 
         def load(kernel):
@@ -205,14 +251,25 @@ class _Runs:
             self.searched.append(name)
             return KERNELS[name][grid]
 
-        return type("", (), {"__getitem__": lambda _, grid: find(grid), "arg_names": KERNELS[name].arg_names})()
+        return type(
+            "",
+            (),
+            {"__getitem__": lambda _, grid: find(grid), "arg_names": KERNELS[name].arg_names},
+        )()
 
     def of(self, call) -> list[tuple]:
         """Kernel, grid and arguments of each launch of ``call``; tensors by shape and type."""
         self.seen.clear()
         call()
         return [
-            (name, grid, [(value.shape, value.dtype) if isinstance(value, torch.Tensor) else value for value in values])
+            (
+                name,
+                grid,
+                [
+                    (value.shape, value.dtype) if isinstance(value, torch.Tensor) else value
+                    for value in values
+                ],
+            )
             for name, grid, values in self.seen
         ]
 
@@ -221,10 +278,14 @@ def steps(x, padding) -> None:
     """A training step of PN, one of BN, and one of GN."""
     weight, bias, vector = torch.ones(3, x.size(-1))
     state = vector, vector.clone(), torch.tensor(3), torch.zeros(4)
-    y, inv_rms, moment, count = triton_ops.normalize(x, weight, bias, None, vector, padding, None, 2, 1e-5, True)
+    y, inv_rms, moment, count = triton_ops.normalize(
+        x, weight, bias, None, vector, padding, None, 2, 1e-5, True
+    )
     given = y, x, padding, weight, vector, vector, None, inv_rms
     triton_ops.power_step_(*given, *state, moment, count, 2, 1e-5, 2**62, 0.9, 0.9)
-    y, inv_rms, mean, moment, count = triton_ops.batch_normalize(x, weight, bias, padding, 2, 1e-5, True)
+    y, inv_rms, mean, moment, count = triton_ops.batch_normalize(
+        x, weight, bias, padding, 2, 1e-5, True
+    )
     given = y, x, padding, weight, mean, moment, count, None, inv_rms
     triton_ops.batch_step_(*given, *state, 2, 1e-5, 0.9, True)
     stats = triton_ops.standardize(x, weight, bias, 2, True, 1.0, 1e-5, 0.0, 0.0, 1.0, 0.0)[1]
@@ -239,9 +300,13 @@ OF_STEPS = [
 ]
 
 
-@pytest.mark.skipif(not triton_ops.LAUNCHES_COMPILED, reason="this triton launches kernels by itself")
+@pytest.mark.skipif(
+    not triton_ops.LAUNCHES_COMPILED, reason="this triton launches kernels by itself"
+)
 @pytest.mark.parametrize("masked", [False, True])
-def test_a_second_launch_does_not_ask_triton_for_the_kernel_and_gives_it_the_same_arguments(monkeypatch, masked):
+def test_a_second_launch_does_not_ask_triton_for_the_kernel_and_gives_it_the_same_arguments(
+    monkeypatch, masked
+):
     runs = _Runs(monkeypatch)
     x = torch.zeros(6, 4, 8)
     padding = torch.zeros(4, 6, dtype=torch.bool).t() if masked else None

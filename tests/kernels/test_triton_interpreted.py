@@ -1,4 +1,7 @@
-"""Runs Triton's kernels under its interpreter, which has to be chosen before anything imports triton."""
+"""Runs Triton's kernels under its interpreter,
+
+which has to be chosen before anything imports triton.
+"""
 
 import os
 import re
@@ -17,19 +20,29 @@ def run(*options: str, timeout: float = 600, **environment: str) -> None:
     """Run pytest with the interpreter on; fails if a test does, or if there was none."""
     variables = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"} | environment
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
-    done = subprocess.run(command, cwd=TESTS, env=variables, capture_output=True, text=True, timeout=timeout)
+    done = subprocess.run(
+        command, cwd=TESTS, env=variables, capture_output=True, text=True, timeout=timeout
+    )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert re.search(r"\d+ passed", done.stdout), done.stdout
 
 
-#: Tests of the operators that take the interpreter minutes, whose half types it cuts off where a GPU rounds, or which
-#: test_triton.py has for its kernels.
+#: Tests of the operators that take the interpreter minutes, whose half types it cuts off where a
+#: GPU rounds, or which test_triton.py has for its kernels.
 LONG = "rounded or special or precis or same_bits or opcheck or evaluation"
 
 
 @pytest.mark.parametrize("mark", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 def test_operators(mark):
-    run("kernels/test_triton.py", "kernels/test_ops.py", "-m", mark, "-k", f"not ({LONG})", PN_FAIRSEQ_KERNELS="triton")
+    run(
+        "kernels/test_triton.py",
+        "kernels/test_ops.py",
+        "-m",
+        mark,
+        "-k",
+        f"not ({LONG})",
+        PN_FAIRSEQ_KERNELS="triton",
+    )
 
 
 @pytest.mark.slow

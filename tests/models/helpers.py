@@ -9,20 +9,29 @@ from fairseq.data.indexed_dataset import make_builder
 from benchmarks.models import BLOCK, VOCABULARY, arch_args, build, make_task
 from pn_fairseq.models.from_checkpoint import make_dictionary
 
-#: A norm of each kind: of each token, with statistics of the batch, of the past, and with parameters of its own.
+#: A norm of each kind: of each token, with statistics of the batch, of the past, and with
+#: parameters of its own.
 KINDS = ("layer", "batch", "power", "prep-batch")
 
 ADAPTIVE = dict(
-    adaptive_softmax_cutoff="20,60", adaptive_input_cutoff="20,60", adaptive_input=True, tie_adaptive_weights=True,
-    tie_adaptive_proj=True, no_decoder_final_norm=True,
-)  # fmt: skip
+    adaptive_softmax_cutoff="20,60",
+    adaptive_input_cutoff="20,60",
+    adaptive_input=True,
+    tie_adaptive_weights=True,
+    tie_adaptive_proj=True,
+    no_decoder_final_norm=True,
+)
 
 __all__ = ["BLOCK", "VOCABULARY", "arch_args", "build", "make_dictionary", "make_task"]
 
 
 def both_sides(**settings) -> dict:
     """Settings for the encoder and for the decoder."""
-    return {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in settings.items()}
+    return {
+        f"{side}_{name}": value
+        for side in ("encoder", "decoder")
+        for name, value in settings.items()
+    }
 
 
 def padded_batch(seed: int = 0, batch: int = 3, source: int = 7, target: int = 5):
@@ -40,7 +49,9 @@ def loss_of(model, src, prev):
 
 
 def write_data(folder: Path, sentences: int = 11, splits=("train", "valid", "test")) -> Path:
-    """Data as fairseq-preprocess binarizes it, from de to en with one dictionary; returns ``folder``."""
+    """Data as fairseq-preprocess binarizes it, from de to en with one dictionary; returns
+    ``folder``.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for lang in ("de", "en"):
         dictionary = make_dictionary(44)
@@ -56,7 +67,9 @@ def write_data(folder: Path, sentences: int = 11, splits=("train", "valid", "tes
 
 
 def assert_same_training(model, other, state=(0, 0), **tolerance):
-    """Both have the same gradients, and the same statistics within the tolerance ``state``, relative and absolute."""
+    """Both have the same gradients, and the same statistics within the tolerance ``state``,
+    relative and absolute.
+    """
     for (key, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(one.grad, two.grad, **tolerance, msg=key)
     for (key, one), two in zip(model.named_buffers(), other.buffers(), strict=True):

@@ -18,14 +18,19 @@ BEAM, LONGEST = 4, 12
 
 
 def test_the_encoder_is_one_graph():
-    """The graph is for batches with padding and without, and computes what the layers compute without a mask."""
+    """The graph is for batches with padding and without,
+
+    and computes what the layers compute without a mask.
+    """
     encoder = build("transformer_pn_tiny", encoder_layers=1, dropout=0.0).eval().encoder
     compiled = torch.compile(encoder, backend="aot_eager", fullgraph=True)
     src, _ = padded_batch()
     for tokens in (src, src.masked_fill(src.eq(PAD), 7)):
         actual, expected = compiled(tokens), encoder(tokens)
         assert torch.equal(actual["encoder_padding_mask"][0], tokens.eq(PAD))
-        torch.testing.assert_close(actual["encoder_out"][0], expected["encoder_out"][0], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            actual["encoder_out"][0], expected["encoder_out"][0], rtol=1e-5, atol=1e-6
+        )
     torch._dynamo.reset()
 
 
@@ -33,8 +38,13 @@ def test_the_encoder_is_one_graph():
     "norm", [one if one == "power" else pytest.param(one, marks=pytest.mark.slow) for one in KINDS]
 )
 def test_torchscript_traces_a_model_and_refuses_to_compile_it(norm):
-    """The model exports methods, so torch compiles what it finds in its modules. The graph is for other lengths."""
-    model = build("transformer_pn_tiny", encoder_norm=norm, encoder_layers=1, decoder_layers=1).eval()
+    """The model exports methods, so torch compiles what it finds in its modules.
+
+    The graph is for other lengths.
+    """
+    model = build(
+        "transformer_pn_tiny", encoder_norm=norm, encoder_layers=1, decoder_layers=1
+    ).eval()
     wrapped = nn.Module()
     wrapped.model = model
     wrapped.forward = lambda source, target: model(source, None, target)[0]
@@ -42,7 +52,9 @@ def test_torchscript_traces_a_model_and_refuses_to_compile_it(norm):
         traced = torch.jit.trace(wrapped, padded_batch(), check_trace=False)
         for batch in (padded_batch(1), padded_batch(2, batch=2, source=9, target=4)):
             torch.testing.assert_close(traced(*batch), wrapped(*batch), rtol=1e-4, atol=1e-4)
-    with pytest.raises(RuntimeError, match=r"^torch.jit.script cannot compile norms of pn_fairseq; use [^\n]*$"):
+    with pytest.raises(
+        RuntimeError, match=r"^torch.jit.script cannot compile norms of pn_fairseq; use [^\n]*$"
+    ):
         torch.jit.script(model)
 
 
@@ -62,7 +74,8 @@ def load(folder, kind):
             assert not any("pn_fairseq" in str(node.target) for node in program.graph.nodes)
             module = program.module()
             return lambda *inputs: [
-                each.numpy() for each in module(*(torch.tensor(each).contiguous() for each in inputs))
+                each.numpy()
+                for each in module(*(torch.tensor(each).contiguous() for each in inputs))
             ]
 
     return function("encoder"), function("decoder")
@@ -105,17 +118,31 @@ CASES = [
     pytest.param("onnx", "power", {"encoder_layers": 1}, id="onnx", marks=pytest.mark.slow),
     pytest.param("pt2", "layer", LEARNED, id="pt2-learned-positions", marks=pytest.mark.slow),
     pytest.param(
-        "pt2", "batch", {"no_token_positional_embeddings": True}, id="pt2-no-positions", marks=pytest.mark.slow
+        "pt2",
+        "batch",
+        {"no_token_positional_embeddings": True},
+        id="pt2-no-positions",
+        marks=pytest.mark.slow,
     ),
     pytest.param("onnx", "prep-batch", SEPARATE, id="onnx-all-folded", marks=pytest.mark.slow),
-    pytest.param("pt2", "power", {"encoder_norm_placement": "post"}, id="pt2-post", marks=pytest.mark.slow),
+    pytest.param(
+        "pt2", "power", {"encoder_norm_placement": "post"}, id="pt2-post", marks=pytest.mark.slow
+    ),
     pytest.param("pt2", "power", {"qk_norm": "rms"}, id="pt2-qk-norm", marks=pytest.mark.slow),
-    pytest.param("pt2", "dyt", {"checkpoint_activations": True}, id="pt2-checkpointing", marks=pytest.mark.slow),
+    pytest.param(
+        "pt2",
+        "dyt",
+        {"checkpoint_activations": True},
+        id="pt2-checkpointing",
+        marks=pytest.mark.slow,
+    ),
 ]
 
 
 @pytest.mark.parametrize(("kind", "norm", "flags"), CASES)
-def test_a_beam_search_over_the_graphs_gives_fairseqs_hypotheses(kind, norm, flags, dictionaries, tmp_path, capsys):
+def test_a_beam_search_over_the_graphs_gives_fairseqs_hypotheses(
+    kind, norm, flags, dictionaries, tmp_path, capsys
+):
     if kind == "onnx":
         pytest.importorskip("onnxscript", reason="needs the extra [export]")
     model, args = make(norm, **flags)
@@ -124,7 +151,9 @@ def test_a_beam_search_over_the_graphs_gives_fairseqs_hypotheses(kind, norm, fla
     printed = capsys.readouterr().out
     difference, largest = re.search(r"difference (\S+) \(largest logit (\S+),", printed).groups()
     assert float(difference) == pytest.approx(0, abs=1e-5 * max(1.0, float(largest)))
-    assert printed.endswith(f"wrote {tmp_path}/out/encoder.{kind} and {tmp_path}/out/decoder.{kind}\n")
+    assert printed.endswith(
+        f"wrote {tmp_path}/out/encoder.{kind} and {tmp_path}/out/decoder.{kind}\n"
+    )
     encoder, decoder = load(tmp_path / "out", kind)
     generator = torch.Generator().manual_seed(5)
     for length in (1, 2, 6, 11):
@@ -136,12 +165,17 @@ def test_a_beam_search_over_the_graphs_gives_fairseqs_hypotheses(kind, norm, fla
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"adaptive_softmax_cutoff": "40,60", "share_all_embeddings": False}, "--adaptive-softmax-cutoff"),
+        (
+            {"adaptive_softmax_cutoff": "40,60", "share_all_embeddings": False},
+            "--adaptive-softmax-cutoff",
+        ),
         ({"no_cross_attention": True}, "--no-cross-attention"),
         ({}, "its model is not one of transformer_pn's"),
     ],
 )
-def test_a_model_that_cannot_be_exported_is_refused_in_a_line(flags, message, dictionaries, tmp_path, capsys):
+def test_a_model_that_cannot_be_exported_is_refused_in_a_line(
+    flags, message, dictionaries, tmp_path, capsys
+):
     model, args = make("layer", **flags)
     args.arch = args.arch if flags else "transformer"
     torch.save(state_of(model, args, dictionaries), tmp_path / "trained.pt")
@@ -151,7 +185,13 @@ def test_a_model_that_cannot_be_exported_is_refused_in_a_line(flags, message, di
 
 
 def test_a_runtime_that_is_not_installed_is_named_in_a_line(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "onnxruntime" else name)
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == "onnxruntime" else name
+    )
     assert main([str(tmp_path / "trained.pt"), "--onnx", str(tmp_path)]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("pn export: error: ") and "pip install onnxruntime" in error and error.count("\n") == 1
+    assert (
+        error.startswith("pn export: error: ")
+        and "pip install onnxruntime" in error
+        and error.count("\n") == 1
+    )

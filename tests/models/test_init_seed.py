@@ -1,4 +1,6 @@
-"""--init-seed: which random numbers it decides, and which stay as they are; --attention-init: which weights."""
+"""--init-seed: which random numbers it decides, and which stay as they are; --attention-init:
+which weights.
+"""
 
 import pytest
 import torch
@@ -45,9 +47,16 @@ def test_without_it_nothing_changes():
 
 @pytest.mark.parametrize("arch", MODELS[:2])
 def test_attention_like_torchs_linear_layers(arch):
-    """Uniform with a bound of 1/sqrt(inputs): largest value and standard deviation. The default draws as before."""
+    """Uniform with a bound of 1/sqrt(inputs): largest value and standard deviation.
+
+    The default draws as before.
+    """
     model = build(arch, attention_init="torch")
-    drawn = {name: value for name, value in model.named_parameters() if "_attn.out_proj" in name or "q_proj" in name}
+    drawn = {
+        name: value
+        for name, value in model.named_parameters()
+        if "_attn.out_proj" in name or "q_proj" in name
+    }
     assert len(drawn) == (2 * 2 * 9 if arch == MODELS[0] else 2 * 2 * 3)
     bound = 128**-0.5
     for name, value in drawn.items():
@@ -55,6 +64,8 @@ def test_attention_like_torchs_linear_layers(arch):
     joined = torch.cat([value.flatten() for value in drawn.values()])
     assert joined.std().item() == pytest.approx(bound / 3**0.5, rel=0.01)
     plain, state = weights(arch, 5)
-    assert all(plain[name].std() > 1.2 * joined.std() for name in drawn if name.endswith("out_proj.weight"))
+    assert all(
+        plain[name].std() > 1.2 * joined.std() for name in drawn if name.endswith("out_proj.weight")
+    )
     same, after = weights(arch, 5, attention_init="fairseq")
     assert equal(plain, same) and torch.equal(state, after)

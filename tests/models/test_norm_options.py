@@ -63,7 +63,11 @@ def parse(*flags):
         ("--norm-options", "window", ["'window' is not KEY=VALUE"]),
         ("--norm-options", "window=", ["'window=' is not KEY=VALUE"]),
         ("--norm-options", ".window=3", ["'.window=3' is not KEY=VALUE"]),
-        ("--norm-options", "detach=mean,detach.detach=std", ["'detach.detach=std' is not KEY=VALUE"]),
+        (
+            "--norm-options",
+            "detach=mean,detach.detach=std",
+            ["'detach.detach=std' is not KEY=VALUE"],
+        ),
     ],
 )
 def test_a_value_that_is_refused_by_the_parser(flag, value, words, capsys):
@@ -75,14 +79,24 @@ def test_a_value_that_is_refused_by_the_parser(flag, value, words, capsys):
 
 
 def test_shared_flags_reach_the_norms():
-    flags = "--decoder-norm batch --norm-eps 1e-3 --norm-alpha-fwd 0.95 --norm-alpha-bwd 0.8 --layer-scale-groups 2"
-    model = build("transformer_pn_tiny", **vars(parse(*flags.split(), "--psi-warmup-updates", "11")))
+    flags = (
+        "--decoder-norm batch --norm-eps 1e-3 --norm-alpha-fwd 0.95 --norm-alpha-bwd 0.8 "
+        "--layer-scale-groups 2"
+    )
+    model = build(
+        "transformer_pn_tiny", **vars(parse(*flags.split(), "--psi-warmup-updates", "11"))
+    )
     norm = model.encoder.layers[1].final_layer_norm
     assert (norm.eps, norm.alpha_fwd, norm.alpha_bwd) == (1e-3, 0.95, 0.8)
     assert (norm.layer_scale.groups, norm.psi_warmup_updates) == (2, 11)
     norm = model.decoder.layers[1].encoder_attn_layer_norm
     # BN has no layer-scale by default, so the flag does not change a BN decoder.
-    assert (type(norm), norm.eps, norm.alpha_fwd, norm.layer_scale.groups) == (NORMS["batch"].cls, 1e-3, 0.95, 0)
+    assert (type(norm), norm.eps, norm.alpha_fwd, norm.layer_scale.groups) == (
+        NORMS["batch"].cls,
+        1e-3,
+        0.95,
+        0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -90,10 +104,16 @@ def test_shared_flags_reach_the_norms():
     [
         ("window=3", {"window": "3"}),
         ("detach=mean,std", {"detach": "mean,std"}),
-        ("batch-reg.lambda_mean=1,batch-reg.lambda_var=2,ada_k=0.1,detach=mean,std",
-         {"batch-reg": {"lambda_mean": "1", "lambda_var": "2"}, "ada_k": "0.1", "detach": "mean,std"}),
+        (
+            "batch-reg.lambda_mean=1,batch-reg.lambda_var=2,ada_k=0.1,detach=mean,std",
+            {
+                "batch-reg": {"lambda_mean": "1", "lambda_var": "2"},
+                "ada_k": "0.1",
+                "detach": "mean,std",
+            },
+        ),
     ],
-)  # fmt: skip
+)
 def test_options_as_text(text, expected):
     assert read_pairs(text) == expected
 
@@ -138,21 +158,37 @@ def test_options_of_one_norm_reach_it(name):
 
 def test_an_option_is_for_every_norm_that_has_it_or_for_the_named_one():
     norms = {"encoder_norm": "mabn", "decoder_norm": "unified", "encoder_norm_last": "layer"}
-    model = build("transformer_pn_tiny", **norms, norm_options="window=3,unified.window=5,ada.ada_k=1")
+    model = build(
+        "transformer_pn_tiny", **norms, norm_options="window=3,unified.window=5,ada.ada_k=1"
+    )
     windows = model.encoder.layers[0].final_layer_norm.window, model.decoder.layer_norm.window
     assert windows == (3, 5)
 
 
-@pytest.mark.parametrize("arch", ["transformer_pn_tiny", "transformer_lm_pn_tiny", "tensorized_lm_pn_tiny"])
+@pytest.mark.parametrize(
+    "arch", ["transformer_pn_tiny", "transformer_lm_pn_tiny", "tensorized_lm_pn_tiny"]
+)
 def test_a_norm_of_its_own_after_the_last_layer(arch):
     norms = {"decoder_norm": "batch", "decoder_norm_last": "power"}
-    model = build(arch, **norms, encoder_norm="rms", encoder_norm_last="mabn", norm_options="mabn.window=3")
-    kinds = {name: type(norm) for name, norm in model.named_modules() if isinstance(norm, ChannelNorm)}
+    model = build(
+        arch, **norms, encoder_norm="rms", encoder_norm_last="mabn", norm_options="mabn.window=3"
+    )
+    kinds = {
+        name: type(norm) for name, norm in model.named_modules() if isinstance(norm, ChannelNorm)
+    }
     assert kinds.pop("decoder.layer_norm") is NORMS["power"].cls
-    assert kinds.pop("encoder.layer_norm", None) is (NORMS["mabn"].cls if "lm" not in arch else None)
-    assert {kind for name, kind in kinds.items() if name.startswith("decoder")} == {NORMS["batch"].cls}
-    assert {kind for name, kind in kinds.items() if name.startswith("encoder")} <= {NORMS["rms"].cls}
-    assert model.decoder.layer_norm.layer_scale.groups == (1 if arch.startswith("tensorized") else 4)
+    assert kinds.pop("encoder.layer_norm", None) is (
+        NORMS["mabn"].cls if "lm" not in arch else None
+    )
+    assert {kind for name, kind in kinds.items() if name.startswith("decoder")} == {
+        NORMS["batch"].cls
+    }
+    assert {kind for name, kind in kinds.items() if name.startswith("encoder")} <= {
+        NORMS["rms"].cls
+    }
+    assert model.decoder.layer_norm.layer_scale.groups == (
+        1 if arch.startswith("tensorized") else 4
+    )
 
 
 def test_a_norm_in_a_file_has_options_of_its_own_and_a_checkpoint_rebuilds_it(my_norm, tmp_path):
@@ -173,7 +209,13 @@ def test_a_norm_in_a_file_has_options_of_its_own_and_a_checkpoint_rebuilds_it(my
         build("transformer_pn_tiny", encoder_norm="my-scaled", norm_options={"beta": -1})
 
 
-OLD = {"norm_window": 3, "ada_k": 0.5, "outlier_filtration": False, "no_norm_agreement": True, "norm_groups": None}
+OLD = {
+    "norm_window": 3,
+    "ada_k": 0.5,
+    "outlier_filtration": False,
+    "no_norm_agreement": True,
+    "norm_groups": None,
+}
 
 
 @pytest.mark.parametrize("hydra", [False, True])
@@ -193,8 +235,14 @@ def test_a_checkpoint_with_the_settings_of_earlier_versions_is_loaded(hydra):
 
 
 def test_layer_scale_can_be_turned_off_and_on():
-    assert build("transformer_pn_tiny", layer_scale_groups=0).encoder.layer_norm.layer_scale.groups == 0
-    assert build("transformer_bn_tiny", layer_scale_groups=8).encoder.layer_norm.layer_scale.groups == 8
+    assert (
+        build("transformer_pn_tiny", layer_scale_groups=0).encoder.layer_norm.layer_scale.groups
+        == 0
+    )
+    assert (
+        build("transformer_bn_tiny", layer_scale_groups=8).encoder.layer_norm.layer_scale.groups
+        == 8
+    )
     model = build("transformer_ln_tiny", decoder_norm="power", decoder_attention_heads=8)
     assert model.encoder.layer_norm.layer_scale.groups == 0
     assert model.decoder.layer_norm.layer_scale.groups == 8
@@ -205,13 +253,19 @@ def test_psi_warmup_is_the_learning_rates_unless_it_is_given(key):
     args = Namespace(**{key: 400})
     assert NormOptions.from_args(args).psi_warmup_updates == 400
     assert args.psi_warmup_updates == 400, "the checkpoint has to contain what was used"
-    assert NormOptions.from_args(Namespace(**{key: 400}, psi_warmup_updates=7)).psi_warmup_updates == 7
-    assert NormOptions.from_args(Namespace(**{key: 400}, psi_warmup_updates=0)).psi_warmup_updates == 0
+    assert (
+        NormOptions.from_args(Namespace(**{key: 400}, psi_warmup_updates=7)).psi_warmup_updates == 7
+    )
+    assert (
+        NormOptions.from_args(Namespace(**{key: 400}, psi_warmup_updates=0)).psi_warmup_updates == 0
+    )
     assert NormOptions.from_args(Namespace()).psi_warmup_updates == 0
 
 
 def test_psi_warmup_is_found_next_to_the_model_node_of_hydra():
-    cfg = OmegaConf.create({"model": {"encoder_norm": "power"}, "lr_scheduler": {"warmup_updates": 300}})
+    cfg = OmegaConf.create(
+        {"model": {"encoder_norm": "power"}, "lr_scheduler": {"warmup_updates": 300}}
+    )
     OmegaConf.set_struct(cfg, True)
     assert NormOptions.from_args(cfg.model).psi_warmup_updates == 300
     assert cfg.model.psi_warmup_updates == 300
@@ -226,7 +280,9 @@ def test_psi_warmup_is_found_next_to_the_model_node_of_hydra():
         ({"tensorboard_logdir": "", "wandb_project": None}, None),
     ],
 )
-def test_statistics_are_logged_where_a_run_has_a_dashboard_unless_an_interval_is_given(settings, expected):
+def test_statistics_are_logged_where_a_run_has_a_dashboard_unless_an_interval_is_given(
+    settings, expected
+):
     args = Namespace(log_interval=50, **settings)
     assert NormOptions.from_args(args).norm_stats_interval == expected
     assert getattr(args, "norm_stats_interval", None) == settings.get("norm_stats_interval")
@@ -234,22 +290,44 @@ def test_statistics_are_logged_where_a_run_has_a_dashboard_unless_an_interval_is
 
 def test_schedules_are_a_part_of_the_run_unless_they_are_given():
     args = Namespace(encoder_norm="batch-renorm", decoder_norm="prep-batch", max_update=1000)
-    assert NormOptions.from_args(args).norm_options == args.norm_options == {"renorm_updates": 300, "fade_updates": 800}
-    args = Namespace(encoder_norm="batch-renorm", max_update=1000, norm_options={"batch-renorm": {"renorm_updates": 7}})
+    assert (
+        NormOptions.from_args(args).norm_options
+        == args.norm_options
+        == {"renorm_updates": 300, "fade_updates": 800}
+    )
+    args = Namespace(
+        encoder_norm="batch-renorm",
+        max_update=1000,
+        norm_options={"batch-renorm": {"renorm_updates": 7}},
+    )
     assert NormOptions.from_args(args).norm_options == {"batch-renorm": {"renorm_updates": 7}}
-    assert NormOptions.from_args(Namespace(encoder_norm="batch-renorm", max_update=0)).norm_options == {}
-    cfg = OmegaConf.create({"model": {"encoder_norm": "prep-batch"}, "optimization": {"max_update": 500}})
+    assert (
+        NormOptions.from_args(Namespace(encoder_norm="batch-renorm", max_update=0)).norm_options
+        == {}
+    )
+    cfg = OmegaConf.create(
+        {"model": {"encoder_norm": "prep-batch"}, "optimization": {"max_update": 500}}
+    )
     OmegaConf.set_struct(cfg, True)
-    assert NormOptions.from_args(cfg.model).norm_options == cfg.model.norm_options == {"fade_updates": 400}
+    assert (
+        NormOptions.from_args(cfg.model).norm_options
+        == cfg.model.norm_options
+        == {"fade_updates": 400}
+    )
 
 
 def test_variant_is_passed_to_the_norms_that_have_it():
-    flags = vars(parse("--decoder-norm", "power", "--norm-variant", "release", "--psi-warmup-updates", "11"))
+    flags = vars(
+        parse("--decoder-norm", "power", "--norm-variant", "release", "--psi-warmup-updates", "11")
+    )
     model = build("transformer_pn_tiny", **flags)
     norms = [module for module in model.modules() if isinstance(module, ChannelNorm)]
     assert {type(norm) for norm in norms} == {NORMS["power"].variants["release"]}
-    # The release's norm after the last encoder layer has a warm-up of its own, independent of the flag.
-    assert {norm.psi_warmup_updates for norm in norms if norm is not model.encoder.layer_norm} == {11}
+    # The release's norm after the last encoder layer has a warm-up of its own, independent of the
+    # flag.
+    assert {norm.psi_warmup_updates for norm in norms if norm is not model.encoder.layer_norm} == {
+        11
+    }
     assert model.encoder.layer_norm.psi_warmup_updates == 1000
     assert {norm.layer_scale.groups for norm in norms} == {4}
     paper = build("transformer_pn_tiny", psi_warmup_updates=11)

@@ -1,4 +1,6 @@
-"""``--norm-probe``: what it records, against float64 formulas; the same bits; ranks, accumulation, resuming."""
+"""``--norm-probe``: what it records, against float64 formulas; the same bits; ranks,
+accumulation, resuming.
+"""
 
 import shutil
 
@@ -21,7 +23,10 @@ EPS = 1e-5
 
 
 class Criterion(nn.Module):
-    """The sum of y * weights over the real tokens, its sample size as fairseq's criteria give it."""
+    """The sum of y * weights over the real tokens,
+
+    its sample size as fairseq's criteria give it.
+    """
 
     def forward(self, model, sample):
         y = model(sample["x"], sample["mask"])
@@ -58,7 +63,9 @@ def lengths(vector):
 
 @pytest.mark.parametrize("name", ["batch", "power", "layer"])
 def test_images_are_recorded_as_their_pixels(name, tmp_path):
-    """A norm that convert_norms puts in the place of BatchNorm2d gives the rows of the same norm on (N H W, 1, C)."""
+    """A norm that convert_norms puts in the place of BatchNorm2d gives the rows of the same norm
+    on (N H W, 1, C).
+    """
     images, weights = torch.randn(2, 6, 12, 3, 5)
     pixels = (values.movedim(1, -1).reshape(-1, 1, 12) for values in (images, weights))
     tables = []
@@ -82,7 +89,9 @@ def test_a_converted_norm_whose_mask_the_probe_cannot_see_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("groups", [0, 4])
-@pytest.mark.parametrize("name", sorted({"layer", "batch", "power", "power-v", "unified", "rms", "scale"} & set(NORMS)))
+@pytest.mark.parametrize(
+    "name", sorted({"layer", "batch", "power", "power-v", "unified", "rms", "scale"} & set(NORMS))
+)
 def test_every_column_against_numpy(name, groups, tmp_path):
     options = {"psi_warmup_updates": 0, "renorm_updates": 0}
     norm = randomize_affine(build_norm(name, 12, layer_scale_groups=groups, **options))
@@ -103,7 +112,9 @@ def test_every_column_against_numpy(name, groups, tmp_path):
     now = statistics[-1]
     decay = getattr(norm, "alpha_fwd", 0.9)
     weights = np.array([decay**2, decay, 1]) / (decay**2 + decay + 1)
-    running = {key: sum(w * s[key] for w, s in zip(weights, statistics, strict=False)) for key in now}
+    running = {
+        key: sum(w * s[key] for w, s in zip(weights, statistics, strict=False)) for key in now
+    }
     if "running_psi2" in before:
         running["psi2"] = before["running_psi2"]
     if "running_var" in before:
@@ -116,11 +127,19 @@ def test_every_column_against_numpy(name, groups, tmp_path):
         "g_psi2": (dy * h / psi).mean(0),
     }
     for key, vector in vectors.items():
-        np.testing.assert_allclose((row[f"{key}_l1"], row[f"{key}_l2"]), lengths(vector), rtol=2e-4, err_msg=key)
+        np.testing.assert_allclose(
+            (row[f"{key}_l1"], row[f"{key}_l2"]), lengths(vector), rtol=2e-4, err_msg=key
+        )
     running_sigma = np.sqrt(running["sigma2"] + EPS)
-    np.testing.assert_allclose(row["tid_mean"], np.mean(np.abs(running["mu"] - now["mu"]) / sigma), rtol=1e-4)
-    np.testing.assert_allclose(row["tid_var"], np.mean(np.abs(running_sigma / sigma - 1)), rtol=1e-4)
-    np.testing.assert_allclose(row["psi_batch_over_psi"], psi / np.sqrt(running["psi2"] + EPS), rtol=1e-4)
+    np.testing.assert_allclose(
+        row["tid_mean"], np.mean(np.abs(running["mu"] - now["mu"]) / sigma), rtol=1e-4
+    )
+    np.testing.assert_allclose(
+        row["tid_var"], np.mean(np.abs(running_sigma / sigma - 1)), rtol=1e-4
+    )
+    np.testing.assert_allclose(
+        row["psi_batch_over_psi"], psi / np.sqrt(running["psi2"] + EPS), rtol=1e-4
+    )
     if "weight" in before and before["weight"].shape == (12,):
         np.testing.assert_allclose(row["gamma_over_psi_batch"], before["weight"] / psi, rtol=1e-4)
     else:
@@ -132,7 +151,12 @@ def test_every_column_against_numpy(name, groups, tmp_path):
     else:
         assert np.isnan(row["nu_xhat_l2"])
     assert (row["update"], row["forward"], row["norm"], row["kind"]) == (4, 0, "norm", name)
-    assert (row["tokens"], row["sample_size"], row["loss_scale"], row["channels"]) == (len(h), size, 8.0, 12)
+    assert (row["tokens"], row["sample_size"], row["loss_scale"], row["channels"]) == (
+        len(h),
+        size,
+        8.0,
+        12,
+    )
 
 
 def test_only_recorded_updates_and_those_before_them_have_hooks(tmp_path):
@@ -160,7 +184,11 @@ def test_a_skipped_update_is_not_recorded(tmp_path):
 
 # The curves of the plain run.
 
-CURVES = [field.name for field in SCHEMA if field.name not in ("forward", "running", "kind", "norm", "loss_scale")]
+CURVES = [
+    field.name
+    for field in SCHEMA
+    if field.name not in ("forward", "running", "kind", "norm", "loss_scale")
+]
 
 
 def sentences(rows):
@@ -174,14 +202,21 @@ def sentences(rows):
 class Translation(nn.Module):
     def forward(self, model, sample):
         logits = model(sample["src"], None, sample["prev"])[0]
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), sample["prev"].flatten(), reduction="sum")
+        loss = nn.functional.cross_entropy(
+            logits.flatten(0, 1), sample["prev"].flatten(), reduction="sum"
+        )
         return loss, sample["size"], {}
 
 
 def curves(folder, parts, flags, updates=3):
-    """The rows of a model that takes ``updates`` times the sentences of ``parts``, one forward each."""
+    """The rows of a model that takes ``updates`` times the sentences of ``parts``,
+
+    one forward each.
+    """
     torch.manual_seed(3)
-    model = build(f"transformer_{flags.pop('norm')}_tiny", dropout=0.0, attention_dropout=0.0, **flags)
+    model = build(
+        f"transformer_{flags.pop('norm')}_tiny", dropout=0.0, attention_dropout=0.0, **flags
+    )
     model.train()
     probe, criterion = NormProbe(model, str(folder), 1, "encoder.*"), Translation()
     for completed in range(updates):
@@ -194,7 +229,9 @@ ALL, FIRST_RANK = slice(0, 8), slice(0, 3)
 
 
 def assert_same_curves(one, other, updates=3):
-    one, other = (frame.sort_values(["update", "norm"], ignore_index=True)[CURVES] for frame in (one, other))
+    one, other = (
+        frame.sort_values(["update", "norm"], ignore_index=True)[CURVES] for frame in (one, other)
+    )
     assert len(one) == updates * 7
     pd.testing.assert_frame_equal(one, other, rtol=2e-3, atol=1e-6, check_dtype=False)
 
@@ -202,7 +239,9 @@ def assert_same_curves(one, other, updates=3):
 @pytest.mark.parametrize("norm", ["pn", "bn"])
 def test_activation_checkpointing_gives_the_curves_of_the_plain_run(norm, tmp_path):
     plain = curves(tmp_path / "plain", [ALL], {"norm": norm})
-    checkpointed = curves(tmp_path / "checkpointed", [ALL], {"norm": norm, "checkpoint_activations": True})
+    checkpointed = curves(
+        tmp_path / "checkpointed", [ALL], {"norm": norm, "checkpoint_activations": True}
+    )
     pd.testing.assert_frame_equal(plain, checkpointed, rtol=1e-5)
 
 
@@ -210,8 +249,13 @@ def test_accumulation_gives_the_curves_of_the_plain_run(tmp_path):
     plain = curves(tmp_path / "plain", [ALL], {"norm": "ln"})
     parts = [slice(0, 2), slice(2, 4), slice(4, 6), slice(6, 8)]
     accumulated = curves(tmp_path / "accumulated", parts, {"norm": "ln"})
-    assert list(accumulated[accumulated.norm == "encoder.layer_norm"].forward.fillna(-1)) == [0, 1, 2, 3, -1] * 3
-    of_the_past = [name for name in CURVES if "distance" in name or name.startswith(("tid", "psi_batch"))]
+    assert (
+        list(accumulated[accumulated.norm == "encoder.layer_norm"].forward.fillna(-1))
+        == [0, 1, 2, 3, -1] * 3
+    )
+    of_the_past = [
+        name for name in CURVES if "distance" in name or name.startswith(("tid", "psi_batch"))
+    ]
     assert plain[plain["update"] == 1][of_the_past].isna().all(axis=None)
     assert not plain[plain["update"] == 2][of_the_past].isna().any(axis=None)
     assert_same_curves(plain, accumulated[accumulated.forward.isna()])
@@ -219,10 +263,11 @@ def test_accumulation_gives_the_curves_of_the_plain_run(tmp_path):
 
 @pytest.mark.parametrize("norm", ["pnv", "bn"])
 def test_accumulation_of_equal_batches_gives_the_curves_of_the_plain_run(norm, tmp_path):
-    """A norm with statistics of the batch normalizes each of four batches by its own, here the same four times.
+    """A norm with statistics of the batch normalizes each of four batches by its own, here the same
+    four times.
 
-    Its running statistics change four times in an update, so later updates differ; PN normalizes by its running
-    statistics, and differs within the first update.
+    Its running statistics change four times in an update, so later updates differ; PN normalizes by
+    its running statistics, and differs within the first update.
     """
     plain = curves(tmp_path / "plain", [[0, 1] * 4], {"norm": norm}, updates=1)
     accumulated = curves(tmp_path / "accumulated", [[0, 1]] * 4, {"norm": norm}, updates=1)
@@ -259,12 +304,16 @@ def of_a_rank(rank, world, folder, norms):
 
 
 def test_two_ranks_give_the_curves_of_the_plain_run(tmp_path):
-    """PN has its own statistics on every rank: the statistics of rank 0 are recorded, as a plain run on its part."""
+    """PN has its own statistics on every rank: the statistics of rank 0 are recorded, as a plain
+    run on its part.
+    """
     norms = ("bn", "ln", "pn")
     run_ranks(of_a_rank, 2, tmp_path, norms)
     for norm in norms:
         part = FIRST_RANK if norm == "pn" else ALL
-        assert_same_curves(curves(tmp_path / f"plain {norm}", [part], {"norm": norm}), read_probe(tmp_path / norm))
+        assert_same_curves(
+            curves(tmp_path / f"plain {norm}", [part], {"norm": norm}), read_probe(tmp_path / norm)
+        )
 
 
 # Under fairseq-train.
@@ -285,14 +334,19 @@ def test_a_training_has_the_same_bits_with_a_probe(data, tmp_path, probed):
         assert torch.equal(recorded[key], value), key
     table = read_probe(probed / "probe")
     assert list(table["update"].unique()) == [2, 4, 6] and len(table) == 3 * 7
-    assert (table.kind == "power").all() and (table.running == "psi2").all() and (table.loss_scale == 1).all()
+    assert (
+        (table.kind == "power").all()
+        and (table.running == "psi2").all()
+        and (table.loss_scale == 1).all()
+    )
 
 
 def test_a_training_that_is_killed_and_resumed_has_every_update_once(data, tmp_path, probed):
     flags = ("--norm-probe", "probe", "--norm-probe-interval", 2)
     train(data, tmp_path, *flags, updates=3)
     folder = tmp_path / "probe"
-    shutil.copy(folder / "update-000000002.parquet", folder / "update-000000005.parquet")  # after the last checkpoint
+    # after the last checkpoint
+    shutil.copy(folder / "update-000000002.parquet", folder / "update-000000005.parquet")
     (folder / "update-000000006.parquet.partial").write_bytes(b"PAR1")
     train(data, tmp_path, *flags)
     resumed, straight = read_probe(folder), read_probe(probed / "probe")
@@ -304,8 +358,14 @@ def test_a_training_that_is_killed_and_resumed_has_every_update_once(data, tmp_p
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--norm-probe", "x", "--norm-probe-layers", "encoder.lay"), "encoder.lay fits no norm; the model has e"),
-        (("--norm-probe", "x", "--norm-probe-interval", "0"), "--norm-probe-interval 0 must be at least 1"),
+        (
+            ("--norm-probe", "x", "--norm-probe-layers", "encoder.lay"),
+            "encoder.lay fits no norm; the model has e",
+        ),
+        (
+            ("--norm-probe", "x", "--norm-probe-interval", "0"),
+            "--norm-probe-interval 0 must be at least 1",
+        ),
         (("--norm-probe", "occupied"), "occupied holds notes.txt"),
         (("--norm-probe", "occupied/notes.txt"), "notes.txt is not a folder"),
         (("--norm-probe", "occupied/notes.txt/probe"), "Not a directory"),
@@ -328,7 +388,9 @@ def test_a_training_does_not_replace_the_file_of_another(data, tmp_path, capsys)
         train(data, tmp_path / "two", *flags, updates=1)
     assert end.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()[-1:]
-    assert f"probe holds 2 updates of the run in {tmp_path}/one/checkpoints: give a new folder" in line
+    assert (
+        f"probe holds 2 updates of the run in {tmp_path}/one/checkpoints: give a new folder" in line
+    )
     with pytest.raises(ValueError, match=r"has no update-\*.parquet"):
         read_probe(tmp_path)
     shutil.rmtree(tmp_path / "one/checkpoints")  # killed before its first checkpoint
@@ -340,4 +402,7 @@ def test_patches_that_are_turned_off_are_one_line(data, tmp_path, capsys, monkey
     monkeypatch.setattr("pn_fairseq.models.norm_probe.patches_enabled", lambda: False)
     with pytest.raises(SystemExit) as end:
         train(data, tmp_path, "--norm-probe", "probe", updates=1)
-    assert end.value.code == 2 and "--norm-probe needs the patches of fairseq" in capsys.readouterr().err
+    assert (
+        end.value.code == 2
+        and "--norm-probe needs the patches of fairseq" in capsys.readouterr().err
+    )

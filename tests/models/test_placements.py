@@ -1,4 +1,6 @@
-"""Placements of norms: against fairseq's own model, formulas written apart, and published initializations."""
+"""Placements of norms: against fairseq's own model, formulas written apart, and published
+initializations.
+"""
 
 import copy
 import math
@@ -60,7 +62,9 @@ def test_with_layer_norm_it_is_fairseqs_transformer_to_the_bit(placement, withou
         torch.manual_seed(3)
         loss = loss_of(model, src, prev)
         loss.backward()
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        gradients = [
+            parameter.grad for parameter in model.parameters() if parameter.grad is not None
+        ]
         model.eval()
         logits, extra = model(src, None, prev, alignment_heads=2)
         attention = [one for one in extra["attn"] if one is not None]
@@ -78,7 +82,11 @@ def heads(module, x):
 
 def attention(module, query, key, causal: bool, padding):
     """On (B, T, C), by torch."""
-    q, k, v = heads(module, module.q_proj(query)), heads(module, module.k_proj(key)), heads(module, module.v_proj(key))
+    q, k, v = (
+        heads(module, module.q_proj(query)),
+        heads(module, module.k_proj(key)),
+        heads(module, module.v_proj(key)),
+    )
     real = ~padding[:, None, None]
     if causal:
         real = real & torch.ones(q.size(2), k.size(2), dtype=torch.bool).tril()
@@ -95,23 +103,36 @@ def sublayers(layer, padding, memory, memory_padding):
     own, cross = layer.self_attn, getattr(layer, "encoder_attn", None)
 
     def last(module):  # of placement sub: a norm and the projection
-        return (lambda h: module.linear(layer_norm(module.norm)(h))) if hasattr(module, "norm") else module
+        return (
+            (lambda h: module.linear(layer_norm(module.norm)(h)))
+            if hasattr(module, "norm")
+            else module
+        )
 
-    functions = {"self_attn": lambda h: last(own.out_proj)(attention(own, h, h, memory is not None, padding))}
+    functions = {
+        "self_attn": lambda h: last(own.out_proj)(attention(own, h, h, memory is not None, padding))
+    }
     if cross:
-        functions["encoder_attn"] = lambda h: cross.out_proj(attention(cross, h, memory, False, memory_padding))
+        functions["encoder_attn"] = lambda h: cross.out_proj(
+            attention(cross, h, memory, False, memory_padding)
+        )
     functions["final"] = lambda h: last(layer.fc2)(F.relu(layer.fc1(h)))
     for name, function in functions.items():
         second = getattr(layer, f"{name}_output_layer_norm", None)
-        yield layer_norm(getattr(layer, f"{name}_layer_norm")), second and layer_norm(second), function
+        yield (
+            layer_norm(getattr(layer, f"{name}_layer_norm")),
+            second and layer_norm(second),
+            function,
+        )
 
 
 def stack(placement, side, x, padding, memory=None, memory_padding=None):
     """All layers of a side by the formulas of the papers, on (B, T, C)."""
     count, r = len(side.layers), x
-    alpha = {(False, "deep"): 0.81 * (count**4 * count) ** (1 / 16), (True, "deep"): (3 * count) ** (1 / 4)}.get(
-        (memory is not None, placement), 1.0
-    )
+    alpha = {
+        (False, "deep"): 0.81 * (count**4 * count) ** (1 / 16),
+        (True, "deep"): (3 * count) ** (1 / 4),
+    }.get((memory is not None, placement), 1.0)
     if placement == "peri":
         x = layer_norm(side.input_norm)(x)
     for number, layer in enumerate(side.layers, 1):
@@ -165,8 +186,10 @@ def test_outputs_are_those_of_the_formula(placement):
     ],
 )
 def test_initial_weights(placement, encoder, decoder, number):
-    """Of the weights of `pre` with the same seed, fc1, fc2, v_proj and out_proj are multiplied, and no others; of `b2t`
-    every weight matrix of a layer, and no bias and no embedding, as in takase/b2t_connection."""
+    """Of the weights of `pre` with the same seed, fc1, fc2, v_proj and out_proj are multiplied, and
+    no others; of `b2t` every weight matrix of a layer, and no bias and no embedding, as in
+    takase/b2t_connection.
+    """
     depths = {"encoder_layers": 6, "decoder_layers": 3}
     excluded = {"encoder_attn"} if placement == "sub" else set()
     base, scaled = (dict(placed(name, **depths).named_parameters()) for name in ("pre", placement))
@@ -188,19 +211,26 @@ def test_initial_weights(placement, encoder, decoder, number):
 def test_initial_weights_of_a_model_with_only_a_decoder():
     def weights(placement):
         torch.manual_seed(1)
-        model = build("transformer_lm_pn_tiny", decoder_norm="layer", decoder_norm_placement=placement)
+        model = build(
+            "transformer_lm_pn_tiny", decoder_norm="layer", decoder_norm_placement=placement
+        )
         return dict(model.named_parameters()), len(model.decoder.layers)
 
     base, layers = weights("pre")
     deep, sub = weights("deep")[0], weights("sub")[0]
     name = "decoder.layers.0.fc1.weight"
     torch.testing.assert_close(deep[name], base[name] * (8 * layers) ** -0.25, rtol=1e-6, atol=0)
-    torch.testing.assert_close(sub[name], base[name] * math.log(2 * layers) ** 0.5, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        sub[name], base[name] * math.log(2 * layers) ** 0.5, rtol=1e-6, atol=0
+    )
 
 
 def test_mix_of_fewer_than_four_layers_is_pre():
     src, prev = padded_batch()
-    pre, mix = (placed(name, encoder_layers=3, decoder_layers=3)(src, None, prev)[0] for name in ("pre", "mix"))
+    pre, mix = (
+        placed(name, encoder_layers=3, decoder_layers=3)(src, None, prev)[0]
+        for name in ("pre", "mix")
+    )
     assert pre.equal(mix)
 
 
@@ -209,7 +239,9 @@ def test_resi_dual_without_a_norm_after_the_last_layer():
     model, (src, prev) = placed("resi-dual", no_decoder_final_norm=True).eval(), padded_batch()
     model.decoder.output_projection = torch.nn.Identity()
     streams = []
-    model.decoder.layers[-1].register_forward_hook(lambda layer, inputs, output: streams.append(output[0]))
+    model.decoder.layers[-1].register_forward_hook(
+        lambda layer, inputs, output: streams.append(output[0])
+    )
     got = model(src, None, prev)[0]
     x, r = streams[0].transpose(0, 1).chunk(2, -1)
     assert got.equal(x + r)
@@ -224,10 +256,14 @@ def test_padding_changes_nothing_in_training(placement):
     narrow = placed(placement, "power", qk_norm="batch", psi_warmup_updates=2).double()
     wide = copy.deepcopy(narrow)
     src, prev = padded_batch(batch=4)
-    loss, padded_loss = train(narrow, src, prev), train(wide, F.pad(src, (4, 0), value=1), F.pad(prev, (0, 3), value=1))
-    # fairseq takes its softmax in float32, also in a float64 model, and the last digits depend on the processor: 2**-24
-    # times the condition, 150 by the error of a model whose softmax is in float64. A missing mask changes the first
-    # digit. Some gradients are zero but for rounding, so that the scale is the largest one.
+    loss, padded_loss = (
+        train(narrow, src, prev),
+        train(wide, F.pad(src, (4, 0), value=1), F.pad(prev, (0, 3), value=1)),
+    )
+    # fairseq takes its softmax in float32, also in a float64 model, and the last digits depend on
+    # the processor: 2**-24 times the condition, 150 by the error of a model whose softmax is in
+    # float64. A missing mask changes the first digit. Some gradients are zero but for rounding, so
+    # that the scale is the largest one.
     close = 5 * 150 * 2**-24
     assert_close(padded_loss, loss, close)
     largest = max(parameter.grad.abs().max().item() for parameter in narrow.parameters())
@@ -246,29 +282,41 @@ def test_incremental_decoding_is_full_decoding(placement):
         encoder_out = model.encoder(src[1:], None)
         full = model.decoder(prev, encoder_out)[0]
         state = {}
-        steps = [model.decoder(prev[:, : end + 1], encoder_out, state)[0][:, -1] for end in range(prev.size(1))]
+        steps = [
+            model.decoder(prev[:, : end + 1], encoder_out, state)[0][:, -1]
+            for end in range(prev.size(1))
+        ]
     torch.testing.assert_close(torch.stack(steps, 1), full, rtol=1e-4, atol=5e-5)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_recomputed_activations_give_the_same_training(placement):
-    plain, recomputed = (placed(placement, "power", qk_norm="rms", checkpoint_activations=on) for on in (False, True))
+    plain, recomputed = (
+        placed(placement, "power", qk_norm="rms", checkpoint_activations=on) for on in (False, True)
+    )
     for model in (plain, recomputed):
         train(model, *padded_batch(), updates=2)
     assert_same_training(plain, recomputed, state=(1e-5, 1e-6))
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("changes", [{"encoder_layerdrop": 0.5, "decoder_layerdrop": 0.5}, {"quant_noise_pq": 0.1}])
+@pytest.mark.parametrize(
+    "changes", [{"encoder_layerdrop": 0.5, "decoder_layerdrop": 0.5}, {"quant_noise_pq": 0.1}]
+)
 def test_other_options_of_fairseq(placement, changes):
     model = placed(placement, "power", psi_warmup_updates=2, **changes)
     assert torch.isfinite(train(model, *padded_batch()))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_half_precision(placement, dtype):
-    """Logits are as in float32 but for rounding to 8 and 11 bits, and the statistics stay in float32."""
+    """Logits are as in float32 but for rounding to 8 and 11 bits,
+
+    and the statistics stay in float32.
+    """
     src, prev = padded_batch()
     plain = placed(placement, "power")
     half = copy.deepcopy(plain).to(dtype)
@@ -289,31 +337,44 @@ class SumOverTokens(torch.nn.Module):
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_statistics_are_recorded_and_estimated_again(placement, tmp_path):
-    """The probe records each norm of the encoder, and `recalibrating` reaches every norm of the model."""
+    """The probe records each norm of the encoder,
+
+    and `recalibrating` reaches every norm of the model.
+    """
     model, sample = placed(placement, "power", qk_norm="rms").train(), padded_batch()
     probe, criterion = NormProbe(model, tmp_path, 1), SumOverTokens()
     probe.begin(0, criterion, "")
     criterion(model, sample)[0].backward()
     probe.end(1)
-    inside = {name for name, module in model.encoder.named_modules() if isinstance(module, ChannelNorm)}
+    inside = {
+        name for name, module in model.encoder.named_modules() if isinstance(module, ChannelNorm)
+    }
     assert set(read_probe(tmp_path)["norm"]) == {f"encoder.{name}" for name in inside}
     before = [norm.running_psi2.clone() for norm in running_norms(model)]
     with torch.no_grad(), recalibrating(model):
         model(sample[0], None, sample[1])
-    assert not any(norm.running_psi2.equal(old) for norm, old in zip(running_norms(model), before, strict=True))
+    assert not any(
+        norm.running_psi2.equal(old) for norm, old in zip(running_norms(model), before, strict=True)
+    )
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_folding_works_or_is_one_line(placement, tmp_path):
     model = placed(placement, "batch")
-    state = {"model": model.state_dict(), "args": arch_args("transformer_pn_tiny", **small(placement, "batch"))}
+    state = {
+        "model": model.state_dict(),
+        "args": arch_args("transformer_pn_tiny", **small(placement, "batch")),
+    }
     assert PLACEMENTS[placement].folds == (placement in ("pre", "sandwich", "peri", "sub"))
     if PLACEMENTS[placement].folds:
         folded, lines, difference = fold_checkpoint(state, "it")
         assert difference.accepted and any("folded" in line for line in lines)
         assert len(folded["model"]) < len(state["model"])
     else:
-        with pytest.raises(CheckpointError, match=f"encoder_norm_placement={placement}: such norms cannot be folded$"):
+        with pytest.raises(
+            CheckpointError,
+            match=f"encoder_norm_placement={placement}: such norms cannot be folded$",
+        ):
             fold_checkpoint(state, "it")
 
 
@@ -333,7 +394,10 @@ def test_qk_norm_is_the_formula():
             parameter.mul_(1.3)
         got = own(x, x, x, need_weights=False)[0].transpose(0, 1)
         h = x.transpose(0, 1)
-        q, k, v = (heads(own, projection(h)) for projection in (own.q_proj.linear, own.k_proj.linear, own.v_proj))
+        q, k, v = (
+            heads(own, projection(h))
+            for projection in (own.q_proj.linear, own.k_proj.linear, own.v_proj)
+        )
         cosine = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(2, 3)
         y = (1.3**2 * math.sqrt(d) * cosine).softmax(-1) @ v
         expected = own.out_proj(y.transpose(1, 2).flatten(2))
@@ -350,14 +414,18 @@ def test_pruned_layers_compute_what_they_did(placement):
     whole, (src, prev) = placed(placement, **four).eval(), padded_batch()
     keep = {"encoder_layers_to_keep": "1,3", "decoder_layers_to_keep": "0,3"}
     pruned = placed(placement, **four, **keep).eval()
-    pruned.load_state_dict(whole.state_dict(), model_cfg=Namespace(arch="transformer_pn_tiny", **keep))
+    pruned.load_state_dict(
+        whole.state_dict(), model_cfg=Namespace(arch="transformer_pn_tiny", **keep)
+    )
     for side, kept in ((whole.encoder, (1, 3)), (whole.decoder, (0, 3))):
         side.layers = torch.nn.ModuleList(side.layers[index] for index in kept)
     assert pruned(src, None, prev)[0].equal(whole(src, None, prev)[0])
 
 
 def test_a_placement_must_be_one():
-    with pytest.raises(ValueError, match=r"'other' is not a subclass of pn_fairseq.models.placements.Pre"):
+    with pytest.raises(
+        ValueError, match=r"'other' is not a subclass of pn_fairseq.models.placements.Pre"
+    ):
         register_placement("other")(torch.nn.Module)
     with pytest.raises(ValueError, match="'pre' exists already"):
         register_placement("pre")(PLACEMENTS["pre"])
@@ -379,7 +447,11 @@ def test_a_placement_from_outside(tmp_path):
             got = model(src, None, prev)[0]
             for layer in [*model.encoder.layers, *model.decoder.layers]:
                 layer.placement = PLACEMENTS["pre"](layer.placement.depth)
-                for module in (layer.self_attn.out_proj, layer.fc2, getattr(layer, "encoder_attn", None)):
+                for module in (
+                    layer.self_attn.out_proj,
+                    layer.fc2,
+                    getattr(layer, "encoder_attn", None),
+                ):
                     for linear in filter(None, [getattr(module, "out_proj", module)]):
                         linear.weight.mul_(2), linear.bias.mul_(2)
             expected = model(src, None, prev)[0]

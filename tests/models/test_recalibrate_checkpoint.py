@@ -19,15 +19,24 @@ main = verb("average")
 
 @pytest.fixture(scope="module")
 def trained(data, tmp_path_factory):
-    """A run whose learning rate is high enough for the weights, and with them the activations, to move."""
+    """A run whose learning rate is high enough for the weights, and with them the activations,
+    to move.
+    """
     run_dir = tmp_path_factory.mktemp("recalibrate") / "run"
     settings = (
-        *("optimization.max_update=6", "checkpoint.save_interval_updates=3", "dataset.validate_interval_updates=100"),
+        *(
+            "optimization.max_update=6",
+            "checkpoint.save_interval_updates=3",
+            "dataset.validate_interval_updates=100",
+        ),
         *("dataset.max_tokens=400", "lr_scheduler.warmup_updates=4", "model.dropout=0.3"),
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        assert verb("train")(["verses_es_en", "--data", str(data), "--run", str(run_dir), *settings]) == 0
+        assert (
+            verb("train")(["verses_es_en", "--data", str(data), "--run", str(run_dir), *settings])
+            == 0
+        )
     return run_dir
 
 
@@ -46,8 +55,13 @@ def plain(trained, tmp_path, capsys):
 
 
 def loss_by_sentence(path, data):
-    """Bits per token of the validation data as fairseq loads model and data, without batches and without padding."""
-    (model,), _, task = checkpoint_utils.load_model_ensemble_and_task([str(path)], {"data": str(data / "bin")})
+    """Bits per token of the validation data as fairseq loads model and data,
+
+    without batches and without padding.
+    """
+    (model,), _, task = checkpoint_utils.load_model_ensemble_and_task(
+        [str(path)], {"data": str(data / "bin")}
+    )
     task.load_dataset("valid")
     dataset, total, tokens = task.dataset("valid"), 0.0, 0
     model.eval()
@@ -55,7 +69,9 @@ def loss_by_sentence(path, data):
         for number in range(len(dataset)):
             sample = dataset.collater([dataset[number]])
             logits, _ = model(**sample["net_input"])
-            total += F.cross_entropy(logits[0].double(), sample["target"][0], reduction="sum").item()
+            total += F.cross_entropy(
+                logits[0].double(), sample["target"][0], reduction="sum"
+            ).item()
             tokens += sample["target"].numel()
     return total / tokens / torch.log(torch.tensor(2.0)).item(), len(dataset), tokens
 
@@ -63,15 +79,21 @@ def loss_by_sentence(path, data):
 @pytest.mark.slow
 def test_losses_are_those_of_the_files_over_all_sentences(trained, data, plain, tmp_path, capsys):
     output = tmp_path / "recalibrated.pt"
-    code, out, err = average(trained, output, capsys, "--recalibrate", data / "bin", "--batches", 10**6)
+    code, out, err = average(
+        trained, output, capsys, "--recalibrate", data / "bin", "--batches", 10**6
+    )
     assert (code, err) == (0, "")
     used = int(re.search(r"recalibrated 7 norms on (\d+) training batches", out)[1])
-    batches = list(ModelWithData(load_checkpoint(plain), "plain", data / "bin").batches("train", train=True))
+    batches = list(
+        ModelWithData(load_checkpoint(plain), "plain", data / "bin").batches("train", train=True)
+    )
     assert used == len(batches)  # all, where more were asked for than there are
     assert sum(len(batch["id"]) for batch in batches) == 600  # and none is lost to a batch multiple
 
     losses = re.findall(
-        r"validation loss (before|after): +([\d.]+) bits per token \((\d+) sentences, (\d+) tokens\)", out
+        r"validation loss (before|after): +([\d.]+) bits per token \((\d+) sentences, (\d+) "
+        r"tokens\)",
+        out,
     )
     assert [loss[0] for loss in losses] == ["before", "after"]
     for path, (_, bits, sentences, tokens) in zip((plain, output), losses, strict=True):
@@ -82,7 +104,9 @@ def test_losses_are_those_of_the_files_over_all_sentences(trained, data, plain, 
     assert losses[0][1] != losses[1][1]
 
 
-def test_only_the_running_statistics_change_and_they_fit_the_averaged_weights(trained, data, plain, tmp_path, capsys):
+def test_only_the_running_statistics_change_and_they_fit_the_averaged_weights(
+    trained, data, plain, tmp_path, capsys
+):
     outputs = [tmp_path / name for name in ("one.pt", "two.pt")]
     for output in outputs:
         _, out, _ = average(trained, output, capsys, "--recalibrate", data / "bin", "--batches", 4)
@@ -103,7 +127,9 @@ def test_only_the_running_statistics_change_and_they_fit_the_averaged_weights(tr
         x, mask = arguments
         groups = x.double().unflatten(-1, (module.layer_scale.groups, -1))
         scaled = (groups / (groups.square().mean(-1, keepdim=True) + module.eps).sqrt()).flatten(-2)
-        real = scaled.transpose(0, 1).flatten(0, 1) if mask is None else scaled.transpose(0, 1)[~mask]
+        real = (
+            scaled.transpose(0, 1).flatten(0, 1) if mask is None else scaled.transpose(0, 1)[~mask]
+        )
         psi2.append(real.square().mean(0))
 
     norm.register_forward_pre_hook(look)
@@ -135,19 +161,32 @@ def test_nothing_to_recalibrate(trained, plain, data, tmp_path, capsys):
     """A model with LayerNorm: the PN model's checkpoint without its statistics."""
     state = load_checkpoint(plain)
     statistics = ("running_psi2", ".nu", "num_batches_tracked")
-    state["model"] = {key: value for key, value in state["model"].items() if not key.endswith(statistics)}
+    state["model"] = {
+        key: value for key, value in state["model"].items() if not key.endswith(statistics)
+    }
     model = state["cfg"]["model"]
     if isinstance(model, dict):
         model["encoder_norm"] = "layer"
     else:
         model.encoder_norm = "layer"
     save_checkpoint(state, tmp_path / "ln.pt")
-    arguments = ("--inputs", tmp_path / "ln.pt", "--output", tmp_path / "out.pt", "--recalibrate", data / "bin")
+    arguments = (
+        "--inputs",
+        tmp_path / "ln.pt",
+        "--output",
+        tmp_path / "out.pt",
+        "--recalibrate",
+        data / "bin",
+    )
     assert main([str(argument) for argument in arguments]) == 0
     captured = capsys.readouterr()
     assert "nothing to recalibrate" in captured.out and captured.err == ""
     written = load_checkpoint(tmp_path / "out.pt")["model"]
-    assert all(torch.equal(written[key], value) for key, value in state["model"].items() if "_float_tensor" not in key)
+    assert all(
+        torch.equal(written[key], value)
+        for key, value in state["model"].items()
+        if "_float_tensor" not in key
+    )
 
 
 def longer_dictionary(bin_folder):
@@ -173,7 +212,13 @@ def without(pattern):
         (without("train.*"), ("subset 'train'",)),
         (without("valid.*"), ("subset 'valid'",)),
     ],
-    ids=["other dictionary", "half a dictionary", "no dictionary", "no training data", "no validation data"],
+    ids=[
+        "other dictionary",
+        "half a dictionary",
+        "no dictionary",
+        "no training data",
+        "no validation data",
+    ],
 )
 def test_data_that_does_not_fit(change, needles, trained, data, tmp_path, capsys):
     shutil.copytree(data / "bin", tmp_path / "bin")
@@ -189,10 +234,19 @@ def test_the_script_knows_how_the_average_was_made(trained, tmp_path, capsys):
     averaged = tmp_path / "averaged.pt"
     flags = ("--run", trained, "--last", 2, "--output", averaged)
     psi2 = []
-    for options, averaged_again in ((("--recalibrate",), True), (("--recalibrate",), False), ((), True), ((), False)):
+    for options, averaged_again in (
+        (("--recalibrate",), True),
+        (("--recalibrate",), False),
+        ((), True),
+        ((), False),
+    ):
         assert main([str(argument) for argument in (*flags, *options)]) == 0
         printed = capsys.readouterr()
         assert ("already" not in printed.err) == averaged_again, options
         assert ("validation loss after" in printed.out) == (averaged_again and bool(options))
         psi2.append(load_checkpoint(averaged)["model"]["encoder.layer_norm.running_psi2"])
-    assert torch.equal(psi2[0], psi2[1]) and not torch.equal(psi2[1], psi2[2]) and torch.equal(psi2[2], psi2[3])
+    assert (
+        torch.equal(psi2[0], psi2[1])
+        and not torch.equal(psi2[1], psi2[2])
+        and torch.equal(psi2[2], psi2[3])
+    )

@@ -1,4 +1,6 @@
-"""Settings that no model can have: an error that names them, which fairseq's commands print in one line."""
+"""Settings that no model can have: an error that names them, which fairseq's commands print in
+one line.
+"""
 
 import pytest
 
@@ -17,11 +19,20 @@ TRANSLATION = [
     ({"norm_options": "window=2.5"}, "norm option window='2.5' is not a whole number"),
     ({"norm_options": {"window": True}}, "norm option window=True is not a whole number"),
     ({"norm_options": {"windw": 3}}, "unknown norm option 'windw', did you mean 'window'"),
-    ({"norm_options": {"ada_k": 0.1}}, "unknown norm option 'ada_k'.*the options of unified, layer are"),
+    (
+        {"norm_options": {"ada_k": 0.1}},
+        "unknown norm option 'ada_k'.*the options of unified, layer are",
+    ),
     ({"norm_options": {"alpha_fwd": 0.5}}, "it has the flag --norm-alpha-fwd"),
-    ({"norm_options": {"outlier_filtration": "maybe"}}, "outlier_filtration='maybe' is not true or false"),
+    (
+        {"norm_options": {"outlier_filtration": "maybe"}},
+        "outlier_filtration='maybe' is not true or false",
+    ),
     ({"norm_options": {"adda": {"ada_k": 1}}}, "unknown norm 'adda', did you mean 'ada'"),
-    ({"norm_options": {"ada": {"ada_kk": 1}}}, "unknown norm option 'ada_kk', did you mean 'ada_k'"),
+    (
+        {"norm_options": {"ada": {"ada_kk": 1}}},
+        "unknown norm option 'ada_kk', did you mean 'ada_k'",
+    ),
     ({"norm_options": 3}, "norm_options=3 is not KEY=VALUE"),
     ({"encoder_norm_last": "layre"}, "unknown norm 'layre', did you mean 'layer'"),
     ({"decoder_norm_last": "rms", "no_decoder_final_norm": True}, "--no-decoder-final-norm"),
@@ -31,11 +42,26 @@ TRANSLATION = [
     ({"attention_init": "kaiming"}, "attention_init='kaiming' must be one of fairseq, torch"),
     ({"norm_sync": "maybe"}, "maybe.*auto, on, off"),
     (both("sandwhich"), "unknown placement 'sandwhich', did you mean 'sandwich'"),
-    (both("post", encoder_norm_last="rms"), "^--encoder-norm-last: post has no norm after the last layer"),
-    (both("b2t", decoder_norm_last="rms"), "^--decoder-norm-last: b2t has no norm after the last layer"),
-    (both("deep", decoder_layers_to_keep="0,2"), "^--decoder-layers-to-keep: layers of deep compute something else"),
-    (both("mix", encoder_layers_to_keep="0,2"), "^--encoder-layers-to-keep: layers of mix compute something else"),
-    (both("scaled", encoder_layers_to_keep="1"), "^--encoder-layers-to-keep: layers of scaled compute"),
+    (
+        both("post", encoder_norm_last="rms"),
+        "^--encoder-norm-last: post has no norm after the last layer",
+    ),
+    (
+        both("b2t", decoder_norm_last="rms"),
+        "^--decoder-norm-last: b2t has no norm after the last layer",
+    ),
+    (
+        both("deep", decoder_layers_to_keep="0,2"),
+        "^--decoder-layers-to-keep: layers of deep compute something else",
+    ),
+    (
+        both("mix", encoder_layers_to_keep="0,2"),
+        "^--encoder-layers-to-keep: layers of mix compute something else",
+    ),
+    (
+        both("scaled", encoder_layers_to_keep="1"),
+        "^--encoder-layers-to-keep: layers of scaled compute",
+    ),
 ]
 #: Of transformer_lm_pn_tiny.
 LANGUAGE = [
@@ -55,18 +81,31 @@ LANGUAGE = [
 ]
 #: Of tensorized_lm_ln_tiny.
 TENSORIZED = [
-    ({"decoder_norm_last": "rms", "decoder_final_norm": False}, "--decoder-norm-last needs --decoder-final-norm"),
-    *(({"adaptive_softmax_cutoff": cutoff}, f"--adaptive-softmax-cutoff {cutoff}") for cutoff in
-      ("60,20", "20,x", "100", "0,20")),
-    *(({name: 0}, f"--{name.replace('_', '-')} must be at least 1, not 0") for name in
-      ("cores", "core_rank", "decoder_layers")),
+    (
+        {"decoder_norm_last": "rms", "decoder_final_norm": False},
+        "--decoder-norm-last needs --decoder-final-norm",
+    ),
+    *(
+        ({"adaptive_softmax_cutoff": cutoff}, f"--adaptive-softmax-cutoff {cutoff}")
+        for cutoff in ("60,20", "20,x", "100", "0,20")
+    ),
+    *(
+        ({name: 0}, f"--{name.replace('_', '-')} must be at least 1, not 0")
+        for name in ("cores", "core_rank", "decoder_layers")
+    ),
     ({"decoder_norm_placement": "peri"}, "has only --post-norm"),
-]  # fmt: skip
-TABLE = {"transformer_un_tiny": TRANSLATION, "transformer_lm_pn_tiny": LANGUAGE, "tensorized_lm_ln_tiny": TENSORIZED}
+]
+TABLE = {
+    "transformer_un_tiny": TRANSLATION,
+    "transformer_lm_pn_tiny": LANGUAGE,
+    "tensorized_lm_ln_tiny": TENSORIZED,
+}
 
 
 @pytest.mark.parametrize(
-    ("arch", "flags", "message"), [(arch, *row) for arch, rows in TABLE.items() for row in rows], ids=str
+    ("arch", "flags", "message"),
+    [(arch, *row) for arch, rows in TABLE.items() for row in rows],
+    ids=str,
 )
 def test_settings_that_a_model_cannot_have(arch, flags, message):
     with pytest.raises(ValueError, match=message):

@@ -40,12 +40,21 @@ def triple_loop(layer, x, positions, u, w, masked, mask=None):
         for i in range(len(x)):
             for j in range(len(x)):
                 for n in range(len(x)):
-                    if masked and (j > i or n > i) or mask is not None and (mask[b, j] or mask[b, n]):
+                    if (
+                        masked
+                        and (j > i or n > i)
+                        or mask is not None
+                        and (mask[b, j] or mask[b, n])
+                    ):
                         continue
                     a = 0.0
                     for g in cores:
                         for r in range(RANK):
-                            a += g[r] * ((q[i, r] + u[r]) * k[j, r] + (q[i, r] + w[r]) * p[j, r]) * v[n, r]
+                            a += (
+                                g[r]
+                                * ((q[i, r] + u[r]) * k[j, r] + (q[i, r] + w[r]) * p[j, r])
+                                * v[n, r]
+                            )
                     y[i, b] += a / len(cores) * weights["out_proj"][j, n]
     return y
 
@@ -59,7 +68,9 @@ def test_attention_is_the_triple_loop(cores, softmax, masked, padded):
     mask[1, -3:] = True
     mask = mask if padded else None
     expected = triple_loop(layer, *inputs, masked, mask)
-    np.testing.assert_allclose(layer(*inputs, mask).detach().numpy(), expected, rtol=1e-10, atol=1e-10)
+    np.testing.assert_allclose(
+        layer(*inputs, mask).detach().numpy(), expected, rtol=1e-10, atol=1e-10
+    )
 
 
 def test_the_core_starts_on_the_simplex():
@@ -71,12 +82,19 @@ def test_the_core_starts_on_the_simplex():
 
 @pytest.mark.parametrize(
     ("arch", "vocabulary", "tokens", "parameters"),
-    [("tensorized_lm_ln_ptb", 10_000, 32, 6_715_252), ("tensorized_lm_ln_wt103", 267_735, 80, 85_356_626)],
+    [
+        ("tensorized_lm_ln_ptb", 10_000, 32, 6_715_252),
+        ("tensorized_lm_ln_wt103", 267_735, 80, 85_356_626),
+    ],
 )
 def test_parameters_are_as_many_as_in_the_authors_code(arch, vocabulary, tokens, parameters):
-    """Counted by running the authors' run_ptb.sh and run_wt103.sh; these have LayerNorm, 2 x C parameters."""
+    """Counted by running the authors' run_ptb.sh and run_wt103.sh; these have LayerNorm, 2 x C
+    parameters.
+    """
     words = make_dictionary(vocabulary)
-    task = SimpleNamespace(args=Namespace(tokens_per_sample=tokens), source_dictionary=words, target_dictionary=words)
+    task = SimpleNamespace(
+        args=Namespace(tokens_per_sample=tokens), source_dictionary=words, target_dictionary=words
+    )
     with torch.device("meta"):
         model = ARCH_MODEL_REGISTRY[arch].build_model(arch_args(arch), task)
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
@@ -93,17 +111,23 @@ def test_positions_are_distances_to_the_end_of_the_longest_block():
 @pytest.mark.parametrize("post_norm", [False, True])
 def test_model_is_its_formula(post_norm):
     """Of one layer with LN, in float64, with the attention that is tested above."""
-    model = build("tensorized_lm_ln_tiny", post_norm=post_norm, decoder_layers=1, decoder_final_norm=False)
+    model = build(
+        "tensorized_lm_ln_tiny", post_norm=post_norm, decoder_layers=1, decoder_final_norm=False
+    )
     model = model.double().eval()
     assert sum(isinstance(each, ChannelNorm) for each in model.modules()) == 2
     decoder, layer = model.decoder, model.decoder.layers[0]
     tokens = torch.randint(4, VOCABULARY, (2, BLOCK))
 
     def norm(x):
-        return (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
+        return (x - x.mean(-1, keepdim=True)) / (
+            x.var(-1, correction=0, keepdim=True) + 1e-5
+        ).sqrt()
 
     def feed_forward(x):
-        return (x @ layer.fc1.weight.T + layer.fc1.bias).clamp(min=0) @ layer.fc2.weight.T + layer.fc2.bias
+        return (x @ layer.fc1.weight.T + layer.fc1.bias).clamp(
+            min=0
+        ) @ layer.fc2.weight.T + layer.fc2.bias
 
     def attend(x):
         arguments = decoder.positions.double(), decoder.content_bias, decoder.position_bias
@@ -116,7 +140,9 @@ def test_model_is_its_formula(post_norm):
     else:
         y = x + attend(norm(x))
         y = y + feed_forward(norm(y))
-    torch.testing.assert_close(model(tokens)[0], y @ decoder.embed_tokens.weight.T + decoder.output_bias)
+    torch.testing.assert_close(
+        model(tokens)[0], y @ decoder.embed_tokens.weight.T + decoder.output_bias
+    )
 
 
 def test_adaptive_softmax_is_normalized_and_shares_the_embedding():
@@ -131,11 +157,17 @@ def test_adaptive_softmax_is_normalized_and_shares_the_embedding():
     torch.testing.assert_close(whole.exp().sum(-1), torch.ones(1, 7, dtype=torch.float64))
     logits = features[0] @ weight.T + softmax.bias
     head = torch.cat([logits[:, :20], softmax.clusters(features[0])], 1).log_softmax(1)
-    tails = [logits[:, 20:60].log_softmax(1) + head[:, [20]], logits[:, 60:].log_softmax(1) + head[:, [21]]]
+    tails = [
+        logits[:, 20:60].log_softmax(1) + head[:, [20]],
+        logits[:, 60:].log_softmax(1) + head[:, [21]],
+    ]
     expected = torch.cat([head[:, :20], *tails], 1)
     torch.testing.assert_close(whole[0], expected)
     outputs, targets = softmax(features, target)  # what the criterion adaptive_loss takes
-    loss = sum(torch.nn.functional.cross_entropy(*pair, reduction="sum") for pair in zip(outputs, targets, strict=True))
+    loss = sum(
+        torch.nn.functional.cross_entropy(*pair, reduction="sum")
+        for pair in zip(outputs, targets, strict=True)
+    )
     torch.testing.assert_close(loss, -expected.gather(1, target.T).sum())
 
 
@@ -150,7 +182,9 @@ def test_copy_of_the_model_has_its_own_embedding():
 
 
 def test_block_that_is_too_long_is_refused():
-    with pytest.raises(ValueError, match=f"{BLOCK + 1} tokens is longer.*--tokens-per-sample {BLOCK}"):
+    with pytest.raises(
+        ValueError, match=f"{BLOCK + 1} tokens is longer.*--tokens-per-sample {BLOCK}"
+    ):
         build("tensorized_lm_ln_tiny")(torch.full((1, BLOCK + 1), 5))
 
 
@@ -167,7 +201,12 @@ def test_unmasked_model_warns_and_is_not_causal(caplog):
 @pytest.mark.parametrize("offload", [False, True])
 def test_activation_checkpointing_gives_the_same_gradients(offload):
     plain = build("tensorized_lm_pn_tiny", dropout=0.0)
-    other = build("tensorized_lm_pn_tiny", dropout=0.0, checkpoint_activations=True, offload_activations=offload)
+    other = build(
+        "tensorized_lm_pn_tiny",
+        dropout=0.0,
+        checkpoint_activations=True,
+        offload_activations=offload,
+    )
     other.load_state_dict(plain.state_dict())
     tokens = torch.randint(4, VOCABULARY, (2, BLOCK))
     for model in (plain, other):

@@ -1,4 +1,6 @@
-"""fairseq's ways of training, with the plugin: half precision, accumulation, recomputation, ranks, reports."""
+"""fairseq's ways of training, with the plugin: half precision, accumulation, recomputation,
+ranks, reports.
+"""
 
 import json
 import re
@@ -30,17 +32,31 @@ def plain(data, tmp_path_factory):
 
 @pytest.mark.parametrize(
     "flags",
-    [("--memory-efficient-fp16",), pytest.param(("--fp16", "--fp16-no-flatten-grads"), marks=pytest.mark.slow)],
+    [
+        ("--memory-efficient-fp16",),
+        pytest.param(("--fp16", "--fp16-no-flatten-grads"), marks=pytest.mark.slow),
+    ],
     ids=["memory-efficient-fp16", "fp16"],
 )
 def test_an_overflow_in_half_precision_leaves_the_statistics_alone(flags, data, tmp_path):
-    """A loss scale at which every gradient overflows: fairseq skips those steps, and so do the statistics."""
-    log = train(data, tmp_path, *flags, "--fp16-init-scale", 2**26, "--disable-validation", "--batch-size", 1)
+    """A loss scale at which every gradient overflows: fairseq skips those steps, and so do the
+    statistics.
+    """
+    log = train(
+        data,
+        tmp_path,
+        *flags,
+        "--fp16-init-scale",
+        2**26,
+        "--disable-validation",
+        "--batch-size",
+        1,
+    )
     overflows = len(re.findall("gradient overflow detected", log))
     assert overflows >= 3
     model = model_of(tmp_path)
-    # Each layer judges for itself. The first steps overflow everywhere; a later one may have finite gradients in a
-    # layer although others overflow, and counts there.
+    # Each layer judges for itself. The first steps overflow everywhere; a later one may have finite
+    # gradients in a layer although others overflow, and counts there.
     assert all(6 <= count <= 6 + overflows - 3 for count in counters(model).values()), overflows
     for key, value in model.items():
         if key.endswith(("running_psi2", ".nu")):
@@ -48,15 +64,21 @@ def test_an_overflow_in_half_precision_leaves_the_statistics_alone(flags, data, 
             assert float(value.abs().max()) < 1e6, key
 
 
-def test_accumulation_counts_updates_for_the_warmup_and_batches_for_the_statistics(data, tmp_path, plain):
+def test_accumulation_counts_updates_for_the_warmup_and_batches_for_the_statistics(
+    data, tmp_path, plain
+):
     train(data, tmp_path, "--update-freq", 3, "--norm-stats-interval", 1)
     assert set(counters(model_of(tmp_path)).values()) == {18}
     assert set(counters(model_of(plain)).values()) == {6}
-    # In the warm-up PN divides by the batch's own psi, so Gamma = psi_B^2 / (psi_B^2 + eps) is just below 1; after it,
-    # by the running one. Three warm-up updates of three batches each.
+    # In the warm-up PN divides by the batch's own psi, so Gamma = psi_B^2 / (psi_B^2 + eps) is just
+    # below 1; after it, by the running one. Three warm-up updates of three batches each.
     log = (tmp_path / "train.log").read_text("utf-8")
-    records = [json.loads(line[line.find("{") :]) for line in log.splitlines() if "norm_gamma_max" in line]
-    gamma = {int(r["num_updates"]): float(r["norm_gamma_max"]) for r in records if "num_updates" in r}
+    records = [
+        json.loads(line[line.find("{") :]) for line in log.splitlines() if "norm_gamma_max" in line
+    ]
+    gamma = {
+        int(r["num_updates"]): float(r["norm_gamma_max"]) for r in records if "num_updates" in r
+    }
     # A record of update n + 1 reports what was seen up to the end of update n.
     in_warmup = [gamma[update] for update in (2, 3, 4)]
     afterwards = [gamma[update] for update in (5, 6)]
@@ -65,7 +87,8 @@ def test_accumulation_counts_updates_for_the_warmup_and_batches_for_the_statisti
 
 
 @pytest.mark.parametrize(
-    "flag", ["--checkpoint-activations", pytest.param("--offload-activations", marks=pytest.mark.slow)]
+    "flag",
+    ["--checkpoint-activations", pytest.param("--offload-activations", marks=pytest.mark.slow)],
 )
 def test_recomputation_gives_the_same_losses(flag, data, tmp_path, plain):
     train(data, tmp_path, flag)
@@ -75,19 +98,32 @@ def test_recomputation_gives_the_same_losses(flag, data, tmp_path, plain):
     assert counters(model_of(tmp_path)) == counters(model_of(plain))
     recomputed = model_of(tmp_path)
     for key, value in model_of(plain).items():
-        # Where a gradient is only rounding, Adam makes it as large as any: in the bias of the keys, which has no
-        # influence on attention, and in some entries of a weight. The norm is that of all entries.
+        # Where a gradient is only rounding, Adam makes it as large as any: in the bias of the keys,
+        # which has no influence on attention, and in some entries of a weight. The norm is that of
+        # all entries.
         if not key.endswith("k_proj.bias"):
             error = (recomputed[key].double() - value.double()).norm()
-            torch.testing.assert_close(error.item(), 0.0, rtol=0, atol=1e-4 * value.double().norm().item(), msg=key)
+            torch.testing.assert_close(
+                error.item(), 0.0, rtol=0, atol=1e-4 * value.double().norm().item(), msg=key
+            )
 
 
 @pytest.mark.parametrize(
     "placement",
-    ["resi-dual", *(pytest.param(name, marks=pytest.mark.slow) for name in PLACEMENTS if name != "resi-dual")],
+    [
+        "resi-dual",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in PLACEMENTS if name != "resi-dual"),
+    ],
 )
 def test_a_placement_trains_resumes_to_the_bit_and_decodes(placement, data, tmp_path):
-    flags = ("--encoder-norm-placement", "sub", "--decoder-norm-placement", placement, "--qk-norm", "batch")
+    flags = (
+        "--encoder-norm-placement",
+        "sub",
+        "--decoder-norm-placement",
+        placement,
+        "--qk-norm",
+        "batch",
+    )
     train(data, tmp_path / "straight", *flags, updates=4)
     for updates in (2, 4):
         train(data, tmp_path / "resumed", *flags, updates=updates)
@@ -111,12 +147,16 @@ def test_summary_of_the_norms_in_log_tensorboard_and_wandb(data, tmp_path, plain
     text = train(data, tmp_path, "--log-interval", 2, *places)
     names = ("psi_distance", "nu_rms", "gamma_max", "guarded_steps", "nonfinite_steps")
     assert all(f'"norm_{name}"' in text for name in names)
-    events = b"".join(path.read_bytes() for path in (tmp_path / "tensorboard/train_inner").iterdir())
+    events = b"".join(
+        path.read_bytes() for path in (tmp_path / "tensorboard/train_inner").iterdir()
+    )
     assert all(f"norm_{name}".encode() in events for name in names)
     assert {f"train_inner/norm_{name}" for name in names} <= logged
     without = model_of(plain)
     assert all(torch.equal(value, without[key]) for key, value in model_of(tmp_path).items())
-    assert "norm_" not in re.sub("norm_(report|stats|agreement|sync|alpha|eps|variant)|[a-z]norm_", "", read(plain))
+    assert "norm_" not in re.sub(
+        "norm_(report|stats|agreement|sync|alpha|eps|variant)|[a-z]norm_", "", read(plain)
+    )
 
 
 def read(where):
@@ -125,9 +165,14 @@ def read(where):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["transformer_pn_tiny", "transformer_pnv_tiny", "transformer_bn_tiny"])
+@pytest.mark.parametrize(
+    "arch", ["transformer_pn_tiny", "transformer_pnv_tiny", "transformer_bn_tiny"]
+)
 def test_two_ranks_under_both_backends(arch, data, tmp_path):
-    """legacy_ddp and pytorch_ddp are two implementations of the same sums: weights and statistics are equal."""
+    """legacy_ddp and pytorch_ddp are two implementations of the same sums:
+
+    weights and statistics are equal.
+    """
     models = []
     for backend in ("legacy_ddp", "pytorch_ddp"):
         where = tmp_path / backend

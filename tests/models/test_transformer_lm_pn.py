@@ -13,7 +13,16 @@ from pn_fairseq.norms import NORMS
 from pn_fairseq.norms.base import ChannelNorm
 from pn_fairseq.norms.registry import HEADS
 
-from .helpers import ADAPTIVE, BLOCK, KINDS, VOCABULARY, arch_args, assert_same_training, build, make_task
+from .helpers import (
+    ADAPTIVE,
+    BLOCK,
+    KINDS,
+    VOCABULARY,
+    arch_args,
+    assert_same_training,
+    build,
+    make_task,
+)
 
 MODELS = ("transformer_lm", "tensorized_lm")
 EVERY_KIND = pytest.mark.parametrize("name", KINDS)
@@ -26,14 +35,18 @@ def tiny(stem, name, **flags):
 
 
 def blocks(seed=0, batch=3, length=BLOCK, padded=True):
-    tokens = torch.randint(4, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+    tokens = torch.randint(
+        4, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed)
+    )
     if padded:
         tokens[1, -4:] = 1
     return tokens
 
 
 def trained(model, updates=2):
-    """The model after some updates, so that its statistics are not the initial ones, in evaluation."""
+    """The model after some updates, so that its statistics are not the initial ones, in
+    evaluation.
+    """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for update in range(updates):
         model.set_num_updates(update)
@@ -45,7 +58,8 @@ def trained(model, updates=2):
 
 
 @pytest.mark.parametrize(
-    ("stem", "sizes"), zip(MODELS, (("tiny", "base", "wiki103"), ("tiny", "ptb", "wt103")), strict=True)
+    ("stem", "sizes"),
+    zip(MODELS, (("tiny", "base", "wiki103"), ("tiny", "ptb", "wt103")), strict=True),
 )
 def test_every_norm_has_every_size(stem, sizes):
     registered = {arch for arch, model in ARCH_MODEL_NAME_REGISTRY.items() if model == f"{stem}_pn"}
@@ -74,7 +88,9 @@ def test_layer_scale_has_a_group_for_each_head(name):
     }
 
 
-@pytest.mark.parametrize("flags", [{"share_decoder_input_output_embed": True}, ADAPTIVE], ids=["tied", "adaptive"])
+@pytest.mark.parametrize(
+    "flags", [{"share_decoder_input_output_embed": True}, ADAPTIVE], ids=["tied", "adaptive"]
+)
 def test_layer_norm_model_is_fairseqs_own(flags):
     flags = {"decoder_embed_dim": 64, "decoder_ffn_embed_dim": 96, "decoder_layers": 2, **flags}
     ours = build("transformer_lm_ln_base", **flags).eval()
@@ -99,7 +115,8 @@ def test_layer_norm_model_is_fairseqs_own(flags):
 @BOTH
 def test_prefix_has_the_outputs_that_it_has_in_the_whole_block(stem, name):
     """In evaluation nothing depends on what comes after."""
-    model = trained(tiny(stem, name, decoder_layers=1).double())  # fairseq's softmax and positions stay float32
+    # fairseq's softmax and positions stay float32
+    model = trained(tiny(stem, name, decoder_layers=1).double())
     tokens = blocks(5, padded=False)
     with torch.no_grad():
         whole = model(tokens)[0]
@@ -108,14 +125,19 @@ def test_prefix_has_the_outputs_that_it_has_in_the_whole_block(stem, name):
             torch.testing.assert_close(model(tokens[:, :end])[0], whole[:, :end], **close)
         if stem == "transformer_lm":
             state = {}
-            steps = [model.decoder(tokens[:, :end], incremental_state=state)[0] for end in range(1, BLOCK + 1)]
+            steps = [
+                model.decoder(tokens[:, :end], incremental_state=state)[0]
+                for end in range(1, BLOCK + 1)
+            ]
             torch.testing.assert_close(torch.cat(steps, dim=1), whole, **close)
 
 
 @EVERY_KIND
 @BOTH
 def test_more_padding_changes_nothing_in_training(stem, name):
-    narrow = tiny(stem, name, decoder_layers=1, dropout=0.0, max_target_positions=BLOCK + 3).double()
+    narrow = tiny(
+        stem, name, decoder_layers=1, dropout=0.0, max_target_positions=BLOCK + 3
+    ).double()
     wide = copy.deepcopy(narrow)
     tokens = blocks()
     losses = []
@@ -139,5 +161,9 @@ def test_some_layers_of_a_checkpoint_are_kept():
 
 def test_wiki103_has_the_settings_of_fairseqs():
     args = arch_args("transformer_lm_pn_wiki103")
-    assert (args.decoder_layers, args.decoder_embed_dim, args.adaptive_softmax_cutoff) == (16, 1024, "20000,60000")
+    assert (args.decoder_layers, args.decoder_embed_dim, args.adaptive_softmax_cutoff) == (
+        16,
+        1024,
+        "20000,60000",
+    )
     assert args.no_decoder_final_norm and args.tie_adaptive_weights and args.decoder_norm == "power"

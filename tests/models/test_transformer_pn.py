@@ -20,12 +20,17 @@ def test_all_hidden_states_are_returned_when_asked_for():
 
 @pytest.mark.parametrize("variant", ["paper", "release"])
 def test_embeddings_at_padding_are_zeroed_but_not_in_the_release(variant):
-    """fairseq 0.8, which the release is a fork of, leaves them; the release's nu takes in what stands at padding."""
+    """fairseq 0.8, which the release is a fork of, leaves them; the release's nu takes in what
+    stands at padding.
+    """
     model = build("transformer_pn_tiny", norm_variant=variant, dropout=0.0)
     with torch.no_grad():
-        model.encoder.embed_tokens.weight[1] = 0.3  # the row of padding is trained where embeddings are shared
+        # the row of padding is trained where embeddings are shared
+        model.encoder.embed_tokens.weight[1] = 0.3
     seen = []
-    model.encoder.layers[0].register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
+    model.encoder.layers[0].register_forward_pre_hook(
+        lambda _, arguments: seen.append(arguments[0])
+    )
     src, prev = padded_batch()
     model(src, None, prev)
     embedded = 128**0.5 * model.encoder.embed_tokens(src) + model.encoder.embed_positions(src)
@@ -50,14 +55,22 @@ def test_compiled_model_trains_and_evaluates_like_the_plain_one():
     plain.eval()
     compiled.eval()
     with torch.no_grad():
-        torch.testing.assert_close(compiled(src, None, prev)[0], plain(src, None, prev)[0], rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(
+            compiled(src, None, prev)[0], plain(src, None, prev)[0], rtol=1e-9, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"decoder_norm": "batch"}, "decoder.layers.0.self_attn_layer_norm and 9 other norms are in a decoder and, in"),
-        ({"decoder_norm": "power", "psi_warmup_updates": 9}, "for the 9 updates of the psi warm-up, in training"),
+        (
+            {"decoder_norm": "batch"},
+            "decoder.layers.0.self_attn_layer_norm and 9 other norms are in a decoder and, in",
+        ),
+        (
+            {"decoder_norm": "power", "psi_warmup_updates": 9},
+            "for the 9 updates of the psi warm-up, in training",
+        ),
         ({"decoder_norm": "power", "psi_warmup_updates": 0}, ""),
         ({}, ""),  # PN in the encoder only
     ],
@@ -88,20 +101,28 @@ def test_tokens_that_are_known_to_hold_no_padding_are_not_looked_at(monkeypatch)
 
 
 def test_compiled_layers_train_as_plain_ones(monkeypatch):
-    """The keys of the state stay, and a copy of the model, as for an average of weights, has layers of its own."""
+    """The keys of the state stay, and a copy of the model, as for an average of weights, has
+    layers of its own.
+    """
     compile_layer = torch.nn.Module.compile
     monkeypatch.setattr(
-        torch.nn.Module, "compile", lambda layer, **options: compile_layer(layer, backend="aot_eager", **options)
+        torch.nn.Module,
+        "compile",
+        lambda layer, **options: compile_layer(layer, backend="aot_eager", **options),
     )
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    plain, compiled = (build("transformer_pn_tiny", compile_layers=flag, dropout=0.0) for flag in (False, True))
+    plain, compiled = (
+        build("transformer_pn_tiny", compile_layers=flag, dropout=0.0) for flag in (False, True)
+    )
     compiled.load_state_dict(plain.state_dict())
     for model in (plain, compiled):
         model.train().compile_layers()
         for number in range(4):
             model.set_num_updates(number + 1)
-            loss_of(model, *padded_batch(number, source=7 + number % 3, target=5 + number % 2)).backward()
+            loss_of(
+                model, *padded_batch(number, source=7 + number % 3, target=5 + number % 2)
+            ).backward()
     assert_same_training(compiled, plain, state=(1e-5, 1e-6), rtol=1e-4, atol=1e-5)
     assert compiled.state_dict().keys() == plain.state_dict().keys()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 2

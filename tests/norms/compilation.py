@@ -1,4 +1,6 @@
-"""Training with and without ``torch.compile``, compared: for tests, and for the table in docs/own_model.md."""
+"""Training with and without ``torch.compile``, compared: for tests, and for the table in
+docs/own_model.md.
+"""
 
 import copy
 
@@ -22,7 +24,9 @@ LENGTHS = (5, 5, 6, 4, 7, 9)
 
 
 def results(model, call, batches) -> list[torch.Tensor]:
-    """y of the last batch, the gradients of x and of the parameters, summed over ``batches``, and the state."""
+    """y of the last batch, the gradients of x and of the parameters, summed over ``batches``,
+    and the state.
+    """
     model.zero_grad()
     gradients = []
     for x, *arguments in batches:
@@ -30,7 +34,9 @@ def results(model, call, batches) -> list[torch.Tensor]:
         y = call(leaf, *arguments)
         y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape).to(y.dtype))
         gradients.append(leaf.grad)
-    parameters = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+    parameters = [
+        torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()
+    ]
     return [y.detach(), *gradients, *parameters, *(buffer.clone() for buffer in model.buffers())]
 
 
@@ -42,8 +48,11 @@ def deviation(one: list[torch.Tensor], two: list[torch.Tensor]) -> float:
     )
 
 
-def compare(model, updates, backend="aot_eager", dynamic=None, before_update=lambda model, number: None):
-    """Graphs, breaks and largest deviation of ``model`` when compiled; ``updates`` are lists of batches.
+def compare(
+    model, updates, backend="aot_eager", dynamic=None, before_update=lambda model, number: None
+):
+    """Graphs, breaks and largest deviation of ``model`` when compiled; ``updates`` are lists of
+    batches.
 
     ``before_update(model, number)`` runs before each update of each of the two models.
     """
@@ -55,7 +64,9 @@ def compare(model, updates, backend="aot_eager", dynamic=None, before_update=lam
     for number, batches in enumerate(updates):
         for each in (eager, other):
             before_update(each, number)
-        worst = max(worst, deviation(results(other, compiled, batches), results(eager, eager, batches)))
+        worst = max(
+            worst, deviation(results(other, compiled, batches), results(eager, eager, batches))
+        )
     counters = torch._dynamo.utils.counters
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()), worst
 
@@ -69,14 +80,18 @@ def batch(length, sentences=3, dtype=torch.float32, channels=CHANNELS):
     """x, (length, sentences, channels), and a mask of which one sentence is complete."""
     lengths = torch.randint(1, length + 1, (sentences,))
     lengths[0] = length
-    return torch.randn(length, sentences, channels).to(dtype), torch.arange(length) >= lengths[:, None]
+    return torch.randn(length, sentences, channels).to(dtype), torch.arange(length) >= lengths[
+        :, None
+    ]
 
 
 def measure(name: str, mode: str, variant: str = "paper") -> tuple[int, int, float]:
     """:func:`compare` for the norm ``name`` through its warm-up and schedules."""
     backend, dtype, dynamic = MODES[mode]
     torch.manual_seed(0)
-    norm = build_norm(name, CHANNELS, variant, psi_warmup_updates=2, renorm_updates=4, fade_updates=3).to(dtype)
+    norm = build_norm(
+        name, CHANNELS, variant, psi_warmup_updates=2, renorm_updates=4, fade_updates=3
+    ).to(dtype)
     updates = [[batch(length, dtype=dtype)] for length in LENGTHS]
     return compare(norm, updates, backend, dynamic, tell_updates)
 
@@ -90,6 +105,8 @@ def table() -> str:
             graphs, breaks, worst = measure(name, mode)
             bound = next(bound for bound in (0, 1e-6, 1e-2, 1e-1) if worst <= bound)
             assert bound <= 1e-6 or dtype == torch.bfloat16, (name, mode, worst)
-            cells.append(f"{breaks}, {graphs}, {f'< {bound:.0e}' if bound else '0'}".replace("e-0", "e-"))
+            cells.append(
+                f"{breaks}, {graphs}, {f'< {bound:.0e}' if bound else '0'}".replace("e-0", "e-")
+            )
         lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
     return "\n".join(lines)

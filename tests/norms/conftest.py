@@ -1,8 +1,9 @@
 """The tests of the norms compute with the kernels that are in use anyhow.
 
-Those marked ``every_implementation`` run once with each implementation that computes on CPUs here; tests/kernels
-compares the implementations operator by operator. Triton computes on CPUs under its interpreter, slowly, and only where
-``PN_FAIRSEQ_KERNELS`` asks for it. Processes that a test starts compute with the same implementation as the test.
+Those marked ``every_implementation`` run once with each implementation that computes on CPUs here;
+tests/kernels compares the implementations operator by operator. Triton computes on CPUs under its
+interpreter, slowly, and only where ``PN_FAIRSEQ_KERNELS`` asks for it. Processes that a test starts
+compute with the same implementation as the test.
 """
 
 import pytest
@@ -20,7 +21,9 @@ IMPLEMENTATION_NAMES = (
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "every_implementation: runs with each implementation of the kernels")
+    config.addinivalue_line(
+        "markers", "every_implementation: runs with each implementation of the kernels"
+    )
 
 
 def pytest_generate_tests(metafunc):
@@ -30,7 +33,9 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture(autouse=True)
 def implementation(request):
-    """Compute with the implementation that is the parameter, if there is one, here and in processes started here."""
+    """Compute with the implementation that is the parameter, if there is one, here and in
+    processes started here.
+    """
     if not hasattr(request, "param"):
         yield None
         return

@@ -24,7 +24,9 @@ class FeedForward(nn.Module):
 
 
 class ByVariance(nn.Module):
-    """As T5's and Llama's norms; with offset 1 as Gemma's, with the gain ``scale`` as torchtune's."""
+    """As T5's and Llama's norms; with offset 1 as Gemma's, with the gain ``scale`` as
+    torchtune's.
+    """
 
     def __init__(self, offset=0.0, gain="weight"):
         super().__init__()

@@ -5,7 +5,14 @@ import torch
 
 from pn_fairseq.norms import NORMS, RunningNorm
 from pn_fairseq.testing.helpers import *  # noqa: F403
-from pn_fairseq.testing.helpers import CHANNELS, assert_close, random_batch, rng, state_of, train_step
+from pn_fairseq.testing.helpers import (
+    CHANNELS,
+    assert_close,
+    random_batch,
+    rng,
+    state_of,
+    train_step,
+)
 
 from .oracle import oracle_state
 
@@ -14,22 +21,31 @@ STATEFUL = tuple(name for name, entry in NORMS.items() if issubclass(entry.cls, 
 
 def affine_of(norm):
     """The keyword arguments that give an oracle the module's parameters."""
-    return {name: parameter.detach().double().numpy() for name, parameter in norm.named_parameters()}
+    return {
+        name: parameter.detach().double().numpy() for name, parameter in norm.named_parameters()
+    }
 
 
 def oracle_step(oracle, x, mask=None, dy=None):
     y, ctx = oracle.forward(x, mask)
     dx, dweight, dbias = oracle.backward(dy, ctx)
-    others = {f"d{name}": np.atleast_1d(value) for name, value in getattr(oracle, "gradients", {}).items()}
+    others = {
+        f"d{name}": np.atleast_1d(value) for name, value in getattr(oracle, "gradients", {}).items()
+    }
     return {"y": y, "dx": dx, "dweight": dweight, "dbias": dbias, **others}
 
 
 def assert_steps_close(actual, expected, rtol=2e-5, what=""):
-    """Compare what ``actual`` has: an oracle gives parameter gradients even where the norm has no parameters."""
+    """Compare what ``actual`` has:
+
+    an oracle gives parameter gradients even where the norm has no parameters.
+    """
     largest = max(float(abs(value).max()) if len(value) else 0.0 for value in expected.values())
     for key, value in actual.items():
         # A parameter of one element is a sum over everything.
-        assert_close(value, expected[key], rtol, f"{what} {key}", largest if value.size == 1 else 0.0)
+        assert_close(
+            value, expected[key], rtol, f"{what} {key}", largest if value.size == 1 else 0.0
+        )
 
 
 def assert_state_close(norm, expected, rtol=2e-5, what=""):
@@ -44,8 +60,9 @@ def assert_state_close(norm, expected, rtol=2e-5, what=""):
 
 
 def batches(steps, masked=True, seed=0, low=0.2, high=3.0, sentences=1):
-    """Batches whose shape, level and spread change at every step, as in training on text; from one token on, or from
-    one in each of ``sentences``."""
+    """Batches whose shape, level and spread change at every step, as in training on text; from one
+    token on, or from one in each of ``sentences``.
+    """
     generator = rng(seed)
     for step in range(steps):
         shape = (1 + step % 5, sentences + step % 2, CHANNELS)
@@ -53,7 +70,10 @@ def batches(steps, masked=True, seed=0, low=0.2, high=3.0, sentences=1):
 
 
 def assert_training_follows(norm, oracle, steps, rtol=2e-5, dtype=torch.float32, update_freq=None):
-    """Train on ``steps``. After each everything is compared, at the end evaluation; ``update_freq`` steps an update."""
+    """Train on ``steps``.
+
+    After each everything is compared, at the end evaluation; ``update_freq`` steps an update.
+    """
     for step, (x, mask, dy) in enumerate(steps):
         if update_freq is not None:
             norm.set_num_updates(step // update_freq)

@@ -1,7 +1,8 @@
-"""What the output of a norm does not change under, computed for every norm: the table in docs/theory.md.
+"""What the output of a norm does not change under, computed for every norm: the table in
+docs/theory.md.
 
-The norm stands behind a linear map: its input is W x for the tokens x of a data set. The state of a norm, if it has
-any, is what training on this data set with these weights leads to.
+The norm stands behind a linear map: its input is W x for the tokens x of a data set. The state of a
+norm, if it has any, is what training on this data set with these weights leads to.
 """
 
 import numpy as np
@@ -38,9 +39,16 @@ ROWS = {f"`{name}`": (name, 0) for name in NORMS} | {
 }
 
 
-def _outputs(name: str, layer_scale_groups: int, weights: np.ndarray, data: np.ndarray) -> list[torch.Tensor]:
+def _outputs(
+    name: str, layer_scale_groups: int, weights: np.ndarray, data: np.ndarray
+) -> list[torch.Tensor]:
     """y of all tokens in training, when warm-ups and schedules are over, and in evaluation."""
-    options = {"layer_scale_groups": layer_scale_groups, "groups": GROUPS, "eps": 1e-12, "alpha_fwd": 0.5}
+    options = {
+        "layer_scale_groups": layer_scale_groups,
+        "groups": GROUPS,
+        "eps": 1e-12,
+        "alpha_fwd": 0.5,
+    }
     norm = build_norm(name, CHANNELS, **options).double()
     x = torch.tensor(data @ weights.T)
     if isinstance(norm, RunningNorm):
@@ -51,19 +59,29 @@ def _outputs(name: str, layer_scale_groups: int, weights: np.ndarray, data: np.n
 
 
 def invariances(name: str, layer_scale_groups: int = 0) -> dict[str, bool]:
-    """Column -> whether y stays the same, in training and in evaluation; of a single token, the y of this token.
+    """Column -> whether y stays the same, in training and in evaluation; of a single token, the y
+    of this token.
 
     Raises:
-        AssertionError: training and evaluation differ, or a change of y is neither rounding nor clear.
+        AssertionError: training and evaluation differ, or a change of y is neither rounding nor
+            clear.
     """
     generator = np.random.default_rng(5)
-    weights, data = generator.normal(size=(CHANNELS, INPUTS)), generator.normal(size=(TOKENS, INPUTS)) + 0.5
+    weights, data = (
+        generator.normal(size=(CHANNELS, INPUTS)),
+        generator.normal(size=(TOKENS, INPUTS)) + 0.5,
+    )
     shift = generator.normal(size=INPUTS)
     before, found = _outputs(name, layer_scale_groups, weights, data), {}
     for column, change in CHANGES.items():
         after = _outputs(name, layer_scale_groups, *change(weights, data, shift))
         tokens = slice(0, 1) if column == "single token scaled" else slice(None)
-        changes = np.array([(one[tokens] - two[tokens]).abs().max() for one, two in zip(before, after, strict=True)])
+        changes = np.array(
+            [
+                (one[tokens] - two[tokens]).abs().max()
+                for one, two in zip(before, after, strict=True)
+            ]
+        )
         found[column] = bool((changes < 1e-5).all())
         assert found[column] or (changes > 1e-2).all(), (name, column, changes)
     return found
@@ -73,5 +91,9 @@ def table() -> str:
     """As Markdown."""
     lines = ["| norm | " + " | ".join(CHANGES) + " |", "|---" + "|:---:" * len(CHANGES) + "|"]
     for title, row in ROWS.items():
-        lines.append(f"| {title} | " + " | ".join("✓" if same else "–" for same in invariances(*row).values()) + " |")
+        lines.append(
+            f"| {title} | "
+            + " | ".join("✓" if same else "–" for same in invariances(*row).values())
+            + " |"
+        )
     return "\n".join(lines)

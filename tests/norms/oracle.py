@@ -1,12 +1,15 @@
-"""Reference implementations in float64 NumPy, written from the papers' formulas and not from the package.
+"""Reference implementations in float64 NumPy, written from the papers' formulas and not from the
+package.
 
-Everything works on a list of tokens: ``x`` has shape (rows, C) and ``real`` (rows,) is True for a token that is no
-padding. Padding is normalized like the rest and enters no mean over tokens, neither in forward nor in backward. A
-forward changes no state; its backward does. Nothing here shares a trick with the code under test.
+Everything works on a list of tokens: ``x`` has shape (rows, C) and ``real`` (rows,) is True for a
+token that is no padding. Padding is normalized like the rest and enters no mean over tokens,
+neither in forward nor in backward. A forward changes no state; its backward does. Nothing here
+shares a trick with the code under test.
 
-Sources: Shen et al. 2020, "PowerNorm: Rethinking Batch Normalization in Transformers" (PN: Definition 3, Algorithm 2;
-PN-V: Definition 1 and Eq. 6), Ioffe & Szegedy 2015 (BN), Zhang & Sennrich 2019 (LayerScale with
-one group is RMSNorm without a gain), Ioffe 2017 (BRN), Wang et al. 2022 (RBN), Guo et al. 2024 (PRepBN).
+Sources: Shen et al. 2020, "PowerNorm: Rethinking Batch Normalization in Transformers" (PN:
+Definition 3, Algorithm 2; PN-V: Definition 1 and Eq. 6), Ioffe & Szegedy 2015 (BN), Zhang &
+Sennrich 2019 (LayerScale with one group is RMSNorm without a gain), Ioffe 2017 (BRN), Wang et al.
+2022 (RBN), Guo et al. 2024 (PRepBN).
 """
 
 import math
@@ -18,9 +21,13 @@ EPS = 1e-5
 
 
 def flatten_tokens(x, padding_mask=None):
-    """(T, B, C) or (N, C) with a (B, T) or (N,) padding mask -> (rows, C) and the boolean ``real`` of each row."""
+    """(T, B, C) or (N, C) with a (B, T) or (N,) padding mask -> (rows, C) and the boolean
+    ``real`` of each row.
+    """
     x = np.asarray(x, dtype=np.float64)
-    real = np.ones(x.shape[:-1], dtype=bool) if padding_mask is None else ~np.asarray(padding_mask).T
+    real = (
+        np.ones(x.shape[:-1], dtype=bool) if padding_mask is None else ~np.asarray(padding_mask).T
+    )
     return x.reshape(-1, x.shape[-1]), real.reshape(-1)
 
 
@@ -30,7 +37,9 @@ def mean_over(values, real):
 
 
 def layer_scale_forward(x, groups, eps=EPS):
-    """Each group of channels of each token over its root mean square; returns y and the roots (rows, groups, 1)."""
+    """Each group of channels of each token over its root mean square; returns y and the roots
+    (rows, groups, 1).
+    """
     if groups == 0:
         return x, None
     parts = x.reshape(len(x), groups, -1)
@@ -57,15 +66,22 @@ class _Oracle:
         self.bias = np.zeros(channels) if bias is None else np.asarray(bias, dtype=np.float64)
 
     def forward(self, x, padding_mask=None):
-        """One training forward: (y, ctx). ``ctx`` belongs only to this forward and goes to ``backward``."""
+        """One training forward:
+
+        (y, ctx). ``ctx`` belongs only to this forward and goes to ``backward``.
+        """
         rows, real = flatten_tokens(x, padding_mask)
         scaled, rms = layer_scale_forward(rows, self.groups, self.eps)
         xhat, saved = self._normalize(scaled, real)
-        ctx = SimpleNamespace(shape=np.shape(x), real=real, scaled=scaled, rms=rms, xhat=xhat, saved=saved)
+        ctx = SimpleNamespace(
+            shape=np.shape(x), real=real, scaled=scaled, rms=rms, xhat=xhat, saved=saved
+        )
         return (self.weight * xhat + self.bias).reshape(np.shape(x)), ctx
 
     def backward(self, dy, ctx):
-        """(dx, dweight, dbias) of the forward that made ``ctx``; the state takes in what the two have seen."""
+        """(dx, dweight, dbias) of the forward that made ``ctx``; the state takes in what the two
+        have seen.
+        """
         dy = np.asarray(dy, dtype=np.float64).reshape(ctx.xhat.shape)
         dscaled = self._input_gradient(self.weight * dy, ctx)
         self._update(self.weight * dy, ctx)
@@ -95,7 +111,11 @@ class QuadraticMeanOracle(_Oracle):
 
 
 class PowerNormOracle(QuadraticMeanOracle):
-    """PN: Shen et al. 2020, Algorithm 2, with the warm-up of psi and the guard max(0, .) for Assumption 10."""
+    """PN:
+
+    Shen et al. 2020, Algorithm 2, with the warm-up of psi and the guard max(0, .) for Assumption
+    10.
+    """
 
     def __init__(self, channels, alpha=0.9, alpha_bwd=0.9, warmup=0, **common):
         super().__init__(channels, alpha, **common)
@@ -117,14 +137,17 @@ class PowerNormOracle(QuadraticMeanOracle):
         batch_psi2 = mean_over(x**2, real)
         warming = self.in_warmup()
         denominator = np.sqrt((batch_psi2 if warming else self.psi2) + self.eps)
-        saved = SimpleNamespace(denominator=denominator, nu=self.nu, batch_psi2=batch_psi2, warming=warming)
+        saved = SimpleNamespace(
+            denominator=denominator, nu=self.nu, batch_psi2=batch_psi2, warming=warming
+        )
         return x / denominator, saved
 
     def _input_gradient(self, dxhat, ctx):
         return (dxhat - ctx.real[:, None] * ctx.saved.nu * ctx.xhat) / ctx.saved.denominator
 
     def _update(self, dxhat, ctx):
-        # Without a trainer the warm-up counts steps taken in, of which there may have been more since the forward.
+        # Without a trainer the warm-up counts steps taken in, of which there may have been more
+        # since the forward.
         warming = self.in_warmup() if self.num_updates is None else ctx.saved.warming
         self.count += 1
         if warming:
@@ -134,7 +157,9 @@ class PowerNormOracle(QuadraticMeanOracle):
         gamma = mean_over(ctx.xhat**2, ctx.real)
         lam = mean_over(dxhat * ctx.xhat, ctx.real)
         # The gradient takes the nu of its forward; the recursion continues from the present nu.
-        self.nu = self.nu * np.maximum(0.0, 1 - (1 - self.alpha_bwd) * gamma) + (1 - self.alpha_bwd) * lam
+        self.nu = (
+            self.nu * np.maximum(0.0, 1 - (1 - self.alpha_bwd) * gamma) + (1 - self.alpha_bwd) * lam
+        )
 
 
 class PowerNormVOracle(QuadraticMeanOracle):
@@ -155,7 +180,9 @@ class PowerNormVOracle(QuadraticMeanOracle):
 
 
 class BatchNormOracle(_Oracle):
-    """BN over the real tokens: biased variance in the normalization, unbiased in the running variance."""
+    """BN over the real tokens: biased variance in the normalization, unbiased in the running
+    variance.
+    """
 
     def __init__(self, channels, alpha=0.9, **common):
         super().__init__(channels, **common)
@@ -168,7 +195,9 @@ class BatchNormOracle(_Oracle):
         mean = mean_over(x, real)
         var = self._variance(x, mean, real)
         denominator = self._denominator(var)
-        return (x - mean) / denominator, SimpleNamespace(denominator=denominator, mean=mean, var=var)
+        return (x - mean) / denominator, SimpleNamespace(
+            denominator=denominator, mean=mean, var=var
+        )
 
     def _variance(self, x, mean, real):
         return mean_over((x - mean) ** 2, real)
@@ -215,7 +244,10 @@ class BatchNormReleaseOracle(BatchNormOracle):
 
 
 class BatchRenormOracle(_Oracle):
-    """BRN: Ioffe 2017, Algorithm 1. What takes part in the gradients of weight and x is x_hat r + d."""
+    """BRN:
+
+    Ioffe 2017, Algorithm 1. What takes part in the gradients of weight and x is x_hat r + d.
+    """
 
     def __init__(self, channels, alpha=0.99, updates=40_000, r_max=3.0, d_max=5.0, **common):
         super().__init__(channels, **common)
@@ -257,10 +289,13 @@ class BatchRenormOracle(_Oracle):
 
 
 class RegularizedOracle(BatchNormOracle):
-    """RBN: Wang et al. 2022; ``release``: absolute differences of variances, statistics that hold the batch already,
-    biased variances of at least eps."""
+    """RBN: Wang et al. 2022; ``release``: absolute differences of variances, statistics that hold
+    the batch already, biased variances of at least eps.
+    """
 
-    def __init__(self, channels, alpha=0.95, lambda_mean=0.1, lambda_var=0.01, release=False, **common):
+    def __init__(
+        self, channels, alpha=0.95, lambda_mean=0.1, lambda_var=0.01, release=False, **common
+    ):
         super().__init__(channels, alpha, **common)
         self.lambda_mean, self.lambda_var, self.release = lambda_mean, lambda_var, release
 
@@ -296,14 +331,18 @@ class RegularizedOracle(BatchNormOracle):
 
 
 class PerTokenOracle(_Oracle):
-    """One of the norms of a single token, by its name; parameters besides gain and bias are keyword arguments.
+    """One of the norms of a single token, by its name; parameters besides gain and bias are keyword
+    arguments.
 
-    Sources: Ba et al. 2016 (layer), Xu et al. 2019 (layer-simple, detach, ada), Zhang & Sennrich 2019 (rms), Nguyen &
-    Salazar 2019 (scale), Wu & He 2018 (group), Zhu et al. 2025 (dyt), Chen et al. 2025 (derf); none is the identity.
+    Sources: Ba et al. 2016 (layer), Xu et al. 2019 (layer-simple, detach, ada), Zhang & Sennrich
+    2019 (rms), Nguyen & Salazar 2019 (scale), Wu & He 2018 (group), Zhu et al. 2025 (dyt), Chen et
+    al. 2025 (derf); none is the identity.
     """
 
     def __init__(self, channels, name, spans=1, detach=("mean", "std"), k=0.1, scale=1.0, **common):
-        self.parameters = {key: float(common.pop(key)[0]) for key in ("g", "alpha", "shift") if key in common}
+        self.parameters = {
+            key: float(common.pop(key)[0]) for key in ("g", "alpha", "shift") if key in common
+        }
         super().__init__(channels, **common)
         self.name, self.spans, self.detach, self.k, self.scale = name, spans, detach, k, scale
 
@@ -315,12 +354,18 @@ class PerTokenOracle(_Oracle):
         return self._normalize(x, None)[0]
 
     def _spans(self, x):
-        """What is multiplied with the gain, and the two values that the gradient needs: z and the divisor."""
+        """What is multiplied with the gain, and the two values that the gradient needs: z and
+        the divisor.
+        """
         if self.name == "none":
             return x, x, 1.0
         if self.name in ("dyt", "derf"):
             argument = self.parameters["alpha"] * x + self.parameters.get("shift", 0.0)
-            return np.tanh(argument) if self.name == "dyt" else np.vectorize(math.erf)(argument), argument, 1.0
+            return (
+                np.tanh(argument) if self.name == "dyt" else np.vectorize(math.erf)(argument),
+                argument,
+                1.0,
+            )
         if self.name == "scale":
             length = np.maximum(np.sqrt((x**2).sum(-1, keepdims=True)), self.eps)
             return self.parameters["g"] * x / length, x / length, length
@@ -357,9 +402,20 @@ class PerTokenOracle(_Oracle):
 class ProgressiveOracle(BatchNormOracle):
     """PRepBN: Guo et al. 2024; gain and bias of its LN, and its alpha."""
 
-    def __init__(self, channels, alpha=0.9, fade=60_000, ln_weight=None, ln_bias=None, rep_alpha=1.0, **common):
+    def __init__(
+        self,
+        channels,
+        alpha=0.9,
+        fade=60_000,
+        ln_weight=None,
+        ln_bias=None,
+        rep_alpha=1.0,
+        **common,
+    ):
         super().__init__(channels, alpha, **common)
-        self.layer = PerTokenOracle(channels, "layer", eps=self.eps, groups=self.groups, weight=ln_weight, bias=ln_bias)
+        self.layer = PerTokenOracle(
+            channels, "layer", eps=self.eps, groups=self.groups, weight=ln_weight, bias=ln_bias
+        )
         self.fade, self.rep_alpha = fade, rep_alpha
 
     def forward(self, x, padding_mask=None):
@@ -376,7 +432,11 @@ class ProgressiveOracle(BatchNormOracle):
         through_batch, dweight, dbias = super().backward((1 - share) * dy, ctx)
         rows = (1 - share) * dy.reshape(ctx.scaled.shape)
         direct = layer_scale_backward(self.rep_alpha * rows, ctx.scaled, ctx.rms).reshape(ctx.shape)
-        self.gradients = {"ln_weight": by_weight, "ln_bias": by_bias, "rep_alpha": (rows * ctx.scaled).sum()}
+        self.gradients = {
+            "ln_weight": by_weight,
+            "ln_bias": by_bias,
+            "rep_alpha": (rows * ctx.scaled).sum(),
+        }
         return through_layer + through_batch + direct, dweight, dbias
 
     def evaluate(self, x):
@@ -396,4 +456,8 @@ def oracle_state(oracle):
         "var": "running_var",
         "count": "num_batches_tracked",
     }
-    return {theirs: np.asarray(getattr(oracle, ours)) for ours, theirs in names.items() if hasattr(oracle, ours)}
+    return {
+        theirs: np.asarray(getattr(oracle, ours))
+        for ours, theirs in names.items()
+        if hasattr(oracle, ours)
+    }

@@ -8,7 +8,9 @@ from .oracle import QuadraticMeanOracle, mean_over
 
 
 class _WindowOracle(QuadraticMeanOracle):
-    """Statistics of the last steps by number; the package keeps them in rows, number modulo size."""
+    """Statistics of the last steps by number; the package keeps them in rows, number modulo
+    size.
+    """
 
     def __init__(self, channels, alpha, warmup, window, **common):
         super().__init__(channels, alpha, **common)
@@ -50,16 +52,24 @@ class MovingAverageOracle(_WindowOracle):
     def _normalize(self, x, real):
         number = self.count + 1
         own = mean_over(x**2, real)
-        psi2 = own if self.early(number) else np.mean(self.last(self.psi2s | {number: own}, number), axis=0)
+        psi2 = (
+            own
+            if self.early(number)
+            else np.mean(self.last(self.psi2s | {number: own}, number), axis=0)
+        )
         root = np.sqrt(psi2 + self.eps)
         r = self.ratio(number, root)
-        return r * x / root, SimpleNamespace(number=number, own=own, psi2=psi2, root=root, r=r, z=x / root)
+        return r * x / root, SimpleNamespace(
+            number=number, own=own, psi2=psi2, root=root, r=r, z=x / root
+        )
 
     def _input_gradient(self, dxhat, ctx):
         saved, g = ctx.saved, dxhat * ctx.saved.r
         saved.lambda_ = average = mean_over(g * saved.z, ctx.real)
         if not self.early(saved.number):
-            average = np.mean(self.last(self.lambdas | {saved.number: average}, saved.number), axis=0)
+            average = np.mean(
+                self.last(self.lambdas | {saved.number: average}, saved.number), axis=0
+            )
         return (g - ctx.real[:, None] * saved.z * average) / saved.root
 
     def _update(self, dxhat, ctx):
@@ -69,10 +79,22 @@ class MovingAverageOracle(_WindowOracle):
 
 
 class UnifiedOracle(_WindowOracle):
-    """UN: Yang et al. 2022; ``release``: padding counts everywhere, and r is in the gradient of the weight."""
+    """UN:
+
+    Yang et al. 2022; ``release``: padding counts everywhere, and r is in the gradient of the
+    weight.
+    """
 
     def __init__(
-        self, channels, alpha=0.9, alpha_bwd=0.9, warmup=0, window=4, filtration=False, release=False, **common
+        self,
+        channels,
+        alpha=0.9,
+        alpha_bwd=0.9,
+        warmup=0,
+        window=4,
+        filtration=False,
+        release=False,
+        **common,
     ):
         super().__init__(channels, alpha, warmup, window, **common)
         self.alpha_bwd, self.filtration, self.release = alpha_bwd, filtration, release
@@ -94,10 +116,16 @@ class UnifiedOracle(_WindowOracle):
         own = mean_over(x**2, counted)
         skip = self._skip(number, own)
         early = self.early(number) or skip
-        psi2 = own if early else np.prod(self.last(self.psi2s | {number: own}, number), axis=0) ** (1 / self.size)
+        psi2 = (
+            own
+            if early
+            else np.prod(self.last(self.psi2s | {number: own}, number), axis=0) ** (1 / self.size)
+        )
         root = np.sqrt(psi2 + self.eps)
         r = np.ones(self.channels) if skip else self.ratio(number, root)
-        saved = SimpleNamespace(number=number, own=own, skip=skip, early=early, psi2=psi2, root=root, r=r)
+        saved = SimpleNamespace(
+            number=number, own=own, skip=skip, early=early, psi2=psi2, root=root, r=r
+        )
         saved.counted, saved.nu = counted, self.nu
         return x / root, saved
 
@@ -105,8 +133,14 @@ class UnifiedOracle(_WindowOracle):
         saved, g = ctx.saved, dxhat * ctx.saved.r
         saved.lambda_ = saved.average = mean_over(g * ctx.xhat, saved.counted)
         if not saved.early:
-            saved.average = np.mean(self.last(self.lambdas | {saved.number: saved.lambda_}, saved.number), axis=0)
-        nu = saved.lambda_ if saved.skip else self.alpha_bwd * saved.nu + (1 - self.alpha_bwd) * saved.average
+            saved.average = np.mean(
+                self.last(self.lambdas | {saved.number: saved.lambda_}, saved.number), axis=0
+            )
+        nu = (
+            saved.lambda_
+            if saved.skip
+            else self.alpha_bwd * saved.nu + (1 - self.alpha_bwd) * saved.average
+        )
         return (g - saved.counted[:, None] * ctx.xhat * nu) / saved.root
 
     def backward(self, dy, ctx):

@@ -59,11 +59,20 @@ CASES = {
     "un, window of 1": ("unified", {"window": 1}, windows.UnifiedOracle),
     "un, release": ("unified", RELEASE, partial(windows.UnifiedOracle, release=True)),
     "rbn": ("batch-reg", {**PENALTY, "eps": 0.1}, oracles.RegularizedOracle),
-    "rbn, release": ("batch-reg", {**PENALTY, **RELEASE}, partial(oracles.RegularizedOracle, release=True)),
+    "rbn, release": (
+        "batch-reg",
+        {**PENALTY, **RELEASE},
+        partial(oracles.RegularizedOracle, release=True),
+    ),
     "prepbn": ("prep-batch", {"fade_updates": 10, "eps": 0.1}, oracles.ProgressiveOracle),
-    "prepbn, not affine": ("prep-batch", {"fade_updates": 10, "affine": False}, oracles.ProgressiveOracle),
+    "prepbn, not affine": (
+        "prep-batch",
+        {"fade_updates": 10, "affine": False},
+        oracles.ProgressiveOracle,
+    ),
 }
-#: Options of the norms -> their names in the oracles; those that are missing have the same name, or none.
+#: Options of the norms -> their names in the oracles; those that are missing have the same name, or
+#: none.
 OF_ORACLES = {
     "alpha_fwd": "alpha",
     "psi_warmup_updates": "warmup",
@@ -78,8 +87,16 @@ OF_ORACLES = {
 def make_pair(name, groups=0, **more):
     norm_name, options, oracle = CASES[name]
     options = options | more
-    norm = randomize_affine(build_norm(norm_name, CHANNELS, layer_scale_groups=groups, **options)).double().train()
-    given = {OF_ORACLES.get(key, key): value for key, value in options.items() if key not in ("variant", "affine")}
+    norm = (
+        randomize_affine(build_norm(norm_name, CHANNELS, layer_scale_groups=groups, **options))
+        .double()
+        .train()
+    )
+    given = {
+        OF_ORACLES.get(key, key): value
+        for key, value in options.items()
+        if key not in ("variant", "affine")
+    }
     return norm, oracle(CHANNELS, groups=groups, **given, **affine_of(norm))
 
 
@@ -93,7 +110,12 @@ def some_batches():
         yield x * (10 if step == 12 else 1), mask, dy
 
 
-@in_pairs(indirect=["implementation"], name=list(CASES), groups=[0, 4], implementation=IMPLEMENTATION_NAMES)
+@in_pairs(
+    indirect=["implementation"],
+    name=list(CASES),
+    groups=[0, 4],
+    implementation=IMPLEMENTATION_NAMES,
+)
 def test_training_follows_the_formulas(name, groups):
     """With gradient arriving at padding positions."""
     assert_training_follows(*make_pair(name, groups), some_batches(), dtype=torch.float64)
@@ -116,13 +138,18 @@ def test_training_follows_the_formulas_where_r_is_not_1(name):
 @pytest.mark.parametrize("masked", [False, True], ids=["no-mask", "mask"])
 @pytest.mark.parametrize("affine", [True, False], ids=["affine", "plain"])
 def test_bn_equals_torch_on_the_gathered_tokens(masked, affine):
-    norm = randomize_affine(MaskedBatchNorm(CHANNELS, eps=1e-3, alpha_fwd=0.6, affine=affine)).train()
+    norm = randomize_affine(
+        MaskedBatchNorm(CHANNELS, eps=1e-3, alpha_fwd=0.6, affine=affine)
+    ).train()
     reference = torch.nn.BatchNorm1d(CHANNELS, eps=1e-3, momentum=0.4, affine=affine)
     reference.load_state_dict(dict(norm.named_parameters()), strict=False)
     for step, (x, mask, dy) in enumerate(batches(20, masked, sentences=3)):
         real = real_tokens(x.shape, mask)
         dy[~real] = 0
-        actual, expected = train_step(norm, x, mask, dy), train_step(reference, x[real], None, dy[real])
+        actual, expected = (
+            train_step(norm, x, mask, dy),
+            train_step(reference, x[real], None, dy[real]),
+        )
         actual |= {key: actual[key][real] for key in ("y", "dx")}
         # dx of a few tokens is what is left of terms that nearly cancel.
         assert_steps_close(actual, expected, rtol=2e-4, what=f"step {step}:")
@@ -132,7 +159,9 @@ def test_bn_equals_torch_on_the_gathered_tokens(masked, affine):
 
 @pytest.mark.parametrize("name", ["batch", "batch-renorm", "mabn"])
 def test_single_real_token_leaves_finite_results(name):
-    """The unbiased variance of one token, which BN keeps, does not exist: it counts in the other norms alone."""
+    """The unbiased variance of one token, which BN keeps, does not exist: it counts in the other
+    norms alone.
+    """
     norm = randomize_affine(build_norm(name, CHANNELS)).train()
     x, mask, dy = random_batch(rng(6))
     mask[:] = True
@@ -148,7 +177,9 @@ def test_single_real_token_leaves_finite_results(name):
 @pytest.mark.parametrize("name", ["mabn", "un"])
 def test_updates_count_for_the_warm_ups_where_they_are_given(name):
     """Two steps to an update: 1,000 updates are 2,000 steps. The windows count steps."""
-    plain, counted = (build_norm(CASES[name][0], CHANNELS, window=2, psi_warmup_updates=3) for _ in range(2))
+    plain, counted = (
+        build_norm(CASES[name][0], CHANNELS, window=2, psi_warmup_updates=3) for _ in range(2)
+    )
     generator = rng(3)
     for step in range(8):
         counted.set_num_updates(step // 2)
@@ -161,13 +192,17 @@ def test_updates_count_for_the_warm_ups_where_they_are_given(name):
 
 def test_prepbn_fades_by_updates_where_they_are_given():
     """And at once if that is over, or if there is no fade."""
-    plain, counted, faded, never = (build_norm("prep-batch", CHANNELS, fade_updates=n).double() for n in (4, 4, 4, 0))
+    plain, counted, faded, never = (
+        build_norm("prep-batch", CHANNELS, fade_updates=n).double() for n in (4, 4, 4, 0)
+    )
     generator = rng(3)
     faded.set_num_updates(4)
     for step in range(6):
         counted.set_num_updates(step)
         batch = random_batch(generator)
-        y, *others = (train_step(norm, *batch, torch.float64)["y"] for norm in (plain, counted, faded, never))
+        y, *others = (
+            train_step(norm, *batch, torch.float64)["y"] for norm in (plain, counted, faded, never)
+        )
         assert_close(others[0], y, 1e-9)
         assert_close(others[1], others[2], 1e-9)
         assert (abs(others[1] - y).max() < 1e-9) == (step >= 4)
@@ -192,7 +227,10 @@ def test_brn_unclipped_trains_with_what_evaluation_computes():
 
 @pytest.mark.parametrize("variant", ["paper", "release"])
 def test_penalty_is_among_the_diagnostics(variant):
-    """In the release variances are at least eps, and the running statistics hold the batch already."""
+    """In the release variances are at least eps,
+
+    and the running statistics hold the batch already.
+    """
     norm = build_norm("batch-reg", CHANNELS, variant, eps=0.5, **PENALTY).double()
     norm.collecting = True
     x, _, dy = random_batch(rng(9), masked=False)
@@ -202,7 +240,9 @@ def test_penalty_is_among_the_diagnostics(variant):
     assert var.min() < 0.5 < var.max()
     expected = 3 * (mean**2).sum() + 2 * ((np.sqrt(var + 0.5) - np.sqrt(1.5)) ** 2).sum()
     if variant == "release":
-        expected = 3 * ((0.95 * mean) ** 2).sum() + 2 * 0.95 * np.abs(np.maximum(var, 0.5) - 1).sum()
+        expected = (
+            3 * ((0.95 * mean) ** 2).sum() + 2 * 0.95 * np.abs(np.maximum(var, 0.5) - 1).sum()
+        )
     assert_close(norm.diagnostics()["penalty"], expected, 1e-6)
 
 
@@ -225,8 +265,9 @@ def test_power_oracle_in_one_worked_example():
 
 
 def test_large_batch_power_does_not_make_nu_diverge():
-    """Gamma > 2 / (1 - alpha) makes the unguarded factor smaller than -1; the guard stops it at 0 (Assumption 10),
-    channel by channel."""
+    """Gamma > 2 / (1 - alpha) makes the unguarded factor smaller than -1; the guard stops it at 0
+    (Assumption 10), channel by channel.
+    """
     steps = [(x * np.geomspace(0.1, 30, CHANNELS), *rest) for x, *rest in batches(32, sentences=3)]
     first_gamma = (steps[0][0] ** 2).mean(axis=(0, 1))
     assert first_gamma.min() < 0.1 and first_gamma.max() > 2 / (1 - 0.9)

@@ -15,15 +15,35 @@ from torch._inductor import scheduler
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from pn_fairseq.norms import NORMS, build_norm, convert_norms, padding, recalibrating, set_loss_scale
+from pn_fairseq.norms import (
+    NORMS,
+    build_norm,
+    convert_norms,
+    padding,
+    recalibrating,
+    set_loss_scale,
+)
 from pn_fairseq.testing.ranks import run_ranks
 
-from .compilation import CHANNELS, LENGTHS, MODES, batch, compare, deviation, measure, results, tell_updates
+from .compilation import (
+    CHANNELS,
+    LENGTHS,
+    MODES,
+    batch,
+    compare,
+    deviation,
+    measure,
+    results,
+    tell_updates,
+)
 from .helpers import STATEFUL
 
 KINDS = ("batch", "power", "prep-batch", "unified")
 #: Of a mode and a norm what runs by default: PRepBN is compiled, the others are an operator.
-SOME_MODES = [*(("aot_eager, bfloat16", name) for name in ("power", "prep-batch")), ("aot_eager, dynamic", "batch")]
+SOME_MODES = [
+    *(("aot_eager, bfloat16", name) for name in ("power", "prep-batch")),
+    ("aot_eager, dynamic", "batch"),
+]
 #: Of a norm, uses in a step, and whether it is checkpointed, what runs by default.
 SOME = [("batch", 1, True), ("power", 2, True), ("unified", 2, False)]
 OTHERS = [name for name in STATEFUL if name not in ("batch", "power")]
@@ -76,7 +96,8 @@ def test_accumulation_shared_norms_and_checkpoints_count_each_step_once(name, us
     model = Block(name, uses, checkpointed)
     updates = [[batch(length), batch(length + 1)] for length in LENGTHS[1:4]]
     graphs, breaks, worst = compare(model, updates, before_update=tell_updates)
-    changes = name in ("power", "prep-batch")  # another graph when the warm-up or the fade has ended
+    # another graph when the warm-up or the fade has ended
+    changes = name in ("power", "prep-batch")
     assert (graphs, breaks) == (2 + changes, 0) and worst <= 1e-6
     assert model.norm.num_batches_tracked == 2 * len(updates) * (2 * uses - 1)
 
@@ -91,7 +112,9 @@ def test_evaluation_loading_and_frozen_parameters_between_steps():
 
     model = Block("power")
     start = copy.deepcopy(model.state_dict())
-    graphs, breaks, worst = compare(model, [[batch(5)] for _ in range(6)], before_update=before_update)
+    graphs, breaks, worst = compare(
+        model, [[batch(5)] for _ in range(6)], before_update=before_update
+    )
     assert breaks == 0 and worst <= 1e-6 and model.norm.num_batches_tracked == 3
 
 
@@ -119,7 +142,10 @@ def test_steps_without_gradients_are_those_of_eager_mode():
 @pytest.mark.parametrize("where", ["inside", "outside"])
 @pytest.mark.parametrize("name", KINDS)
 def test_two_forwards_before_one_backward_under_checkpointing(name, where):
-    """A recomputation reads what its forward read, though the backward of the other batch has moved the state."""
+    """A recomputation reads what its forward read,
+
+    though the backward of the other batch has moved the state.
+    """
     torch._dynamo.reset()
     model = Block(name, checkpointed=where == "inside")
     other = copy.deepcopy(model)
@@ -135,7 +161,11 @@ def test_two_forwards_before_one_backward_under_checkpointing(name, where):
             leaves = [x.requires_grad_() for x, _ in batches]
             outputs = [call(x, mask) for x, mask in batches]
             sum(y.square().sum() for y in outputs).backward()
-            values += [*outputs, *(leaf.grad for leaf in leaves), *(p.grad.clone() for p in module.parameters())]
+            values += [
+                *outputs,
+                *(leaf.grad for leaf in leaves),
+                *(p.grad.clone() for p in module.parameters()),
+            ]
         results_of.append([*values, *module.buffers()])
     assert deviation(*results_of) <= 1e-6
 
@@ -145,7 +175,9 @@ def test_the_number_of_updates_compiles_nothing_again(name):
     """But for the end of a warm-up and of a fade, of which there are none here."""
     norm = build_norm(name, CHANNELS, fade_updates=99)
     updates = [[batch(5)] for _ in range(10)]
-    assert compare(norm, updates, before_update=lambda model, number: tell_updates(model, number + 1)) == (1, 0, 0.0)
+    assert compare(
+        norm, updates, before_update=lambda model, number: tell_updates(model, number + 1)
+    ) == (1, 0, 0.0)
 
 
 def test_a_loss_scale_compiles_nothing_again():
@@ -154,7 +186,9 @@ def test_a_loss_scale_compiles_nothing_again():
     def before_update(model, number):
         set_loss_scale(model, scaler if number == 5 else 2.0**number)
 
-    graphs, breaks, worst = compare(Block("power"), [[batch(5)] for _ in range(7)], before_update=before_update)
+    graphs, breaks, worst = compare(
+        Block("power"), [[batch(5)] for _ in range(7)], before_update=before_update
+    )
     assert graphs <= 3 and (breaks, worst) == (0, 0.0)  # no scale, a number, a scaler
 
 
@@ -173,7 +207,9 @@ def test_recalibration_of_a_compiled_model():
 
 
 class Asked:
-    """Asks inductor's scheduler, as if the tensors were on a GPU, around what a CUDA graph has to be cut."""
+    """Asks inductor's scheduler, as if the tensors were on a GPU, around what a CUDA graph has
+    to be cut.
+    """
 
     def __init__(self, monkeypatch):
         self.reasons: dict[str, str | None] = {}
@@ -181,15 +217,22 @@ class Asked:
 
         def ask(instance, *args, **kwargs):
             init(instance, *args, **kwargs)
-            with monkeypatch.context() as gpu, torch._inductor.config.patch({"triton.cudagraphs": True}):
+            with (
+                monkeypatch.context() as gpu,
+                torch._inductor.config.patch({"triton.cudagraphs": True}),
+            ):
                 gpu.setattr(scheduler.BaseSchedulerNode, "is_gpu", lambda node: True)
                 for node in instance.nodes:
-                    self.reasons[str(getattr(node.node, "op_overload", node))] = instance.should_partition(node)
+                    self.reasons[str(getattr(node.node, "op_overload", node))] = (
+                        instance.should_partition(node)
+                    )
 
         monkeypatch.setattr(scheduler.Scheduler, "_init", ask)
 
 
-@pytest.mark.parametrize("name", ["batch", "power", *[pytest.param(n, marks=pytest.mark.slow) for n in OTHERS]])
+@pytest.mark.parametrize(
+    "name", ["batch", "power", *[pytest.param(n, marks=pytest.mark.slow) for n in OTHERS]]
+)
 def test_inductor_need_not_cut_a_cuda_graph_around_a_step(monkeypatch, name):
     asked = Asked(monkeypatch)
     torch._dynamo.reset()
@@ -316,7 +359,9 @@ class Source(nn.Module):
     ("make", "zero_padding", "form"), [(Encoder, True, "mask"), (Source, False, lambda mask: mask)]
 )
 def test_masks_from_arguments_are_in_the_graph(make, zero_padding, form):
-    model = convert_norms(make(), "power", mask_from={"padding_mask": form}, layout="TBC", zero_padding=zero_padding)
+    model = convert_norms(
+        make(), "power", mask_from={"padding_mask": form}, layout="TBC", zero_padding=zero_padding
+    )
     updates = [[batch(length)] for length in LENGTHS]
     assert compare(model, updates) == (2, 0, 0.0)
     if zero_padding:
@@ -338,7 +383,12 @@ def test_a_block_around_a_compiled_model():
     compiled = torch.compile(other, backend="aot_eager", fullgraph=True)
     for length in LENGTHS[:4]:
         batches = [batch(length)]
-        assert deviation(results(other, Within(compiled), batches), results(eager, Within(eager), batches)) == 0.0
+        assert (
+            deviation(
+                results(other, Within(compiled), batches), results(eager, Within(eager), batches)
+            )
+            == 0.0
+        )
 
 
 # Ranks.

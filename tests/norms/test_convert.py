@@ -1,4 +1,6 @@
-"""convert_norms and norm_report: what is replaced, what is kept of it, and the layouts of activations and masks."""
+"""convert_norms and norm_report: what is replaced, what is kept of it, and the layouts of
+activations and masks.
+"""
 
 import copy
 import pickle
@@ -27,7 +29,10 @@ from ..pairwise import in_pairs
 from .converted import LENGTHS, MASK, SOME, B, ByVariance, C, FeedForward, T, randomized
 
 #: Of the types, how close two ways to compute the same come.
-TOLERANCE = {torch.float32: {"rtol": 1e-4, "atol": 1e-5}, torch.bfloat16: {"rtol": 0.05, "atol": 0.2}}
+TOLERANCE = {
+    torch.float32: {"rtol": 1e-4, "atol": 1e-5},
+    torch.bfloat16: {"rtol": 0.05, "atol": 0.2},
+}
 
 
 def results(model, x, selected, **mask):
@@ -37,34 +42,51 @@ def results(model, x, selected, **mask):
     with padding(**mask):
         y = model(x)[selected]
     (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum().backward()
-    return {"y": y, "dx": x.grad[selected]} | {n: p.grad for n, p in model.named_parameters()} | model.state_dict()
+    return (
+        {"y": y, "dx": x.grad[selected]}
+        | {n: p.grad for n, p in model.named_parameters()}
+        | model.state_dict()
+    )
 
 
 def assert_close(found, expected, **tolerance):
     assert found.keys() == expected.keys()
     for name in expected:
-        torch.testing.assert_close(found[name].float(), expected[name].float(), **tolerance, msg=f"{name}: {{}}".format)
+        torch.testing.assert_close(
+            found[name].float(), expected[name].float(), **tolerance, msg=f"{name}: {{}}".format
+        )
 
 
-@pytest.mark.parametrize("replaced, norm", [(nn.LayerNorm, "layer"), (nn.RMSNorm, "rms"), (nn.BatchNorm1d, "batch")])
+@pytest.mark.parametrize(
+    "replaced, norm", [(nn.LayerNorm, "layer"), (nn.RMSNorm, "rms"), (nn.BatchNorm1d, "batch")]
+)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_without_padding_is_what_was_replaced(replaced, norm, dtype):
     model = randomized(FeedForward(replaced)).to(dtype)
     reference = copy.deepcopy(model)
-    if replaced is nn.BatchNorm1d:  # torch's has state of the type of the model, and computes in float32
+    # torch's has state of the type of the model, and computes in float32
+    if replaced is nn.BatchNorm1d:
         for each in (reference.norm, reference.last):
             each.float()
     convert_norms(model, norm)
     x, everything = torch.randn(B * T, C, dtype=dtype), torch.ones(B * T, dtype=torch.bool)
     for _ in range(3):
-        assert_close(*(results(each, x, everything) for each in (model, reference)), **TOLERANCE[dtype])
+        assert_close(
+            *(results(each, x, everything) for each in (model, reference)), **TOLERANCE[dtype]
+        )
     torch.testing.assert_close(model.eval()(x), reference.eval()(x), **TOLERANCE[dtype])
 
 
 def test_sync_batch_norm_is_replaced_by_a_synchronised_norm():
     group = object()
-    model = convert_norms(nn.Sequential(nn.SyncBatchNorm(C, momentum=0.3, process_group=group)), "batch")
-    assert model[0].sync and model[0].process_group is group and model[0].alpha_fwd == pytest.approx(0.7)
+    model = convert_norms(
+        nn.Sequential(nn.SyncBatchNorm(C, momentum=0.3, process_group=group)), "batch"
+    )
+    assert (
+        model[0].sync
+        and model[0].process_group is group
+        and model[0].alpha_fwd == pytest.approx(0.7)
+    )
     assert not convert_norms(FeedForward(), "power").norm.sync  # as in the paper
     assert convert_norms(nn.Sequential(nn.SyncBatchNorm(C, affine=False)), "power")[0].sync
     assert convert_norms(FeedForward(), "batch").norm.sync
@@ -82,16 +104,22 @@ def test_momentum_is_carried_over(momentum, norm):
             each(x).sum().backward()
     # 4 batches of 32 values whose squares are at most 16 times their variance
     for name in ("running_mean", "running_var"):
-        torch.testing.assert_close(getattr(model, name), getattr(expected, name), rtol=5e-5, atol=5e-5)
+        torch.testing.assert_close(
+            getattr(model, name), getattr(expected, name), rtol=5e-5, atol=5e-5
+        )
     assert copy.deepcopy(model).alpha_fwd == 1 - momentum
 
 
 def test_a_momentum_that_cannot_be_carried_over_is_refused():
     make = lambda momentum: nn.Sequential(nn.Linear(C, C), nn.BatchNorm1d(C, momentum=momentum))  # noqa: E731
-    with pytest.raises(ValueError, match=r"1: its momentum=None averages .* give alpha_fwd=0.9 .*recalibrating\(\)"):
+    with pytest.raises(
+        ValueError, match=r"1: its momentum=None averages .* give alpha_fwd=0.9 .*recalibrating\(\)"
+    ):
         convert_norms(model := make(None), "batch")
     assert isinstance(model[1], nn.BatchNorm1d)
-    with pytest.raises(ValueError, match=r"1: its momentum=1.5 is not in \[0, 1\]: give alpha_fwd="):
+    with pytest.raises(
+        ValueError, match=r"1: its momentum=1.5 is not in \[0, 1\]: give alpha_fwd="
+    ):
         convert_norms(make(1.5), "batch")
     assert convert_norms(make(None), "batch", alpha_fwd=0.8)[1].alpha_fwd == 0.8
     assert convert_norms(make(None), "rms")[1].replaced == "BatchNorm1d"  # has no statistics
@@ -101,12 +129,18 @@ def test_a_momentum_that_cannot_be_carried_over_is_refused():
 def test_momentum_that_is_set_later_is_refused(replaced):
     model = convert_norms(nn.Sequential(replaced(C)), "batch")
     for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        with pytest.raises(AttributeError, match="0: momentum=0.0 would change nothing, .* set alpha_fwd"):
+        with pytest.raises(
+            AttributeError, match="0: momentum=0.0 would change nothing, .* set alpha_fwd"
+        ):
             each[0].momentum = 0.0
         assert not hasattr(each[0], "momentum")
 
 
-@in_pairs(replaced=[nn.LayerNorm, nn.RMSNorm, nn.BatchNorm1d], norm=["batch", "power", "rms"], assign=[False, True])
+@in_pairs(
+    replaced=[nn.LayerNorm, nn.RMSNorm, nn.BatchNorm1d],
+    norm=["batch", "power", "rms"],
+    assign=[False, True],
+)
 def test_checkpoint_of_the_unconverted_model_loads(replaced, norm, assign):
     state = randomized(FeedForward(replaced)).state_dict()
     model = convert_norms(FeedForward(replaced), norm)
@@ -120,13 +154,21 @@ def test_checkpoint_of_the_unconverted_model_loads(replaced, norm, assign):
     own = model.state_dict()
     model.load_state_dict(own)
     if norm == "power":
-        del own["norm.psi_squared" if "norm.psi_squared" in own else next(k for k in own if k.startswith("norm.r"))]
+        del own[
+            "norm.psi_squared"
+            if "norm.psi_squared" in own
+            else next(k for k in own if k.startswith("norm.r"))
+        ]
         with pytest.raises(RuntimeError, match="Missing key"):
             model.load_state_dict(own)
 
 
 def test_parameters_eps_types_mode_hooks_and_names_are_kept():
-    model = nn.Sequential(nn.LayerNorm(C, eps=1e-3), nn.BatchNorm1d(C, eps=1e-2)).to(torch.bfloat16).eval()
+    model = (
+        nn.Sequential(nn.LayerNorm(C, eps=1e-3), nn.BatchNorm1d(C, eps=1e-2))
+        .to(torch.bfloat16)
+        .eval()
+    )
     weight = model[0].weight.requires_grad_(False)
     seen = []
     model[0].register_forward_hook(lambda *_: seen.append(1))
@@ -159,18 +201,35 @@ class Wide(nn.LayerNorm):
 
 
 def test_other_classes_are_replaced_if_they_compute_the_same():
-    model = {"t5": ByVariance(), "other": ByVariance(0.5), "wide": Wide(C), "group": nn.GroupNorm(2, C)}
-    twice = type("Twice", (nn.LayerNorm,), {"forward": lambda self, x: 2 * nn.LayerNorm.forward(self, x)})(C)
-    model |= {"twice": twice, "near": ByVariance(0.01), "near in bfloat16": ByVariance(0.2).bfloat16()}
+    model = {
+        "t5": ByVariance(),
+        "other": ByVariance(0.5),
+        "wide": Wide(C),
+        "group": nn.GroupNorm(2, C),
+    }
+    twice = type(
+        "Twice", (nn.LayerNorm,), {"forward": lambda self, x: 2 * nn.LayerNorm.forward(self, x)}
+    )(C)
+    model |= {
+        "twice": twice,
+        "near": ByVariance(0.01),
+        "near in bfloat16": ByVariance(0.2).bfloat16(),
+    }
     model |= {"lazy": nn.LazyBatchNorm1d(), "biased": Biased()}
     convert_norms(model := nn.ModuleDict(model), "rms")
-    assert [each.name for each in norm_report(model)] == ["t5", "wide", "biased"] and model["t5"].eps == 1e-3
-    with pytest.raises(ValueError, match="no norm to replace: other computes neither .* lazy does not know its n"):
+    assert [each.name for each in norm_report(model)] == ["t5", "wide", "biased"] and model[
+        "t5"
+    ].eps == 1e-3
+    with pytest.raises(
+        ValueError, match="no norm to replace: other computes neither .* lazy does not know its n"
+    ):
         convert_norms(model, "rms")
     assert len(norm_report(convert_norms(nn.Sequential(ByVariance().bfloat16()), "rms"))) == 1
     for forward in (lambda x, residual: x, lambda x: x.flatten()):
         model["other"].forward = forward
-        with pytest.raises(ValueError, match="no norm to replace: other does not accept inputs of shape"):
+        with pytest.raises(
+            ValueError, match="no norm to replace: other does not accept inputs of shape"
+        ):
             convert_norms(model, "rms")
 
 
@@ -180,7 +239,9 @@ def test_other_classes_are_replaced_if_they_compute_the_same():
     dtype=[*TOLERANCE, torch.float64],
 )
 def test_a_gain_that_is_zero_centred_or_has_another_name_stays_so(gain, norm, dtype):
-    """One training step against the formula in float64; then state, copies, initialization and folding."""
+    """One training step against the formula in float64; then state, copies, initialization and
+    folding.
+    """
     name, offset = gain
     replaced = ByVariance(offset, name).to(dtype)
     state = copy.deepcopy(replaced.state_dict())
@@ -196,16 +257,24 @@ def test_a_gain_that_is_zero_centred_or_has_another_name_stays_so(gain, norm, dt
         y = model(x)
     for each in (y, expected):
         each[~MASK].sum().backward()
-    tolerance = {torch.float32: 1e-5, torch.float64: 1e-7, torch.bfloat16: 2e-2}[dtype]  # psi is float32
-    for one, two in ((y[~MASK], expected[~MASK]), (model.get_parameter(f"0.{name}").grad, parameter.grad)):
-        torch.testing.assert_close(one.double(), two, rtol=tolerance, atol=tolerance * (1 + two.abs().max().item()))
+    # psi is float32
+    tolerance = {torch.float32: 1e-5, torch.float64: 1e-7, torch.bfloat16: 2e-2}[dtype]
+    for one, two in (
+        (y[~MASK], expected[~MASK]),
+        (model.get_parameter(f"0.{name}").grad, parameter.grad),
+    ):
+        torch.testing.assert_close(
+            one.double(), two, rtol=tolerance, atol=tolerance * (1 + two.abs().max().item())
+        )
     model.load_state_dict({f"0.{name}": value for name, value in state.items()})
     kept = model.state_dict()
     assert kept[f"0.{name}"].equal(state[name]) and ("0.weight" in kept) == (name == "weight")
     for each in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert each.eval()(x).equal(model.eval()(x))
     if norm != "rms" and dtype != torch.bfloat16:
-        chain = convert_norms(nn.Sequential(nn.ReLU(), replaced, nn.Linear(C, C, dtype=dtype)), norm).eval()
+        chain = convert_norms(
+            nn.Sequential(nn.ReLU(), replaced, nn.Linear(C, C, dtype=dtype)), norm
+        ).eval()
         expected = chain(x)
         assert fold_norms(chain, x) == [("1", "2")]
         torch.testing.assert_close(chain(x), expected, rtol=1e-4, atol=1e-5)
@@ -241,7 +310,10 @@ def test_an_epsilon_is_stored_under_a_known_name_or_told(kind, eps_name):
     x = torch.randn(B, T, C) * 1e-3  # beside which epsilon matters
     model = nn.ModuleDict({"plain": nn.LayerNorm(C), "own": own, "slope": nn.PReLU(C)})
     if eps_name in ("e", None):
-        told = "own computes LayerNorm or RMSNorm, but its epsilon is unknown: store it as eps or variance_epsilon or"
+        told = (
+            "own computes LayerNorm or RMSNorm, but its epsilon is unknown: store it as eps or "
+            "variance_epsilon or"
+        )
         with pytest.warns(UserWarning, match=f"leaves some norms as they are: {told} epsilon. "):
             convert_norms(model, "rms")
         assert model["own"] is own
@@ -272,16 +344,27 @@ def gated(self, x, gate=None):
         (gated, "gate"),
         (lambda self, x, residual=None, prenorm=False: ByVariance.forward(self, x), "residual"),
         (lambda self, x, *, eps=None: ByVariance.forward(self, x), "eps"),
-        (lambda self, x, attention_mask=None: ByVariance.forward(self, x), "attention_mask"),  # True = token
+        # True = token
+        (lambda self, x, attention_mask=None: ByVariance.forward(self, x), "attention_mask"),
     ],
 )
 def test_a_norm_with_a_second_input_is_left(forward, second):
-    model = nn.ModuleDict({"plain": ByVariance(), "two": of_two_inputs(forward), "of_mamba": of_two_inputs(gated)})
+    model = nn.ModuleDict(
+        {"plain": ByVariance(), "two": of_two_inputs(forward), "of_mamba": of_two_inputs(gated)}
+    )
     kept = {name: module for name, module in model.items() if name != "plain"}
-    with pytest.warns(UserWarning, match=f"leaves some norms as they are: two takes a second input, {second}, that is"):
+    with pytest.warns(
+        UserWarning,
+        match=f"leaves some norms as they are: two takes a second input, {second}, that is",
+    ):
         convert_norms(model, "rms")
-    assert [each.name for each in norm_report(model)] == ["plain"] and all(model[name] is kept[name] for name in kept)
-    with pytest.raises(ValueError, match=f"no norm to replace: two takes a second input, {second}, that is no padding"):
+    assert [each.name for each in norm_report(model)] == ["plain"] and all(
+        model[name] is kept[name] for name in kept
+    )
+    with pytest.raises(
+        ValueError,
+        match=f"no norm to replace: two takes a second input, {second}, that is no padding",
+    ):
         convert_norms(model, "rms", only="two")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -296,10 +379,24 @@ def test_a_norm_whose_second_input_is_a_mask_is_replaced():
 @pytest.mark.parametrize("norm", ["rms", "batch"])
 @pytest.mark.parametrize("training", [True, False])
 def test_a_second_argument_that_is_no_mask_is_refused(norm, training):
-    """Also where no mask is used: T = C, so that only the type tells a gate from an additive mask."""
-    model, x = convert_norms(nn.Sequential(nn.LayerNorm(C)), norm, layout="BTC").train(training), torch.randn(B, C, C)
-    for given in (torch.rand(B, C, C), torch.rand(B, C), torch.rand(B, C, C) > 0.5, [[True] * C] * B, 0.5):
-        with pytest.raises(ValueError, match=r"0: its second argument must be a padding mask, bool .*skip='0'"):
+    """Also where no mask is used:
+
+    T = C, so that only the type tells a gate from an additive mask.
+    """
+    model, x = (
+        convert_norms(nn.Sequential(nn.LayerNorm(C)), norm, layout="BTC").train(training),
+        torch.randn(B, C, C),
+    )
+    for given in (
+        torch.rand(B, C, C),
+        torch.rand(B, C),
+        torch.rand(B, C, C) > 0.5,
+        [[True] * C] * B,
+        0.5,
+    ):
+        with pytest.raises(
+            ValueError, match=r"0: its second argument must be a padding mask, bool .*skip='0'"
+        ):
             model[0](x, given)
     with pytest.raises(ValueError, match="does not say whether 1 is padding"):
         model[0](x, torch.ones(B, C, dtype=torch.long))
@@ -314,15 +411,28 @@ def test_a_weight_that_would_be_lost_is_refused():
         lambda norm: nn.utils.parametrizations.weight_norm(norm, dim=None),
         lambda norm: prune.l1_unstructured(norm, "weight", amount=1),
         lambda norm: (
-            prune.l1_unstructured(norm, "bias", amount=1) if hasattr(norm, "bias") else prune.identity(norm, "weight")
+            prune.l1_unstructured(norm, "bias", amount=1)
+            if hasattr(norm, "bias")
+            else prune.identity(norm, "weight")
         ),
     ):
-        for norm in (nn.LayerNorm(C), nn.LayerNorm(C, dtype=torch.bfloat16), nn.BatchNorm1d(C), ByVariance()):
+        for norm in (
+            nn.LayerNorm(C),
+            nn.LayerNorm(C, dtype=torch.bfloat16),
+            nn.BatchNorm1d(C),
+            ByVariance(),
+        ):
             model = nn.ModuleDict({"plain": nn.LayerNorm(C), "computed": compute(norm)})
-            with pytest.raises(ValueError, match="the (weight|bias) of computed is not a parameter of its own"):
+            with pytest.raises(
+                ValueError, match="the (weight|bias) of computed is not a parameter of its own"
+            ):
                 convert_norms(model, "batch")
             assert len(norm_report(convert_norms(model, "batch", skip="computed"))) == 1
-        for norm in (nn.LayerNorm((2, C)), ByVariance(0.5), nn.BatchNorm1d(C, track_running_stats=False)):
+        for norm in (
+            nn.LayerNorm((2, C)),
+            ByVariance(0.5),
+            nn.BatchNorm1d(C, track_running_stats=False),
+        ):
             nn.init.uniform_(norm.weight)
             model = nn.ModuleDict({"plain": nn.LayerNorm(C), "stays": compute(norm)})
             assert len(norm_report(convert_norms(model, "batch"))) == 1
@@ -332,25 +442,38 @@ def test_a_weight_that_would_be_lost_is_refused():
 def test_what_a_class_computes_does_not_depend_on_its_weight(fill):
     """It may be uninitialized, or on the meta device; zeros hide what it computes."""
     variant = type("Variant", (nn.RMSNorm,), {})(C)  # as eole's; eps is torch's default
-    model = nn.ModuleDict({"t5": ByVariance(), "gemma": ByVariance(1.0), "wide": Wide(C), "variant": variant})
+    model = nn.ModuleDict(
+        {"t5": ByVariance(), "gemma": ByVariance(1.0), "wide": Wide(C), "variant": variant}
+    )
     for module in model.values():
         nn.init.constant_(module.weight, fill)
     x, plain = torch.randn(B, C), Wide(C, elementwise_affine=False)
     torch.testing.assert_close(convert_norms(plain, "layer")(x), plain(x))
     for each in (copy.deepcopy(model).to("meta"), model):
-        assert [norm.name for norm in norm_report(convert_norms(each, "rms"))] == ["t5", "gemma", "wide", "variant"]
+        assert [norm.name for norm in norm_report(convert_norms(each, "rms"))] == [
+            "t5",
+            "gemma",
+            "wide",
+            "variant",
+        ]
 
 
 def test_patterns_choose():
     make = lambda: nn.ModuleDict({"a": FeedForward(), "b": FeedForward()})  # noqa: E731
     names = lambda model: [each.name for each in norm_report(model)]  # noqa: E731
     assert names(convert_norms(make(), "batch", only="a.*")) == ["a.norm", "a.last"]
-    assert names(convert_norms(make(), "batch", only=["a.*", "b.last"], skip="*.norm")) == ["a.last", "b.last"]
+    assert names(convert_norms(make(), "batch", only=["a.*", "b.last"], skip="*.norm")) == [
+        "a.last",
+        "b.last",
+    ]
     report = str(norm_report(convert_norms(make(), "batch", mask_from="lengths", skip="b.*"))[0])
     assert report.startswith(
-        "a.norm: MaskedBatchNorm for LayerNorm, layout of the mask, mask from padding(...), else argument lengths of a"
+        "a.norm: MaskedBatchNorm for LayerNorm, layout of the mask, mask from padding(...), else "
+        "argument lengths of a"
     )
-    assert "layout TBC, mask from padding(...)" in str(norm_report(convert_norms(make(), "batch", layout="TBC"))[0])
+    assert "layout TBC, mask from padding(...)" in str(
+        norm_report(convert_norms(make(), "batch", layout="TBC"))[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -365,10 +488,16 @@ def test_patterns_choose():
         ({"psi_warmup_updates": 1}, "norm 'batch' has no option 'psi_warmup_updates'"),
         ({"batch_first": True}, "no option 'batch_first'"),
         ({"layout": "CBT"}, "layout='CBT' must be one of BTC"),
-        ({"layout": "BCT"}, "layout='BCT' is for batch norms; norm is a LayerNorm over the last dimension"),
+        (
+            {"layout": "BCT"},
+            "layout='BCT' is for batch norms; norm is a LayerNorm over the last dimension",
+        ),
         ({"mask_from": "mask"}, "mask_from='mask': what its values mean is not known"),
         ({"mask_from": {"lengths": "length"}}, "'length' must be a function or one of mask, valid"),
-        ({"mask_from": "attention_mask"}, "no module that contains a replaced norm has a forward argument"),
+        (
+            {"mask_from": "attention_mask"},
+            "no module that contains a replaced norm has a forward argument",
+        ),
     ],
 )
 def test_wrong_arguments(arguments, message):
@@ -379,9 +508,13 @@ def test_wrong_arguments(arguments, message):
 def test_a_model_that_is_converted_and_one_without_norms_are_told_apart():
     model = convert_norms(FeedForward(), "batch")
     for options in ({}, {"only": "norm"}):
-        with pytest.raises(ValueError, match=r"its norms are of this package already \(MaskedBatchNorm\)"):
+        with pytest.raises(
+            ValueError, match=r"its norms are of this package already \(MaskedBatchNorm\)"
+        ):
             convert_norms(model, "power", **options)
-    with pytest.raises(ValueError, match="no norm to replace: it has neither a LayerNorm or RMSNorm over the last"):
+    with pytest.raises(
+        ValueError, match="no norm to replace: it has neither a LayerNorm or RMSNorm over the last"
+    ):
         convert_norms(nn.Sequential(nn.Linear(C, C), nn.GroupNorm(2, C)), "batch")
     with pytest.raises(ValueError, match="no norm to replace: only= and skip= leave none"):
         convert_norms(FeedForward(), "batch", only="norm", skip="norm")
@@ -408,7 +541,10 @@ def one_rank(tmp_path):
 
 
 def test_a_wrapped_model_is_refused(one_rank):
-    """Where RMSNorm has no bias, DistributedDataParallel would not reduce the new one's gradient."""
+    """Where RMSNorm has no bias,
+
+    DistributedDataParallel would not reduce the new one's gradient.
+    """
     make = lambda: nn.Sequential(nn.Linear(C, C), nn.RMSNorm(C))  # noqa: E731
     message = "is wrapped in DistributedDataParallel, which .*: convert before you wrap"
     with pytest.raises(ValueError, match=f"the model {message}"):
@@ -425,7 +561,9 @@ def test_a_wrapped_model_is_refused(one_rank):
 
 
 def test_names_of_the_parameters_of_norms():
-    model = nn.ModuleDict({"norm": nn.LayerNorm(C), "wide": Wide(C), "t5": ByVariance(), "other": nn.GroupNorm(2, C)})
+    model = nn.ModuleDict(
+        {"norm": nn.LayerNorm(C), "wide": Wide(C), "t5": ByVariance(), "other": nn.GroupNorm(2, C)}
+    )
     model["own"], model["linear"] = build_norm("power", C), nn.Linear(C, C)
     expected = {name for name, _ in model.named_parameters() if name.startswith(("norm", "wide"))}
     convert_norms(model, "batch")
@@ -433,7 +571,9 @@ def test_names_of_the_parameters_of_norms():
         assert set(norm_parameter_names(each, nn.LayerNorm)) == expected
         assert norm_parameter_names(each, (Wide, nn.RMSNorm)) == ["wide.weight", "wide.bias"]
         everything = {*expected, "t5.weight", "t5.bias", "own.weight", "own.bias"}
-        assert set(norm_parameter_names(each)) == everything and len(norm_parameter_names(each)) == len(everything)
+        assert set(norm_parameter_names(each)) == everything and len(
+            norm_parameter_names(each)
+        ) == len(everything)
     assert norm_parameter_names(convert_norms(nn.LayerNorm(C), "rms")) == ["weight"]
 
 
@@ -452,7 +592,9 @@ def test_padded_equals_the_concatenation_of_the_sequences(norm, dtype, layout):
     assert_close(found, expected, **TOLERANCE[dtype])
     together = model.eval()(x)
     for index, length in enumerate(LENGTHS):
-        torch.testing.assert_close(model(x[[index], :length]), together[[index], :length], **TOLERANCE[dtype])
+        torch.testing.assert_close(
+            model(x[[index], :length]), together[[index], :length], **TOLERANCE[dtype]
+        )
 
 
 class Convolutions(nn.Module):
@@ -475,7 +617,9 @@ FORMS = {
     "valid, bool": ~MASK,
     "lengths": LENGTHS,
     "additive": torch.zeros(B, T).masked_fill(MASK, -torch.inf),
-    "additive, 4-d": torch.zeros(B, 1, 1, T).masked_fill(MASK[:, None, None], torch.finfo(torch.float32).min),
+    "additive, 4-d": torch.zeros(B, 1, 1, T).masked_fill(
+        MASK[:, None, None], torch.finfo(torch.float32).min
+    ),
 }
 
 
@@ -488,7 +632,9 @@ def test_content_of_padding_changes_nothing(norm, form, dtype):
     found, expected = (results(copy.deepcopy(model), each, ~MASK, **mask) for each in (filled, x))
     assert_close(found, expected, rtol=0, atol=0)
     convolutions = convert_norms(Convolutions(), norm, mask_from="lengths").to(dtype)
-    y, expected = (copy.deepcopy(convolutions)(each.transpose(1, 2), LENGTHS) for each in (filled, x))
+    y, expected = (
+        copy.deepcopy(convolutions)(each.transpose(1, 2), LENGTHS) for each in (filled, x)
+    )
     assert y.transpose(1, 2)[~MASK].equal(expected.transpose(1, 2)[~MASK])
     unmasked = copy.deepcopy(model)
     with padding(None):
@@ -507,7 +653,12 @@ def test_zero_padding(norm, training):
 def test_equal_sizes_ask_for_the_layout_until_one_batch_shows_it():
     square, mask = torch.randn(B, B, C), MASK[:, :B]
     model = convert_norms(nn.Sequential(nn.LayerNorm(C)), "batch")
-    with padding(mask), pytest.raises(ValueError, match="0: tokens .* give convert_norms layout='BTC' or layout='TBC'"):
+    with (
+        padding(mask),
+        pytest.raises(
+            ValueError, match="0: tokens .* give convert_norms layout='BTC' or layout='TBC'"
+        ),
+    ):
         model(square)
     with padding(MASK):
         model(torch.randn(T, B, C))
@@ -524,7 +675,9 @@ def test_other_shapes():
     with padding(MASK):
         found = model(x)[~MASK]
     with padding(None):
-        torch.testing.assert_close(found.flatten(0, 1), copy.deepcopy(model)(x[~MASK].flatten(0, 1)))
+        torch.testing.assert_close(
+            found.flatten(0, 1), copy.deepcopy(model)(x[~MASK].flatten(0, 1))
+        )
     flat = convert_norms(nn.Sequential(nn.LayerNorm(C)), "batch", layout="TBC")
     rows = torch.randn(T, B, C)
     with padding(MASK):
@@ -532,7 +685,9 @@ def test_other_shapes():
         assert model(torch.randn(B, C)).shape == (B, C)  # a vector for each sequence
         with pytest.raises(ValueError, match="order of its 21 rows"):
             model(rows.flatten(0, 1))
-        with pytest.raises(ValueError, match="it has 5 rows, neither .* 3 sequences nor their 13 real tokens"):
+        with pytest.raises(
+            ValueError, match="it has 5 rows, neither .* 3 sequences nor their 13 real tokens"
+        ):
             model(torch.randn(5, C))
     # Sequences without their padding, as of a PackedSequence or x[mask], have none.
     packed, expected = rows.transpose(0, 1)[~MASK], copy.deepcopy(flat)
@@ -542,10 +697,13 @@ def test_other_shapes():
         with padding(**{form.partition(",")[0]: mask}):
             for shape in ((13, C), (1, 13, C), (13, 1, C)):
                 assert copy.deepcopy(flat)(packed.view(shape)).view(13, C).equal(expected)
-            nested = torch.nested.as_nested_tensor([*packed.split(LENGTHS.tolist())], layout=torch.jagged)
+            nested = torch.nested.as_nested_tensor(
+                [*packed.split(LENGTHS.tolist())], layout=torch.jagged
+            )
             assert copy.deepcopy(flat)(nested).values().equal(expected)
     with padding(torch.zeros(T, B, dtype=torch.bool)):
-        assert model(rows.flatten(0, 1)).shape == (B * T, C)  # the order is not known, but no row is padding
+        # the order is not known, but no row is padding
+        assert model(rows.flatten(0, 1)).shape == (B * T, C)
     image = torch.randn(2, C, 5, 4)
     mask = torch.zeros(2, 5, 4, dtype=torch.bool)
     mask[1, 3:] = True
@@ -556,7 +714,8 @@ def test_other_shapes():
         with pytest.raises(ValueError, match="expected an input of layout BCHW"):
             model(torch.randn(2, C, 5))
         with pytest.raises(
-            ValueError, match=r"images \(2, 6, 4\) = \(B, H, W\) need a mask of this shape; .* \(2, 5, 4\)"
+            ValueError,
+            match=r"images \(2, 6, 4\) = \(B, H, W\) need a mask of this shape; .* \(2, 5, 4\)",
         ):
             model(torch.randn(2, C, 6, 4))
     with padding(None):

@@ -13,18 +13,29 @@ from .converted import MASK, B, ByVariance, C, FeedForward, T, randomized
 
 def test_training_cannot_be_exported():
     with pytest.raises(RuntimeError, match=r"torch.export .* call eval\(\) first"):
-        torch.export.export(convert_norms(FeedForward(), "power"), (torch.randn(B, T, C),), strict=False)
+        torch.export.export(
+            convert_norms(FeedForward(), "power"), (torch.randn(B, T, C),), strict=False
+        )
     assert not open_scopes  # a model that is compiled next would run in them
 
 
 class PreNorm(nn.Module):
-    """A norm that two linear maps take, one after a grouped convolution, one before a padded one, and a post-norm."""
+    """A norm that two linear maps take, one after a grouped convolution, one before a padded
+    one, and a post-norm.
+    """
 
     def __init__(self):
         super().__init__()
         self.first, self.q, self.k = nn.LayerNorm(C), nn.Linear(C, C, bias=False), nn.Linear(C, C)
-        self.convolution, self.middle = nn.Conv1d(C, C, 3, padding=1, groups=C, bias=False), nn.BatchNorm1d(C)
-        self.edge, self.padded, self.post = nn.BatchNorm1d(C), nn.Conv1d(C, C, 3, padding=1), nn.LayerNorm(C)
+        self.convolution, self.middle = (
+            nn.Conv1d(C, C, 3, padding=1, groups=C, bias=False),
+            nn.BatchNorm1d(C),
+        )
+        self.edge, self.padded, self.post = (
+            nn.BatchNorm1d(C),
+            nn.Conv1d(C, C, 3, padding=1),
+            nn.LayerNorm(C),
+        )
 
     def forward(self, x):
         h = self.first(x)
@@ -44,7 +55,8 @@ def test_folding(norm):
     with pytest.raises(ValueError, match="call eval"):
         fold_norms(model, x)
     expected = model.eval()(x)
-    # Zeros that a convolution pads with are not normalized, and the post-norm is followed by no map.
+    # Zeros that a convolution pads with are not normalized, and the post-norm is followed by no
+    # map.
     assert fold_norms(model, x) == [("first", "q, k"), ("middle", "convolution")]
     torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
     assert [each.name for each in norm_report(model)] == ["edge", "post"]
@@ -62,7 +74,9 @@ def test_folding(norm):
 def test_folding_torchs_encoder(norm_first, only):
     """Its layers read eps of their norms, and have a fast path that computes LayerNorm."""
     layer = nn.TransformerEncoderLayer(C, 2, 32, batch_first=True, norm_first=norm_first)
-    model = convert_norms(nn.TransformerEncoder(layer, 1, enable_nested_tensor=False), "batch", only=only)
+    model = convert_norms(
+        nn.TransformerEncoder(layer, 1, enable_nested_tensor=False), "batch", only=only
+    )
     model, x = randomized(model).eval(), torch.randn(B, T, C)
     expected = model(x)
     assert fold_norms(model, x) == ([("layers.0.norm2", "layers.0.linear1")] if norm_first else [])
@@ -73,7 +87,9 @@ def test_folding_torchs_encoder(norm_first, only):
 
 @pytest.mark.parametrize(("offset", "gain"), [(1.0, "weight"), (0.0, "scale")])
 def test_torchs_encoder_reads_no_gain_that_is_stored_in_another_way(offset, gain):
-    """Its fast path, and that with nested tensors, which a mask of sentences with their padding last starts."""
+    """Its fast path, and that with nested tensors, which a mask of sentences with their padding
+    last starts.
+    """
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(C, 2, 32, batch_first=True), 2)
     for layer in model.layers:
         layer.norm1, layer.norm2 = (ByVariance(offset, gain) for _ in range(2))
@@ -82,7 +98,9 @@ def test_torchs_encoder_reads_no_gain_that_is_stored_in_another_way(offset, gain
     for mask in (None, MASK):
         expected = model(x, src_key_padding_mask=mask)
         with torch.no_grad():
-            torch.testing.assert_close(model(x, src_key_padding_mask=mask), expected, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                model(x, src_key_padding_mask=mask), expected, rtol=1e-4, atol=1e-5
+            )
 
 
 class InADict(nn.Sequential):
@@ -107,15 +125,23 @@ class Tied(nn.Sequential):
     "make",
     [
         Tied,
-        lambda: nn.Sequential(nn.ReLU(), nn.LayerNorm(C), nn.utils.parametrizations.weight_norm(nn.Linear(C, C))),
-        lambda: nn.Sequential(nn.ReLU(), nn.LayerNorm(C), prune.identity(nn.Linear(C, C), "weight")),
+        lambda: nn.Sequential(
+            nn.ReLU(), nn.LayerNorm(C), nn.utils.parametrizations.weight_norm(nn.Linear(C, C))
+        ),
+        lambda: nn.Sequential(
+            nn.ReLU(), nn.LayerNorm(C), prune.identity(nn.Linear(C, C), "weight")
+        ),
         lambda: ReadsItsNorm(nn.ReLU(), nn.LayerNorm(C), nn.Linear(C, C)),
     ],
     ids=["tied", "weight norm", "pruned", "read"],
 )
 def test_what_cannot_be_folded_is_left_as_it_is(make):
     model, x = randomized(convert_norms(make(), "batch")).eval(), torch.randn(B, C)
-    expected, modules, parameters = model(x), dict(model.named_modules()), [*map(id, model.parameters())]
+    expected, modules, parameters = (
+        model(x),
+        dict(model.named_modules()),
+        [*map(id, model.parameters())],
+    )
     assert fold_norms(model, x) == []
     assert dict(model.named_modules()) == modules and model(x).equal(expected)
     assert [*map(id, model.parameters())] == parameters

@@ -1,4 +1,6 @@
-"""convert_norms: where the masks of the norms come from, and what tells of a mask that is missing or wrong."""
+"""convert_norms: where the masks of the norms come from, and what tells of a mask that is
+missing or wrong.
+"""
 
 import copy
 import inspect
@@ -53,11 +55,17 @@ class Outer(nn.Module):
 
 
 def test_the_innermost_module_with_the_argument_decides():
-    model = convert_norms(Outer(), "batch", mask_from=["padding_mask", "attention_mask"], skip="*pool")
-    assert norm_report(model)[1].masks == ("argument padding_mask of inner", "argument attention_mask of the model")
+    model = convert_norms(
+        Outer(), "batch", mask_from=["padding_mask", "attention_mask"], skip="*pool"
+    )
+    assert norm_report(model)[1].masks == (
+        "argument padding_mask of inner",
+        "argument attention_mask of the model",
+    )
     line = str(norm_report(model)[1])
     assert (
-        "padding(...), else argument padding_mask of inner (if it is None, no other), else argument attention" in line
+        "padding(...), else argument padding_mask of inner (if it is None, no other), else "
+        "argument attention" in line
     )
     x = torch.randn(B, T, C)
     filled = x.masked_fill(MASK[..., None], 1e4)
@@ -67,13 +75,17 @@ def test_the_innermost_module_with_the_argument_decides():
         assert y[~MASK[:, ::2]].equal(expected[~MASK[:, ::2]])
     with pytest.raises(KeyError):
         model(x, valid, fail=True)  # leaves no scope behind
-    with pytest.warns(UserWarning, match="first takes statistics .* no padding mask has reached it: padding"):
+    with pytest.warns(
+        UserWarning, match="first takes statistics .* no padding mask has reached it: padding"
+    ):
         copy.deepcopy(model).first(x)
 
 
 @pytest.mark.parametrize("fail", [False, True])
 def test_the_scopes_of_two_conversions_end(fail):
-    model = convert_norms(Outer(), "layer", mask_from="attention_mask", only="first", zero_padding=True)
+    model = convert_norms(
+        Outer(), "layer", mask_from="attention_mask", only="first", zero_padding=True
+    )
     convert_norms(model, "batch", mask_from="attention_mask", only="inner.norm")
     with pytest.raises(KeyError) if fail else nullcontext():
         model(torch.randn(B, T, C), (~MASK).int(), fail=fail)
@@ -90,7 +102,10 @@ def test_an_argument_that_is_none_hides_the_masks_of_modules_around():
     ):
         arguments = {"padding_mask": "mask", "attention_mask": form}
         model = convert_norms(Outer(), "batch", mask_from=arguments, skip="*pool")
-        with pytest.warns(UserWarning, match=r"inner.norm .* reached it \(argument padding_mask of inner is None\)"):
+        with pytest.warns(
+            UserWarning,
+            match=r"inner.norm .* reached it \(argument padding_mask of inner is None\)",
+        ):
             hidden = copy.deepcopy(model)(filled, mask)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -121,7 +136,12 @@ class EncoderDecoder(nn.Module):
 
     def forward(self, x, y, src_lengths=None, lengths=None, target_lengths=None, attends=True):
         memory = self.encoder(x)
-        kinds = {"dict": {"memory": memory}, "speaker": memory[:, 0], "TBC": memory.transpose(0, 1), True: memory}
+        kinds = {
+            "dict": {"memory": memory},
+            "speaker": memory[:, 0],
+            "TBC": memory.transpose(0, 1),
+            True: memory,
+        }
         attended = kinds.get(attends)
         return self.decoder(y, attended, src_lengths)
 
@@ -139,15 +159,22 @@ class EncoderDecoder(nn.Module):
         ("target_lengths", T, True, True),
     ],
 )
-def test_a_mask_of_the_source_is_none_for_what_attends_to_it(argument, source_length, attends, used):
+def test_a_mask_of_the_source_is_none_for_what_attends_to_it(
+    argument, source_length, attends, used
+):
     """Where source and target have equal lengths, no shape tells their masks apart."""
-    model = convert_norms(EncoderDecoder(), "batch", mask_from={argument: "lengths"}, layout="BTC", only="decoder*")
+    model = convert_norms(
+        EncoderDecoder(), "batch", mask_from={argument: "lengths"}, layout="BTC", only="decoder*"
+    )
     source, target = torch.randn(B, source_length, C), torch.randn(B, T, C)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model(source, target, attends=attends, **{argument: LENGTHS}).sum().backward()
-    assert ["no padding mask has reached it: " in str(each.message) for each in caught] == [True] * (not used)
-    assert norm_report(model)[-1].masks == (f"argument {argument} of the model",)  # encoder_out may be None
+    assert ["no padding mask has reached it: " in str(each.message) for each in caught] == [
+        True
+    ] * (not used)
+    # encoder_out may be None
+    assert norm_report(model)[-1].masks == (f"argument {argument} of the model",)
     model.eval()
     tokens = target[~MASK] if used else target.flatten(0, 1)
     torch.testing.assert_close(model.decoder.norm.running_mean, 0.1 * tokens.mean(0))
@@ -186,8 +213,12 @@ def test_the_decoder_of_torchs_transformer_does_not_take_the_mask_of_the_source(
     source, target = torch.randn(2, B, T, C)
     masks = {"src_key_padding_mask": MASK, "tgt_key_padding_mask": MASK.flip(0)}
     model = convert_norms(make(), "batch", mask_from="src_key_padding_mask", layout="BTC")
-    assert [bool(each.masks) for each in norm_report(model)] == [each.name[:2] == "en" for each in norm_report(model)]
-    with pytest.warns(UserWarning, match="decoder.layers.0.norm1 .* no padding mask has reached it: "):
+    assert [bool(each.masks) for each in norm_report(model)] == [
+        each.name[:2] == "en" for each in norm_report(model)
+    ]
+    with pytest.warns(
+        UserWarning, match="decoder.layers.0.norm1 .* no padding mask has reached it: "
+    ):
         model(source, target, src_key_padding_mask=MASK)
     model, real = convert_norms(make(), "batch", mask_from=list(masks), layout="BTC"), ~MASK.flip(0)
     filled = target.masked_fill(~real[..., None], 1e4)
@@ -197,24 +228,37 @@ def test_the_decoder_of_torchs_transformer_does_not_take_the_mask_of_the_source(
 
 def test_functions_of_an_argument():
     ids, x = torch.where(MASK, 1, 5), torch.randn(B, T, C)
-    additive = torch.zeros(B, 1, 1, T).masked_fill(MASK[:, None, None], torch.finfo(torch.float32).min)
+    additive = torch.zeros(B, 1, 1, T).masked_fill(
+        MASK[:, None, None], torch.finfo(torch.float32).min
+    )
     for form, mask in ((lambda ids: ids == 1, ids), ("valid", additive)):
         model = convert_norms(FeedForward(), "batch", mask_from={"lengths": form})
-        y, expected = (copy.deepcopy(model)(each, lengths=mask) for each in (x.masked_fill(MASK[..., None], 1e4), x))
+        y, expected = (
+            copy.deepcopy(model)(each, lengths=mask)
+            for each in (x.masked_fill(MASK[..., None], 1e4), x)
+        )
         assert y[~MASK].equal(expected[~MASK])
 
 
 def test_a_mask_of_another_length_names_the_module():
     model = convert_norms(Outer(), "batch", mask_from=["padding_mask", "attention_mask"])
     x = torch.randn(B, T, C)
-    with pytest.raises(ValueError, match=r"inner.pool: .* 3 sequences of length 4, .* is for 3 of length 7; .*skip="):
+    with pytest.raises(
+        ValueError,
+        match=r"inner.pool: .* 3 sequences of length 4, .* is for 3 of length 7; .*skip=",
+    ):
         model(x, (~MASK).int(), MASK)
     for mask in ({"mask": MASK}, {"lengths": LENGTHS}):
-        with padding(**mask), pytest.raises(ValueError, match="inner.pool.* length 4, and .* 3 of length 7"):
+        with (
+            padding(**mask),
+            pytest.raises(ValueError, match="inner.pool.* length 4, and .* 3 of length 7"),
+        ):
             convert_norms(Outer(), "batch")(x, None)
     model = convert_norms(Outer(), "batch", skip="inner.norm")
     with padding(MASK):
-        with pytest.raises(ValueError, match="first: its tokens are 4 sequences of length 7, and .* is for 3"):
+        with pytest.raises(
+            ValueError, match="first: its tokens are 4 sequences of length 7, and .* is for 3"
+        ):
             model.first(torch.randn(4, T, C))
 
 
@@ -238,7 +282,10 @@ def test_wrong_masks(arguments, message):
 def test_wrong_additive_mask(form):
     with (
         padding(**{form: (~MASK).float()}),
-        pytest.raises(RuntimeError, match="holds 0 at tokens and at most -10000 at padding; if 1 .* give valid= and"),
+        pytest.raises(
+            RuntimeError,
+            match="holds 0 at tokens and at most -10000 at padding; if 1 .* give valid= and",
+        ),
     ):
         convert_norms(nn.LayerNorm(C), "batch")(torch.randn(B, T, C))
 
@@ -246,7 +293,11 @@ def test_wrong_additive_mask(form):
 @pytest.mark.parametrize("form", ["valid", "lengths", "additive"])
 def test_a_block_whose_tensor_is_refilled_has_another_mask(form):
     x, model = torch.randn(B, T, C), convert_norms(FeedForward(), "batch")
-    given = {"valid": ~MASK, "lengths": LENGTHS.clone(), "additive": MASK * torch.tensor(-torch.inf).nan_to_num()}[form]
+    given = {
+        "valid": ~MASK,
+        "lengths": LENGTHS.clone(),
+        "additive": MASK * torch.tensor(-torch.inf).nan_to_num(),
+    }[form]
     block = padding(**{form: given})
     for flipped in (MASK, MASK.flip(0)):
         with padding(flipped):
@@ -272,13 +323,18 @@ def test_one_warning_for_a_model_without_any_mask():
         warnings.simplefilter("always")
         model.train()(x)
         model(x)
-    assert len(caught) == 1 and str(caught[0].message).startswith("norm takes statistics over the tokens of a batch")
+    assert len(caught) == 1 and str(caught[0].message).startswith(
+        "norm takes statistics over the tokens of a batch"
+    )
 
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("norm", ["batch", "layer", "rms"])
 def test_one_warning_for_a_model_that_cannot_write_zeros(norm, training):
-    """Without a mask the convolution behind the norm reads padding, so the outputs of real tokens are wrong."""
+    """Without a mask the convolution behind the norm reads padding,
+
+    so the outputs of real tokens are wrong.
+    """
     model = convert_norms(FeedForward(), norm, zero_padding=True)
     x = torch.randn(B, T, C)
     with padding(MASK):
@@ -296,7 +352,10 @@ def test_one_warning_for_a_model_that_cannot_write_zeros(norm, training):
     (warning,) = caught
     text = str(warning.message)
     assert "writes zeros at padding (zero_padding=True), and no padding mask has reached it" in text
-    assert "is not set to 0 and enters what follows the norm. Run the model in `with padding(...)`" in text
+    assert (
+        "is not set to 0 and enters what follows the norm. Run the model in `with padding(...)`"
+        in text
+    )
     assert ("takes statistics" in text) == ("is counted" in text) == (norm == "batch" and training)
 
 
@@ -311,7 +370,9 @@ class Stack(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))]
+)
 def test_hooks_of_a_model_serve_copies_of_its_norms_and_no_other_model(copied):
     """As in depth up-scaling, and in PEFT's modules_to_save."""
     model = convert_norms(Stack(), "batch", mask_from="attention_mask")
@@ -319,11 +380,15 @@ def test_hooks_of_a_model_serve_copies_of_its_norms_and_no_other_model(copied):
     model.layers[0].norm = nn.Sequential(copied(model.layers[0].norm))
     model = copied(model)
     assert [each.name for each in norm_report(model)][::5] == ["layers.0.norm.0", "layers.2.last"]
-    assert all(each.masks == ("argument attention_mask of the model",) for each in norm_report(model))
+    assert all(
+        each.masks == ("argument attention_mask of the model",) for each in norm_report(model)
+    )
     x, valid = torch.randn(B, T, C), (~MASK).long()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        y, expected = (copied(model)(each, valid)[~MASK] for each in (x, x.masked_fill(MASK[..., None], 1e4)))
+        y, expected = (
+            copied(model)(each, valid)[~MASK] for each in (x, x.masked_fill(MASK[..., None], 1e4))
+        )
     assert y.equal(expected)
     model.layers[0] = convert_norms(FeedForward(), "batch")
     with pytest.warns(UserWarning, match="norm takes statistics"):
@@ -367,7 +432,9 @@ class Checkpointed(nn.Module):
 
     def forward(self, x, lengths=None):
         given = (lengths,) if self.hands_on and lengths is not None else ()
-        return checkpoint(self.inner if self.hands_on else self.inner.forward, x, *given, **self.options)
+        return checkpoint(
+            self.inner if self.hands_on else self.inner.forward, x, *given, **self.options
+        )
 
 
 #: Way of a mask to a recomputation -> the options of ``checkpoint``.
@@ -408,36 +475,56 @@ def test_recomputation_has_the_mask_of_its_forward(norm, way, together):
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_recomputation_without_its_mask_is_an_error(reentrant):
-    """Also if the block lasts until the backward, since another forward may have run in another block."""
+    """Also if the block lasts until the backward,
+
+    since another forward may have run in another block.
+    """
     model = convert_norms(FeedForward(), "batch")
-    again, x = Checkpointed(model, use_reentrant=reentrant), torch.randn(B, T, C, requires_grad=True)
+    again, x = (
+        Checkpointed(model, use_reentrant=reentrant),
+        torch.randn(B, T, C, requires_grad=True),
+    )
     with padding(None):
         again(x).sum().backward()
     model(x.flatten(0, 1)).sum().backward()
     with padding(MASK):
         y = again(x)
-        with pytest.raises(RuntimeError, match="norm: this forward is being recomputed .* give checkpoint context_fn="):
+        with pytest.raises(
+            RuntimeError,
+            match="norm: this forward is being recomputed .* give checkpoint context_fn=",
+        ):
             y.sum().backward()
     again = convert_norms(
-        Checkpointed(FeedForward(), hands_on=False, use_reentrant=reentrant), "batch", mask_from="lengths"
+        Checkpointed(FeedForward(), hands_on=False, use_reentrant=reentrant),
+        "batch",
+        mask_from="lengths",
     )
     y = again(x, LENGTHS)
-    with pytest.raises(RuntimeError, match="norm: this forward is being recomputed .* pass the mask as an argument"):
+    with pytest.raises(
+        RuntimeError, match="norm: this forward is being recomputed .* pass the mask as an argument"
+    ):
         y.sum().backward()
     again.hands_on = True  # the recomputation sees, as its forward, that the argument is None
     with pytest.warns(UserWarning, match=r"\(argument lengths of inner is None\)"):
         again(x).sum().backward()
 
 
-# Several masks at once. Those of source and target differ, because equal ones hide which of them was taken.
+# Several masks at once. Those of source and target differ, because equal ones hide which of them
+# was taken.
 
 SOURCE_MASK, TARGET_MASK = MASK, MASK.flip(0)
 
 
 def effect_of_padding(model, call, mask):
-    """The greatest difference between the real outputs of ``call(model, x)`` for two contents of x at padding."""
+    """The greatest difference between the real outputs of ``call(model,
+
+    x)`` for two contents of x at padding.
+    """
     x = torch.randn(*mask.shape, C)
-    y, other = (call(copy.deepcopy(model), x.masked_fill(mask[..., None], content))[~mask] for content in (0.0, 50.0))
+    y, other = (
+        call(copy.deepcopy(model), x.masked_fill(mask[..., None], content))[~mask]
+        for content in (0.0, 50.0)
+    )
     return (y - other).abs().max().item()
 
 
@@ -453,14 +540,25 @@ class Towers(nn.Module):
 
 
 def test_two_masks_for_one_module_are_refused_by_name():
-    model = convert_norms(Towers(), "batch", mask_from={"a_mask": "mask", "b_mask": "mask"}, layout="BTC")
+    model = convert_norms(
+        Towers(), "batch", mask_from={"a_mask": "mask", "b_mask": "mask"}, layout="BTC"
+    )
     assert norm_report(model)[0].masks == ("argument a_mask or b_mask of the model",)
     x = torch.randn(B, T, C)
-    message = "encoder.1: arguments a_mask and b_mask of the model both hold a mask, .* name one .*its own `with paddi"
+    message = (
+        "encoder.1: arguments a_mask and b_mask of the model both hold a mask, .* name one .*its "
+        "own `with paddi"
+    )
     with pytest.raises(ValueError, match=message):
         model(x, SOURCE_MASK, x, TARGET_MASK)
-    for masks in ((SOURCE_MASK, None), (None, SOURCE_MASK)):  # an argument may stand behind one that is None
-        assert effect_of_padding(model, lambda m, x, masks=masks: m(x, masks[0], x, masks[1])[0], SOURCE_MASK) == 0
+    # an argument may stand behind one that is None
+    for masks in ((SOURCE_MASK, None), (None, SOURCE_MASK)):
+        assert (
+            effect_of_padding(
+                model, lambda m, x, masks=masks: m(x, masks[0], x, masks[1])[0], SOURCE_MASK
+            )
+            == 0
+        )
 
     def in_blocks(model, x):
         with padding(SOURCE_MASK):
@@ -474,12 +572,18 @@ def test_two_masks_for_one_module_are_refused_by_name():
 
 
 def test_a_block_wins_for_the_norms_that_it_is_for():
-    model = convert_norms(EncoderDecoder(), "batch", mask_from={"target_lengths": "lengths"}, layout="BTC")
+    model = convert_norms(
+        EncoderDecoder(), "batch", mask_from={"target_lengths": "lengths"}, layout="BTC"
+    )
     source, wrong = torch.randn(B, T, C), torch.zeros(B, T, dtype=torch.bool)
 
     def effect(decoders_mask, decoders_block):
         def run(model, x):
-            with padding(SOURCE_MASK, only=["encoder", "none"]), decoders_block, warnings.catch_warnings():
+            with (
+                padding(SOURCE_MASK, only=["encoder", "none"]),
+                decoders_block,
+                warnings.catch_warnings(),
+            ):
                 warnings.simplefilter("error")
                 return model(source, x, target_lengths=(~decoders_mask).sum(1))
 
@@ -492,13 +596,18 @@ def test_a_block_wins_for_the_norms_that_it_is_for():
     with padding(SOURCE_MASK, only="encoder"), padding(TARGET_MASK, only="decoder.*"):
         model(source, source)
     assert [each.line for each in norm_report(model)] == [2, 2]
-    with padding(SOURCE_MASK, only="encoder"), pytest.warns(UserWarning, match="decoder.norm .* no padding mask has"):
+    with (
+        padding(SOURCE_MASK, only="encoder"),
+        pytest.warns(UserWarning, match="decoder.norm .* no padding mask has"),
+    ):
         model(source, source)
 
 
 def test_a_block_for_no_norm_that_asks_is_named():
     model, x = convert_norms(FeedForward(), "batch"), torch.randn(B, T, C)
-    with pytest.warns(UserWarning, match=r"padding\(..., only='lst'\)` was for none .* mask in it: norm, last"):
+    with pytest.warns(
+        UserWarning, match=r"padding\(..., only='lst'\)` was for none .* mask in it: norm, last"
+    ):
         with padding(MASK, only="lst"), padding(None, only=["norm", "last"]):
             model(x)
         with padding(None, only=["norm", "last"]), padding(MASK, only="lst"):
@@ -523,7 +632,9 @@ def test_a_block_takes_the_place_of_a_mask_that_cannot_be_read():
     assert effect_of_padding(model, call, MASK) == 0
     with padding(None):
         model(torch.randn(B, T, C), made)
-    with pytest.raises(ValueError, match=r"may be additive; .* run the model in `with padding\(...\)`, whose mask"):
+    with pytest.raises(
+        ValueError, match=r"may be additive; .* run the model in `with padding\(...\)`, whose mask"
+    ):
         model(torch.randn(B, T, C), made)
 
 
@@ -542,8 +653,9 @@ def test_a_block_that_hides_padding_is_told_once():
         model(x, LENGTHS)
         model(x, LENGTHS)
     (warning,) = caught
-    assert "norm: `with padding(None)` says that there is no padding, and hides argument lengths of the" in str(
-        warning.message
+    assert (
+        "norm: `with padding(None)` says that there is no padding, and hides argument lengths of "
+        "the" in str(warning.message)
     )
 
 
@@ -566,9 +678,17 @@ def test_whose_mask_an_argument_is(forward, used):
     model = convert_norms(nn.Sequential(layer), "batch", layout="BTC")
     given = {name: SOURCE_MASK for name in names if name.endswith("padding_mask")}
     given |= {name: ~SOURCE_MASK for name in names if name == "attention_mask"}
-    given |= {name: torch.randn(B, T, C) for name in names if name in ("memory", "key", "key_value_states")}
+    given |= {
+        name: torch.randn(B, T, C)
+        for name in names
+        if name in ("memory", "key", "key_value_states")
+    }
     x = torch.randn(B, T, C)
-    with nullcontext() if used else pytest.warns(UserWarning, match="0.norm .* no padding mask has reached it"):
+    with (
+        nullcontext()
+        if used
+        else pytest.warns(UserWarning, match="0.norm .* no padding mask has reached it")
+    ):
         model[0](x, **given).sum().backward()
     model.eval()
     tokens = x[~SOURCE_MASK] if used else x.flatten(0, 1)
@@ -594,12 +714,19 @@ def test_whose_mask_an_argument_is(forward, used):
 def test_whose_mask_it_is_beside_a_second_sequence(first, second, used, argument):
     """Source and target have equal lengths: no shape tells their masks apart."""
     names = {}
-    exec(f"def forward(self, {first}, {second}, {argument}=None):\n    return self.norm({first})", names)
+    exec(
+        f"def forward(self, {first}, {second}, {argument}=None):\n    return self.norm({first})",
+        names,
+    )
     layer = type("Layer", (Attending,), {"forward": names["forward"]})()
     model = convert_norms(nn.Sequential(layer), "batch", layout="BTC")
     x = torch.randn(B, T, C)
     other = {"same": x, "speaker": torch.randn(B, C)}.get(second, torch.randn(B, T, C))
-    with nullcontext() if used else pytest.warns(UserWarning, match="0.norm .* no padding mask has reached it"):
+    with (
+        nullcontext()
+        if used
+        else pytest.warns(UserWarning, match="0.norm .* no padding mask has reached it")
+    ):
         model[0](x, other, LENGTHS if argument == "src_lengths" else MASK).sum().backward()
     assert norm_report(model)[0].line == (mask_search.ARGUMENT if used else mask_search.NOTHING)
     model.eval()
@@ -619,7 +746,9 @@ def test_a_mask_that_the_caller_names_counts_beside_a_second_sequence():
 def test_the_targets_own_mask_beside_a_second_sequence():
     """Also in a compiled model."""
     forward = lambda self, x, z, src_key_padding_mask, tgt_key_padding_mask: self.norm(x)  # noqa: E731
-    model = convert_norms(type("Layer", (Attending,), {"forward": forward})(), "batch", layout="BTC")
+    model = convert_norms(
+        type("Layer", (Attending,), {"forward": forward})(), "batch", layout="BTC"
+    )
     x, z = torch.randn(2, B, T, C)
     for call in (model, torch.compile(copy.deepcopy(model), backend="aot_eager")):
         call(x, z, MASK, MASK.flip(0)).sum().backward()
@@ -643,7 +772,9 @@ class Block(nn.Module):
         super().__init__()
         self.cross = CrossAttention()
 
-    def forward(self, x, attention_mask=None, encoder_hidden_states=None, encoder_attention_mask=None):
+    def forward(
+        self, x, attention_mask=None, encoder_hidden_states=None, encoder_attention_mask=None
+    ):
         mask = encoder_attention_mask[:, None, None]
         return self.cross(x, key_value_states=encoder_hidden_states, attention_mask=mask)
 
@@ -674,19 +805,25 @@ class Heads(nn.Module):
 @pytest.mark.parametrize("form", ["valid", "lengths"])
 @pytest.mark.parametrize("heads_first", [True, False])
 def test_norms_of_heads(heads_first, form, layout):
-    model = convert_norms(Heads(heads_first), "batch", mask_from={"attention_mask": form}, layout=layout)
+    model = convert_norms(
+        Heads(heads_first), "batch", mask_from={"attention_mask": form}, layout=layout
+    )
     mask = LENGTHS if form == "lengths" else ~MASK
     square = MASK[:, :4].clone()
     square[0] = False  # one sentence is full, so that lengths say T
     mask_of_square = (~square).sum(1) if form == "lengths" else ~square
-    meanings = r"may be \(B, T, heads, C\) or \(B, heads, T, C\): run a batch of another length .*skip='norm'"
+    meanings = (
+        r"may be \(B, T, heads, C\) or \(B, heads, T, C\): run a batch of another length "
+        r".*skip='norm'"
+    )
     with pytest.raises(ValueError, match=rf"norm: \(3, 4, 4, 3\) {meanings}"):
         model(torch.randn(B, 4, C), mask_of_square)
     model(torch.randn(B, T, C), mask)
     for given, padded in ((mask, MASK), (mask_of_square, square)):
         assert effect_of_padding(model, lambda m, x, given=given: m(x, given), padded) == 0
     with pytest.raises(
-        ValueError, match=r"its tokens are 3 sequences of length 6, .*is for 3 of length 7; .*='norm'\)"
+        ValueError,
+        match=r"its tokens are 3 sequences of length 6, .*is for 3 of length 7; .*='norm'\)",
     ):
         model(torch.randn(B, 6, C), mask)
 
@@ -696,7 +833,9 @@ def test_norms_of_heads_behind_time():
     model = convert_norms(nn.Sequential(nn.LayerNorm(C)), "batch")
     with padding(MASK):
         model(torch.randn(T, B, 4, C))
-        y, other = (copy.deepcopy(model)(x) for x in _two_contents(torch.randn(T, B, 4, C), MASK.t()))
+        y, other = (
+            copy.deepcopy(model)(x) for x in _two_contents(torch.randn(T, B, 4, C), MASK.t())
+        )
     assert y[~MASK.t()].equal(other[~MASK.t()])
 
 
@@ -707,12 +846,22 @@ def _two_contents(x, mask):
 @pytest.mark.parametrize("norm", ["batch", "power"])
 def test_a_mask_of_a_cache_says_what_helps(norm):
     """A step of decoding in training mode: one token, and the mask of all."""
-    model, x, mask = convert_norms(FeedForward(), norm, layout="BTC"), torch.randn(B, 1, C), {"valid": ~MASK}
+    model, x, mask = (
+        convert_norms(FeedForward(), norm, layout="BTC"),
+        torch.randn(B, 1, C),
+        {"valid": ~MASK},
+    )
     with torch.no_grad(), padding(**mask), pytest.raises(ValueError) as error:
         model(x)
     assert "norm: its tokens are 3 sequences of length 1" in str(error.value)
-    assert "is for 3 of length 7; call model.eval() before generating or evaluating; else give it a" in str(error.value)
-    with padding(**mask), pytest.raises(ValueError, match="length 7; give it a mask of its own length .*only='norm'"):
+    assert (
+        "is for 3 of length 7; call model.eval() before generating or evaluating; else give it a"
+        in str(error.value)
+    )
+    with (
+        padding(**mask),
+        pytest.raises(ValueError, match="length 7; give it a mask of its own length .*only='norm'"),
+    ):
         model(x)
     with torch.no_grad(), padding(**mask), padding(None):
         model(x)
@@ -735,13 +884,19 @@ def test_lengths_count_a_token_that_the_model_puts_in_front():
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_recomputation_does_not_take_the_argument_that_a_block_hid(reentrant):
-    model, x = Checkpointed(FeedForward(), use_reentrant=reentrant), torch.randn(B, T, C, requires_grad=True)
+    model, x = (
+        Checkpointed(FeedForward(), use_reentrant=reentrant),
+        torch.randn(B, T, C, requires_grad=True),
+    )
     convert_norms(model, "batch")
     for block in (padding(MASK.flip(0)), padding(None)):
         with block, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             y = model(x, LENGTHS)
-        with pytest.raises(RuntimeError, match="is being recomputed .* give checkpoint context_fn=padding.context_fn"):
+        with pytest.raises(
+            RuntimeError,
+            match="is being recomputed .* give checkpoint context_fn=padding.context_fn",
+        ):
             y.sum().backward()
 
 
@@ -753,7 +908,10 @@ def test_the_report_says_which_line_of_the_table_held():
         (2, "a block with padding(lengths=...)"): (FeedForward(), lambda m: _in_block(m, x)),
         (4, "argument lengths of the model"): (FeedForward(), lambda m: m(x, LENGTHS)),
         (5, "argument lengths of the model is None"): (FeedForward(), lambda m: m(x)),
-        (8, "argument target_lengths of the model"): (decoder, lambda m: m(x, x, target_lengths=LENGTHS)),
+        (8, "argument target_lengths of the model"): (
+            decoder,
+            lambda m: m(x, x, target_lengths=LENGTHS),
+        ),
         (12, "no block, and no argument of a module"): (FeedForward(), lambda m: m.norm(x)),
     }
     for (line, words), (model, call) in cases.items():
@@ -803,7 +961,8 @@ def test_sentences_without_a_token_are_told_once(given, count, layout):
         model(x)
     name = next(iter(given))
     expected = (
-        f"norm: by padding({name}=...) {count} of 3 sentences consist of padding only: is the mask inverted? True"
+        f"norm: by padding({name}=...) {count} of 3 sentences consist of padding only: is the mask "
+        f"inverted? True"
     )
     assert len(caught) == bool(count) and all(text.startswith(expected) for text in texts(caught))
 
@@ -814,11 +973,14 @@ def test_a_norm_of_ones_own_layer_tells_once_of_sentences_without_a_token(batch_
     x = torch.randn((B, T, C) if batch_first else (T, B, C))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for given in (None, MASK, MASK | (torch.arange(T) > 5), ~MASK, ~MASK):  # the third has an empty position
+        # the third has an empty position
+        for given in (None, MASK, MASK | (torch.arange(T) > 5), ~MASK, ~MASK):
             MaskedBatchNorm(C, batch_first=batch_first)(x, given)
         build_norm("rms", C, batch_first=batch_first)(x, ~MASK)
     (text,) = texts(caught)
-    assert text.startswith("padding_mask: by it 1 of 3 sentences consist of padding only: is the mask inverted?")
+    assert text.startswith(
+        "padding_mask: by it 1 of 3 sentences consist of padding only: is the mask inverted?"
+    )
 
 
 def test_a_later_batch_with_an_empty_sentence_is_told_but_not_by_a_norm_that_uses_no_mask():
@@ -828,7 +990,10 @@ def test_a_later_batch_with_an_empty_sentence_is_told_but_not_by_a_norm_that_use
         warnings.simplefilter("error")
         model(x, LENGTHS)
         other(x, LENGTHS * 0)
-    with pytest.warns(UserWarning, match="norm: by argument lengths of the model 1 of 3 sentences consist of padding"):
+    with pytest.warns(
+        UserWarning,
+        match="norm: by argument lengths of the model 1 of 3 sentences consist of padding",
+    ):
         model(x, torch.tensor([7, 4, 0]))
 
 
@@ -839,7 +1004,9 @@ def test_evaluation_of_a_norm_that_counted_no_step_is_told_once():
         model.eval()(x)
         model(x)
     (text,) = texts(caught)
-    assert text.startswith("norm is evaluated, but has counted no training step: its running statistics are the initia")
+    assert text.startswith(
+        "norm is evaluated, but has counted no training step: its running statistics are the initia"
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         convert_norms(FeedForward(), "rms").eval()(x)
@@ -859,8 +1026,11 @@ def test_evaluation_of_a_norm_that_counted_no_step_is_told_once():
         convert_norms(FeedForward(), "batch").to("meta").eval()(x.to("meta"))
     lost = convert_norms(FeedForward(), "batch")
     plain = FeedForward()
-    plain.load_state_dict({key: value for key, value in trained.state_dict().items() if key in plain.state_dict()})
-    lost.load_state_dict(plain.state_dict())  # as from_pretrained of an unconverted model drops the statistics
+    plain.load_state_dict(
+        {key: value for key, value in trained.state_dict().items() if key in plain.state_dict()}
+    )
+    # as from_pretrained of an unconverted model drops the statistics
+    lost.load_state_dict(plain.state_dict())
     with pytest.warns(UserWarning, match="convert the model before you load it"):
         lost.eval()(x)
 
@@ -893,5 +1063,7 @@ def test_the_table_of_the_page_has_the_lines_of_the_search():
     for number, expected in words.items():
         assert expected in rows[number - 1][1]
     for prefixes, column in ((mask_search.ATTENDED_NAMES, 0), (mask_search.TARGET_NAMES, 1)):
-        named = re.findall(r"`(\w+_)\.\.\.`", rows[mask_search.OF_TARGET - 1][2].partition(";")[2 * column])
+        named = re.findall(
+            r"`(\w+_)\.\.\.`", rows[mask_search.OF_TARGET - 1][2].partition(";")[2 * column]
+        )
         assert named and all(name.startswith(prefixes) for name in named)

@@ -10,7 +10,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pn_fairseq.norms import convert_norms, norm_parameter_names, norm_report, padding, running_norms
+from pn_fairseq.norms import (
+    convert_norms,
+    norm_parameter_names,
+    norm_report,
+    padding,
+    running_norms,
+)
 from pn_fairseq.testing.ranks import run_ranks
 
 from ..fixtures.hugging_face import hugging_face
@@ -22,7 +28,12 @@ C, VOCABULARY, PAD = 16, 40, 3
 
 def bert(layers=2):
     hf = hugging_face()
-    sizes = {"hidden_size": C, "num_hidden_layers": layers, "num_attention_heads": 2, "intermediate_size": 32}
+    sizes = {
+        "hidden_size": C,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
     off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     return hf.BertForMaskedLM(hf.BertConfig(vocab_size=VOCABULARY, **sizes, **off))
 
@@ -30,17 +41,23 @@ def bert(layers=2):
 def marian():
     hf = hugging_face()
     sides = {
-        f"{side}_{name}": 2 for side in ("encoder", "decoder") for name in ("layers", "attention_heads", "ffn_dim")
+        f"{side}_{name}": 2
+        for side in ("encoder", "decoder")
+        for name in ("layers", "attention_heads", "ffn_dim")
     }
     sizes = {"d_model": C, "max_position_embeddings": 32, "dropout": 0.0, **sides}
     return hf.MarianMTModel(
-        hf.MarianConfig(vocab_size=VOCABULARY, pad_token_id=PAD, decoder_start_token_id=PAD, **sizes)
+        hf.MarianConfig(
+            vocab_size=VOCABULARY, pad_token_id=PAD, decoder_start_token_id=PAD, **sizes
+        )
     )
 
 
 @pytest.mark.parametrize("norm", ["batch", "prep-batch", "mabn"])
 def test_from_pretrained_gives_initial_or_loaded_values(norm, tmp_path):
-    """transformers builds on the meta device and gives uninitialized memory to what the checkpoint lacks."""
+    """transformers builds on the meta device and gives uninitialized memory to what the
+    checkpoint lacks.
+    """
     plain = bert()
 
     class Converted(type(plain)):
@@ -56,7 +73,9 @@ def test_from_pretrained_gives_initial_or_loaded_values(norm, tmp_path):
         expected = Converted(plain.config)
         for one, other in zip(running_norms(model), running_norms(expected), strict=True):
             assert one.weight.dtype == dtype
-            for (name, value), initial in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
+            for (name, value), initial in zip(
+                one.state_dict().items(), other.state_dict().values(), strict=True
+            ):
                 assert torch.equal(value.float(), initial.float()), name
     model = Converted.from_pretrained(tmp_path / "plain").train()
     tokens = torch.randint(4, VOCABULARY, (B, T))
@@ -64,14 +83,25 @@ def test_from_pretrained_gives_initial_or_loaded_values(norm, tmp_path):
     model.save_pretrained(tmp_path / "converted")
     again = Converted.from_pretrained(tmp_path / "converted")
     assert int(again.bert.embeddings.LayerNorm.num_batches_tracked) == 1
-    for (name, value), expected in zip(again.state_dict().items(), model.state_dict().values(), strict=True):
+    for (name, value), expected in zip(
+        again.state_dict().items(), model.state_dict().values(), strict=True
+    ):
         assert torch.equal(value, expected), name
 
 
 def t5():
     hf = hugging_face()
-    sizes = {"d_model": C, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
-    return hf.T5ForConditionalGeneration(hf.T5Config(vocab_size=VOCABULARY, decoder_start_token_id=0, **sizes))
+    sizes = {
+        "d_model": C,
+        "d_kv": 8,
+        "d_ff": 32,
+        "num_layers": 2,
+        "num_heads": 2,
+        "dropout_rate": 0.0,
+    }
+    return hf.T5ForConditionalGeneration(
+        hf.T5Config(vocab_size=VOCABULARY, decoder_start_token_id=0, **sizes)
+    )
 
 
 @pytest.mark.parametrize("make", [marian, t5])  # test_frameworks.py has BERT
@@ -87,11 +117,17 @@ def test_hugging_face(make, norm, checkpointing):
     convert_norms(model, norm, mask_from="attention_mask").load_state_dict(state)
     assert len(norm_report(model)) >= 6 and all(each.masks for each in norm_report(model))
     if checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": padding.context_fn})
+        model.activation_checkpointing_enable(
+            {"use_reentrant": False, "context_fn": padding.context_fn}
+        )
     model.train()
     ids = torch.randint(4, VOCABULARY, (B, T))
-    source_mask, target_mask = MASK, MASK.flip(0)  # equal ones would hide which of them a norm takes
-    masks = {"attention_mask": (~source_mask).long(), "decoder_attention_mask": (~target_mask).long()}
+    # equal ones would hide which of them a norm takes
+    source_mask, target_mask = MASK, MASK.flip(0)
+    masks = {
+        "attention_mask": (~source_mask).long(),
+        "decoder_attention_mask": (~target_mask).long(),
+    }
     found = []
     for content in (PAD, 5):  # at padding
         one, source, target = (
@@ -101,7 +137,13 @@ def test_hugging_face(make, norm, checkpointing):
         )
         logits = one(input_ids=source, decoder_input_ids=target, **masks).logits[~target_mask]
         (logits * torch.linspace(-1, 1, VOCABULARY)).sum().backward()
-        found.append([logits, *(p.grad for p in running_norms(one)[0].parameters()), *one.state_dict().values()])
+        found.append(
+            [
+                logits,
+                *(p.grad for p in running_norms(one)[0].parameters()),
+                *one.state_dict().values(),
+            ]
+        )
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
@@ -120,7 +162,10 @@ def test_a_decoder_without_its_mask_does_not_take_the_one_of_the_source(make):
 
 
 def decayed(model):
-    """The parameters to which ``Trainer`` applies weight decay; the names of the class that it looks for."""
+    """The parameters to which ``Trainer`` applies weight decay;
+
+    the names of the class that it looks for.
+    """
     from transformers import Trainer
 
     return {*Trainer.__new__(Trainer).get_decay_parameter_names(model)}
@@ -128,12 +173,18 @@ def decayed(model):
 
 @pytest.mark.parametrize("name", ["GPT2", "Bloom", "Bert"])
 def test_weight_decay_stays_where_it_was(name):
-    """Trainer decays no nn.LayerNorm, which it finds by its class: without their names GPT-2's gains were decayed."""
+    """Trainer decays no nn.LayerNorm, which it finds by its class: without their names GPT-2's
+    gains were decayed.
+    """
     hf = hugging_face()
     sizes = {"n_embd": C, "n_layer": 1, "n_head": 2}
     if name != "GPT2":
-        sizes = {"hidden_size": C, "num_attention_heads": 2} | ({"n_layer": 1, "n_head": 2} if name == "Bloom" else {})
-    model = getattr(hf, f"{name}Model")(getattr(hf, f"{name}Config")(vocab_size=VOCABULARY, **sizes))
+        sizes = {"hidden_size": C, "num_attention_heads": 2} | (
+            {"n_layer": 1, "n_head": 2} if name == "Bloom" else {}
+        )
+    model = getattr(hf, f"{name}Model")(
+        getattr(hf, f"{name}Config")(vocab_size=VOCABULARY, **sizes)
+    )
     before = decayed(model)
     convert_norms(model, "batch", layout="BTC")
     after = decayed(model)
@@ -156,7 +207,9 @@ class Conformer(nn.Module):
         self.conformer = module.Conformer(C, 2, 32, 2, 3)
         # Its depthwise convolution itself reads padding.
         masks = ["key_padding_mask", "lengths"]
-        convert_norms(self, "layer", only="*.conv_module.layer_norm", zero_padding=True, mask_from=masks)
+        convert_norms(
+            self, "layer", only="*.conv_module.layer_norm", zero_padding=True, mask_from=masks
+        )
 
     def forward(self, x, lengths):
         return self.conformer(x, lengths)[0]
@@ -167,14 +220,16 @@ class Conformer(nn.Module):
 
 def batches():
     generator = torch.Generator().manual_seed(4)
-    lengths = torch.tensor([[7, 4, 2, 7], [3, 7, 7, 1]])  # torchaudio wants the longest on each rank
+    # torchaudio wants the longest on each rank
+    lengths = torch.tensor([[7, 4, 2, 7], [3, 7, 7, 1]])
     return torch.randn(2, 4, T, C, generator=generator), lengths
 
 
 def train(model, rows, way):
     """State after two steps on ``rows`` of the batches; the loss is a sum over tokens and ranks."""
     world = dist.get_world_size() if dist.is_initialized() else 1
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * world)  # gradients are averaged over the ranks
+    # gradients are averaged over the ranks
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * world)
     steps = list(zip(*batches(), strict=True))
 
     def loss(x, lengths):
@@ -182,7 +237,13 @@ def train(model, rows, way):
         real = torch.arange(T) < lengths[:, None]
         if way == "BERT":
             x = x.masked_fill(~real[..., None], 1e4)
-            return model(inputs_embeds=x, attention_mask=real.long()).logits[real].square().mean(1).sum()
+            return (
+                model(inputs_embeds=x, attention_mask=real.long())
+                .logits[real]
+                .square()
+                .mean(1)
+                .sum()
+            )
         return model(x, lengths)[real].square().sum()
 
     for _ in range(2):
@@ -203,10 +264,15 @@ def train(model, rows, way):
 
 
 def converted(norm, way):
-    """The model of a way to train, with synchronized norms and the weights of the unconverted model."""
+    """The model of a way to train,
+
+    with synchronized norms and the weights of the unconverted model.
+    """
     torch.manual_seed(3)
     make = {"BERT": bert, "Conformer": Conformer}.get(way, partial(FeedForward, channels=C))
-    masks = {"BERT": "attention_mask", "Conformer": ["key_padding_mask", "lengths"]}.get(way, "lengths")
+    masks = {"BERT": "attention_mask", "Conformer": ["key_padding_mask", "lengths"]}.get(
+        way, "lengths"
+    )
     model = make()
     state = copy.deepcopy(model.state_dict())
     only = "*.conv_module.*.3" if way == "Conformer" else "*"
@@ -215,13 +281,19 @@ def converted(norm, way):
 
 
 #: Way to train -> the package of its model.
-WAYS = dict.fromkeys(("broadcast_buffers", "static_graph", "no_sync", "two forwards", "FSDP2"), "torch")
+WAYS = dict.fromkeys(
+    ("broadcast_buffers", "static_graph", "no_sync", "two forwards", "FSDP2"), "torch"
+)
 WAYS |= {"BERT": "transformers", "Conformer": "torchaudio"}
 
 
 def on_rank(rank, world, norm):
     """The state after each way to train: processes are slow to start."""
-    return {way: trained(rank, world, norm, way) for way, package in WAYS.items() if importlib.util.find_spec(package)}
+    return {
+        way: trained(rank, world, norm, way)
+        for way, package in WAYS.items()
+        if importlib.util.find_spec(package)
+    }
 
 
 def trained(rank, world, norm, way):
@@ -235,13 +307,20 @@ def trained(rank, world, norm, way):
         state = train(model, rows, way).state_dict()
         return {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in state.items()}
     model = DistributedDataParallel(
-        model, broadcast_buffers=True, static_graph=way == "static_graph", find_unused_parameters=way == "BERT"
+        model,
+        broadcast_buffers=True,
+        static_graph=way == "static_graph",
+        find_unused_parameters=way == "BERT",
     )
     return train(model, rows, way).module.state_dict()
 
 
 @pytest.fixture(
-    scope="module", params=["batch", *(pytest.param(norm, marks=pytest.mark.slow) for norm in ("power-v", "power"))]
+    scope="module",
+    params=[
+        "batch",
+        *(pytest.param(norm, marks=pytest.mark.slow) for norm in ("power-v", "power")),
+    ],
 )
 def two_ranks(request):
     return request.param, run_ranks(on_rank, 2, request.param)
@@ -254,10 +333,13 @@ def test_two_ranks_are_one(two_ranks, way):
     for state in (rank[way] for rank in ranks):
         assert state.keys() == expected.keys()
         for name, tensor in expected.items():
-            torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=1e-5, msg=f"{name}: {{}}".format)
+            torch.testing.assert_close(
+                state[name], tensor, rtol=1e-4, atol=1e-5, msg=f"{name}: {{}}".format
+            )
 
 
-@pytest.mark.slow  # six seconds; test_compile.py has masks from arguments in the graph of a small model
+# six seconds; test_compile.py has masks from arguments in the graph of a small model
+@pytest.mark.slow
 def test_bert_trains_in_one_graph_with_the_statistics_of_real_tokens():
     model = convert_norms(bert(layers=1).train(), "power", mask_from="attention_mask")
     eager = copy.deepcopy(model)
@@ -269,8 +351,11 @@ def test_bert_trains_in_one_graph_with_the_statistics_of_real_tokens():
         given = {"input_ids": torch.randint(0, 40, mask.shape), "attention_mask": mask.long()}
         for call in (eager, compiled):
             call(**given).logits[mask].square().mean().backward()
-            given["input_ids"] = torch.where(mask, given["input_ids"], 0)  # what stands at padding changes nothing
-    for (name, one), two in zip(model.state_dict().items(), eager.state_dict().values(), strict=True):
+            # what stands at padding changes nothing
+            given["input_ids"] = torch.where(mask, given["input_ids"], 0)
+    for (name, one), two in zip(
+        model.state_dict().items(), eager.state_dict().values(), strict=True
+    ):
         assert torch.equal(one, two), name
     counters = torch._dynamo.utils.counters
     assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]

@@ -1,4 +1,6 @@
-"""Graphs of norms in evaluation that leave this process: a ``.pt2`` and TorchScript without this package, and ONNX."""
+"""Graphs of norms in evaluation that leave this process: a ``.pt2`` and TorchScript without this
+package, and ONNX.
+"""
 
 import warnings
 
@@ -11,7 +13,8 @@ from pn_fairseq.testing.helpers import cases
 from ..scripts_helpers import run
 from .helpers import CHANNELS, rng, tensors
 
-#: Runs where pn_fairseq cannot be imported: file of the graph, of its inputs, and of the outputs to write.
+#: Runs where pn_fairseq cannot be imported: file of the graph, of its inputs, and of the outputs to
+#: write.
 LOAD_AND_RUN = """
 import sys
 sys.modules["pn_fairseq"] = None
@@ -65,7 +68,8 @@ def test_a_saved_graph_needs_no_pn_fairseq(norms, tmp_path, kind):
     if kind == "pt2":
         torch.export.save(exported(norms), tmp_path / "graph.pt2")
     else:
-        with warnings.catch_warnings(action="ignore", category=torch.jit.TracerWarning):  # the checks of arguments
+        # the checks of arguments
+        with warnings.catch_warnings(action="ignore", category=torch.jit.TracerWarning):
             torch.jit.trace(norms, (tensors(rng(2))[0],)).save(tmp_path / "graph.torchscript")
     x = other_shape()
     torch.save(x, tmp_path / "x.pt")

@@ -1,4 +1,5 @@
-"""convert_norms in models of other packages: one call each, three steps, statistics against a loop over real tokens.
+"""convert_norms in models of other packages: one call each, three steps, statistics against a loop
+over real tokens.
 
 The table of docs/frameworks.md is made from :data:`CASES` by ``python -m docs.tools.generated``.
 """
@@ -27,8 +28,9 @@ C, STEPS = 16, 3
 
 
 def available(name: str) -> None:
-    """Skip where the package ``name`` is absent. Where only torch for CPUs is installed, other packages of which PyPI
-    has builds for CUDA alone are loaded without their compiled part."""
+    """Skip where the package ``name`` is absent. Where only torch for CPUs is installed, other
+    packages of which PyPI has builds for CUDA alone are loaded without their compiled part.
+    """
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"{name} is not installed")
     flags = dict.fromkeys(("_IS_TORCHAUDIO_EXT_AVAILABLE", "_IS_ALIGN_AVAILABLE"), False)
@@ -40,7 +42,9 @@ def available(name: str) -> None:
             import torchvision  # noqa: F401
         except RuntimeError:
             for operator in ("nms", "qnms"):
-                TORCHVISION.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+                TORCHVISION.define(
+                    f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+                )
 
 
 def stand_in(name: str, **content) -> None:
@@ -56,14 +60,18 @@ def x_transformers(norm: str = ""):
     import x_transformers as package
 
     options = {norm: True} if norm else {}
-    return package.Encoder(dim=C, depth=2, heads=2, attn_dim_head=8, **options), lambda m, x: m(x, mask=~MASK)
+    return package.Encoder(dim=C, depth=2, heads=2, attn_dim_head=8, **options), lambda m, x: m(
+        x, mask=~MASK
+    )
 
 
 def joeynmt():
     available("joeynmt")
     from joeynmt import encoders
 
-    model = encoders.TransformerEncoder(C, 32, num_layers=2, num_heads=2, dropout=0.0, emb_dropout=0.0)
+    model = encoders.TransformerEncoder(
+        C, 32, num_layers=2, num_heads=2, dropout=0.0, emb_dropout=0.0
+    )
     return model, lambda m, x: m(x, LENGTHS, ~MASK[:, None])[0]
 
 
@@ -72,7 +80,9 @@ def eole():
     from eole.config.models import TransformerEncoderConfig
     from eole.encoders.transformer import TransformerEncoder
 
-    config = TransformerEncoderConfig(layers=2, hidden_size=C, heads=2, transformer_ff=32, src_word_vec_size=C)
+    config = TransformerEncoderConfig(
+        layers=2, hidden_size=C, heads=2, transformer_ff=32, src_word_vec_size=C
+    )
     model = TransformerEncoder(config)
     for parameter in model.parameters():
         nn.init.uniform_(parameter, -0.3, 0.3)
@@ -108,18 +118,24 @@ def conformer():
 
     model = Conformer(C, 2, 32, 2, 3)
     masks = ["key_padding_mask", "lengths"]
-    convert_norms(model, "layer", only="*.conv_module.layer_norm", zero_padding=True, mask_from=masks)
+    convert_norms(
+        model, "layer", only="*.conv_module.layer_norm", zero_padding=True, mask_from=masks
+    )
     return model, lambda m, x: m(x, LENGTHS)[0]
 
 
 def torch_encoder():
     layer = nn.TransformerEncoderLayer(C, 2, 32, dropout=0.0, batch_first=True)
-    return nn.TransformerEncoder(layer, 2, nn.LayerNorm(C)), lambda m, x: m(x, src_key_padding_mask=MASK)
+    return nn.TransformerEncoder(layer, 2, nn.LayerNorm(C)), lambda m, x: m(
+        x, src_key_padding_mask=MASK
+    )
 
 
 def torch_transformer():
     model = nn.Transformer(C, 2, 1, 1, 32, dropout=0.0, batch_first=True)
-    masks = dict.fromkeys(("src_key_padding_mask", "tgt_key_padding_mask", "memory_key_padding_mask"), MASK)
+    masks = dict.fromkeys(
+        ("src_key_padding_mask", "tgt_key_padding_mask", "memory_key_padding_mask"), MASK
+    )
     return model, lambda m, x: m(x, x, **masks)
 
 
@@ -134,7 +150,9 @@ def torchtune():
     available("torchtune")
     from torchtune.models.llama3 import llama3
 
-    model = llama3(vocab_size=40, num_layers=2, num_heads=2, num_kv_heads=2, embed_dim=C, max_seq_len=32)
+    model = llama3(
+        vocab_size=40, num_layers=2, num_heads=2, num_kv_heads=2, embed_dim=C, max_seq_len=32
+    )
 
     def call(m, x):
         with padding(MASK):
@@ -180,28 +198,42 @@ def train(model, rows):
     from transformers import Trainer, TrainingArguments
 
     sizes = {"max_steps": STEPS, "per_device_train_batch_size": B, "gradient_accumulation_steps": 2}
-    silent = {"save_strategy": "no", "logging_strategy": "no", "report_to": "none", "disable_tqdm": True}
+    silent = {
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
     with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(folder, optim="sgd", learning_rate=0.1, use_cpu=True, **sizes, **silent)
+        arguments = TrainingArguments(
+            folder, optim="sgd", learning_rate=0.1, use_cpu=True, **sizes, **silent
+        )
         Trainer(model, arguments, train_dataset=Rows(rows)).train()
 
 
 def whisper():
-    """Its sentences are in reverse order in the decoder. Its encoder attends to padding, which stays silence here."""
+    """Its sentences are in reverse order in the decoder.
+
+    Its encoder attends to padding, which stays silence here.
+    """
     available("transformers")
     hf = hugging_face()
     heads = dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2)
     ffn = dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 32)
     lengths = {"max_source_positions": T, "max_target_positions": T}
     layers = {"encoder_layers": 1, "decoder_layers": 1, "d_model": C, "num_mel_bins": C}
-    symbols = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"), 0)
+    symbols = dict.fromkeys(
+        ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"), 0
+    )
     config = hf.WhisperConfig(vocab_size=40, **symbols, **layers, **heads, **ffn, **lengths)
 
     def call(m, x):
         sound = x.masked_fill(MASK[..., None], 0.0).repeat_interleave(2, 1).transpose(1, 2)
         tokens, mask = tokens_of(x).flip(0), (~MASK).long().flip(0)
         with padding(MASK, only="encoder.*"):
-            y = m(input_features=sound, decoder_input_ids=tokens, decoder_attention_mask=mask).last_hidden_state
+            y = m(
+                input_features=sound, decoder_input_ids=tokens, decoder_attention_mask=mask
+            ).last_hidden_state
         return y.flip(0)
 
     return hf.WhisperModel(config), call
@@ -213,19 +245,28 @@ def with_lora(model):
 
     # No layer here is torchao's; PEFT refuses the version that torchtune needs.
     with mock.patch("peft.tuners.lora.torchao.is_torchao_available", return_value=False):
-        return peft.get_peft_model(model, peft.LoraConfig(target_modules=["query", "value"], init_lora_weights=False))
+        return peft.get_peft_model(
+            model, peft.LoraConfig(target_modules=["query", "value"], init_lora_weights=False)
+        )
 
 
-SIZES = {"hidden_size": C, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+SIZES = {
+    "hidden_size": C,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+}
 OFF = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 @dataclass(frozen=True)
 class Case:
-    """``make`` returns the model and its call; ``options`` go to convert_norms; ``wrap`` gets the converted model.
+    """``make`` returns the model and its call; ``options`` go to convert_norms; ``wrap`` gets the
+    converted model.
 
-    ``mask`` and ``by_hand`` stand in the table: where the mask comes from, and what must be written by hand. Sentences
-    are in reverse order in the module ``reversed_in``. ``trainer``: :func:`trainer_errors` measures.
+    ``mask`` and ``by_hand`` stand in the table: where the mask comes from, and what must be written
+    by hand. Sentences are in reverse order in the module ``reversed_in``. ``trainer``:
+    :func:`trainer_errors` measures.
     """
 
     make: Callable
@@ -246,18 +287,23 @@ CASES = {
         bert_for_masked_lm, "`attention_mask`", "`context_fn=padding.context_fn`", trainer=True
     ),
     "Hugging Face Bert, LoRA (PEFT)": Case(
-        lambda: of_hugging_face("Bert", **SIZES, **OFF), "`attention_mask`", "convert first", wrap=with_lora
+        lambda: of_hugging_face("Bert", **SIZES, **OFF),
+        "`attention_mask`",
+        "convert first",
+        wrap=with_lora,
     ),
     "Hugging Face Whisper": Case(
         whisper,
         '`with padding(mask, only="encoder.*")`, `decoder_attention_mask`',
-        '`mask_from="attention_mask"`, and the block for the encoder, whose attention reads padding',
+        '`mask_from="attention_mask"`, and the block for the encoder, whose attention reads '
+        "padding",
         {"mask_from": "attention_mask"},
         reversed_in="decoder",
     ),
     "Hugging Face Llama": Case(lambda: of_hugging_face("Llama", **SIZES), "`attention_mask`"),
     "Hugging Face Gemma": Case(
-        lambda: of_hugging_face("Gemma", **SIZES, num_key_value_heads=2, head_dim=8), "`attention_mask`"
+        lambda: of_hugging_face("Gemma", **SIZES, num_key_value_heads=2, head_dim=8),
+        "`attention_mask`",
     ),
     "x-transformers": Case(x_transformers, "`mask`"),
     "x-transformers, RMSNorm": Case(lambda: x_transformers("use_rmsnorm"), "`mask`"),
@@ -268,7 +314,8 @@ CASES = {
     "torchaudio `Conformer`": Case(
         conformer,
         "`lengths`, `key_padding_mask`",
-        'its convolutions read padding: first `convert_norms(model, "layer", only="*.conv_module.layer_norm", '
+        'its convolutions read padding: first `convert_norms(model, "layer", '
+        'only="*.conv_module.layer_norm", '
         'zero_padding=True)`; then `only="*.conv_module.*.3"`',
         {"only": "*.conv_module.*.3"},
     ),
@@ -285,13 +332,18 @@ def test_framework(name, norm):
 
 
 def options_of(norm: str) -> dict:
-    """With which the statistics are exponential averages: those of a warm-up are means over all steps."""
+    """With which the statistics are exponential averages:
+
+    those of a warm-up are means over all steps.
+    """
     return {"psi_warmup_updates": 0} if norm == "power" else {}
 
 
 def errors(case: Case, norm: str) -> tuple[float, float]:
-    """After :data:`STEPS` training steps with padding: the largest difference between a norm's statistics and a loop's,
-    and between outputs at real tokens or gradients for two contents of the padding; relative to the largest."""
+    """After :data:`STEPS` training steps with padding: the largest difference between a norm's
+    statistics and a loop's, and between outputs at real tokens or gradients for two contents of the
+    padding; relative to the largest.
+    """
     if case.trainer:
         return trainer_errors(case, norm)
     torch.manual_seed(1)
@@ -306,7 +358,9 @@ def errors(case: Case, norm: str) -> tuple[float, float]:
     real = torch.ones(B, T, dtype=torch.bool) if case.no_padding else ~MASK
     seen = {each: [] for each in norms}
     for each in norms:
-        each.register_forward_pre_hook(lambda module, args: seen[module].append(args[0].detach().double()))
+        each.register_forward_pre_hook(
+            lambda module, args: seen[module].append(args[0].detach().double())
+        )
     target, effect = torch.randn(B, T, 40), 0.0
     for _ in range(STEPS):
         x = torch.randn(B, T, C)
@@ -320,11 +374,15 @@ def errors(case: Case, norm: str) -> tuple[float, float]:
         effect = max(effect, *(difference(*pair) for pair in zip(*results, strict=True)))
     reverse = [bool(case.reversed_in) and each.name.startswith(case.reversed_in) for each in norms]
     masks = [real.flip(0) if turned else real for turned in reverse]
-    return max(state_error(each, seen[each], mask) for each, mask in zip(norms, masks, strict=True)), effect
+    return max(
+        state_error(each, seen[each], mask) for each, mask in zip(norms, masks, strict=True)
+    ), effect
 
 
 def trainer_errors(case: Case, norm: str) -> tuple[float, float]:
-    """As :func:`errors`, with two batches for each update; the effect of padding is that on the trained parameters."""
+    """As :func:`errors`, with two batches for each update; the effect of padding is that on the
+    trained parameters.
+    """
 
     def trained(content):
         torch.manual_seed(1)
@@ -332,7 +390,9 @@ def trainer_errors(case: Case, norm: str) -> tuple[float, float]:
         rows = {"input_ids": tokens, "attention_mask": (~MASK).long().expand_as(tokens)}
         rows["labels"] = tokens.masked_fill(MASK, -100)
         model = convert_norms(case.make(), norm, layout="BTC", **options_of(norm))
-        model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": padding.context_fn})
+        model.activation_checkpointing_enable(
+            {"use_reentrant": False, "context_fn": padding.context_fn}
+        )
         seen, recomputed = {each: [] for each in running_norms(model)}, set()
 
         def see(module, args):
@@ -346,10 +406,14 @@ def trainer_errors(case: Case, norm: str) -> tuple[float, float]:
         sentences = zip(*(values.flatten(0, 1) for values in rows.values()), strict=True)
         train(model, [dict(zip(rows, sentence, strict=True)) for sentence in sentences])
         assert len(recomputed) == 2 * SIZES["num_hidden_layers"]
-        return model, max(state_error(each, inputs, ~MASK, 2 * STEPS) for each, inputs in seen.items())
+        return model, max(
+            state_error(each, inputs, ~MASK, 2 * STEPS) for each, inputs in seen.items()
+        )
 
     (one, error), (other, _) = trained(0), trained(7)
-    return error, max(difference(*pair) for pair in zip(one.parameters(), other.parameters(), strict=True))
+    return error, max(
+        difference(*pair) for pair in zip(one.parameters(), other.parameters(), strict=True)
+    )
 
 
 def state_error(norm, inputs, real, steps=STEPS) -> float:
@@ -365,7 +429,11 @@ def difference(one, two) -> float:
 def table() -> str:
     """The table of docs/frameworks.md. Rows of packages that are absent stay as they are."""
     page = (Path(__file__).parents[2] / "docs/frameworks.md").read_text("utf-8")
-    committed = {line.split(" | ")[0].removeprefix("| "): line for line in page.splitlines() if line.startswith("| ")}
+    committed = {
+        line.split(" | ")[0].removeprefix("| "): line
+        for line in page.splitlines()
+        if line.startswith("| ")
+    }
     lines = ["| model | mask from | by hand | statistics | padding |", "|---|---|---|---|---|"]
     for name, case in CASES.items():
         try:

@@ -1,4 +1,7 @@
-"""The warning of norms that show a causal decoder its future tokens, and the psi warm-up of converted models."""
+"""The warning of norms that show a causal decoder its future tokens,
+
+and the psi warm-up of converted models.
+"""
 
 import copy
 import warnings
@@ -31,16 +34,27 @@ def transformer():
 
 def test_the_decoder_of_torch():
     text = told(transformer())
-    assert text.startswith("decoder.layers.0.norm1 and 3 other norms are in a decoder and, in training, compute with")
-    advice = "Convert only the encoder (only='encoder.*'), or take a norm that never mixes tokens, such as 'rms'"
+    assert text.startswith(
+        "decoder.layers.0.norm1 and 3 other norms are in a decoder and, in training, compute with"
+    )
+    advice = (
+        "Convert only the encoder (only='encoder.*'), or take a norm that never mixes tokens, such "
+        "as 'rms'"
+    )
     for words in ("a causal decoder sees future tokens", "(a leak)", advice):
         assert words in text
     assert "psi_warmup_updates" not in text
     assert told(transformer(), only="encoder.*") == told(transformer(), "rms") == ""
-    assert told(nn.TransformerDecoderLayer(C, 2, 32), only="norm3").startswith("norm3 is in a decoder and, in training")
+    assert told(nn.TransformerDecoderLayer(C, 2, 32), only="norm3").startswith(
+        "norm3 is in a decoder and, in training"
+    )
     alone = told(nn.TransformerDecoder(nn.TransformerDecoderLayer(C, 2, 32), 1), "power")
-    assert "generates. Give psi_warmup_updates=0, or take a norm" in alone and "encoder" not in alone
-    assert told(nn.TransformerEncoder(nn.TransformerEncoderLayer(C, 2, 32), 1, nn.LayerNorm(C))) == ""
+    assert (
+        "generates. Give psi_warmup_updates=0, or take a norm" in alone and "encoder" not in alone
+    )
+    assert (
+        told(nn.TransformerEncoder(nn.TransformerEncoderLayer(C, 2, 32), 1, nn.LayerNorm(C))) == ""
+    )
 
 
 def test_a_warm_up_mixes_tokens():
@@ -94,13 +108,19 @@ class Attending(Layer):
 def test_a_decoder_of_ones_own(parts, first):
     """It is called a decoder and attends to something."""
     text = told(nn.ModuleDict({name: make() for name, make in parts.items()}))
-    assert text.startswith(f"{first} is in a decoder" if first else "") and bool(text) == bool(first)
+    assert text.startswith(f"{first} is in a decoder" if first else "") and bool(text) == bool(
+        first
+    )
     assert ("only='encoder.*'" in text) == ("encoder" in parts and bool(first))
 
 
 def test_a_decoder_of_fairseq():
-    decoder = type("TransformerDecoder", (type("FairseqIncrementalDecoder", (nn.Sequential,), {}),), {})
-    model = nn.ModuleDict({"encoder": nn.Sequential(nn.LayerNorm(C)), "decoder": decoder(nn.LayerNorm(C))})
+    decoder = type(
+        "TransformerDecoder", (type("FairseqIncrementalDecoder", (nn.Sequential,), {}),), {}
+    )
+    model = nn.ModuleDict(
+        {"encoder": nn.Sequential(nn.LayerNorm(C)), "decoder": decoder(nn.LayerNorm(C))}
+    )
     assert told(model).startswith("decoder.0 is in a decoder")
 
 
@@ -115,10 +135,22 @@ def test_a_decoder_of_fairseq():
 )
 def test_models_of_hugging_face(name, in_decoder, only):
     hf = hugging_face()
-    stack = {"hidden_size": C, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    sides = {f"{side}_{key}": 2 for side in ("encoder", "decoder") for key in ("attention_heads", "ffn_dim")}
+    stack = {
+        "hidden_size": C,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
+    sides = {
+        f"{side}_{key}": 2
+        for side in ("encoder", "decoder")
+        for key in ("attention_heads", "ffn_dim")
+    }
     sides |= {"d_model": C, "encoder_layers": 1, "decoder_layers": 1, "pad_token_id": 1}
-    sizes = {"Marian": sides, "T5": {"d_model": C, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}}
+    sizes = {
+        "Marian": sides,
+        "T5": {"d_model": C, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2},
+    }
     config = getattr(hf, f"{name}Config")(vocab_size=40, **sizes.get(name, stack))
     model = getattr(hf, f"{name}Model")(config)
     text = told(model)
@@ -145,14 +177,26 @@ def test_which_norms_mix_tokens(name):
 def test_power_has_the_warm_up_of_the_papers_models():
     model = convert_norms(nn.Sequential(nn.LayerNorm(C)), "power")
     assert model[0].psi_warmup_updates == norm_report(model)[0].psi_warmup_updates == 1000
-    assert "0: PowerNorm for LayerNorm, psi warm-up of 1000 updates, layout" in str(norm_report(model)[0])
-    assert convert_norms(nn.Sequential(nn.LayerNorm(C)), "power", psi_warmup_updates=7)[0].psi_warmup_updates == 7
-    assert norm_report(convert_norms(nn.Sequential(nn.LayerNorm(C)), "batch"))[0].psi_warmup_updates is None
+    assert "0: PowerNorm for LayerNorm, psi warm-up of 1000 updates, layout" in str(
+        norm_report(model)[0]
+    )
+    assert (
+        convert_norms(nn.Sequential(nn.LayerNorm(C)), "power", psi_warmup_updates=7)[
+            0
+        ].psi_warmup_updates
+        == 7
+    )
+    assert (
+        norm_report(convert_norms(nn.Sequential(nn.LayerNorm(C)), "batch"))[0].psi_warmup_updates
+        is None
+    )
 
 
 @pytest.mark.parametrize(("warmup", "is_calm"), [(None, True), (0, False)])
 def test_an_encoder_with_large_activations_trains(warmup, is_calm):
-    """A regression from input of variance 9: without a warm-up psi is 1 at first, and nothing is normalized."""
+    """A regression from input of variance 9: without a warm-up psi is 1 at first, and nothing is
+    normalized.
+    """
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(C, 2, 32, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)

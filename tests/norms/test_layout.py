@@ -1,4 +1,6 @@
-"""Tokens in any layout: results have the strides of torch's LayerNorm, and the values of contiguous tokens."""
+"""Tokens in any layout: results have the strides of torch's LayerNorm, and the values of
+contiguous tokens.
+"""
 
 import pytest
 import torch
@@ -16,7 +18,9 @@ LAYOUTS = {
     "(N, C)": lambda randn: randn(7, CHANNELS),
     "(N, C) of a wider matrix": lambda randn: randn(7, CHANNELS + 5)[:, 2 : CHANNELS + 2],
     "every second token": lambda randn: randn(9, 6, CHANNELS)[::2, 1::2],
-    "a part of the channels": lambda randn: randn(3, 5, 2 * CHANNELS).transpose(0, 1)[..., CHANNELS:],
+    "a part of the channels": lambda randn: randn(3, 5, 2 * CHANNELS).transpose(0, 1)[
+        ..., CHANNELS:
+    ],
     "every second channel": lambda randn: randn(5, 3, 2 * CHANNELS)[..., ::2],
     "channels first": lambda randn: randn(3, CHANNELS, 5).permute(2, 0, 1),
     "expanded": lambda randn: randn(1, 3, CHANNELS).expand(5, 3, CHANNELS),
@@ -31,13 +35,18 @@ def randn():
 
 
 def steps(norm, x, dy, mask):
-    """y, dx and the gradients of parameters of a training step, and y and dx of evaluation after it."""
+    """y, dx and the gradients of parameters of a training step, and y and dx of evaluation after
+    it.
+    """
     norm.zero_grad()
     results = []
     for training in (True, False):
         leaf = x.detach().requires_grad_()
         y = norm.train(training)(leaf, mask)
-        results += [y, *torch.autograd.grad(y, [leaf, *(norm.parameters() if training else ())], dy)]
+        results += [
+            y,
+            *torch.autograd.grad(y, [leaf, *(norm.parameters() if training else ())], dy),
+        ]
     return results
 
 
@@ -60,7 +69,10 @@ FAMILIES = ("power", "batch", "group", "dyt")
 )
 def test_layouts(name, layout, groups, batch_first, randn):
     norms = [
-        randomize_affine(build_norm(name, CHANNELS, layer_scale_groups=groups, batch_first=batch_first)) for _ in "12"
+        randomize_affine(
+            build_norm(name, CHANNELS, layer_scale_groups=groups, batch_first=batch_first)
+        )
+        for _ in "12"
     ]
     x = LAYOUTS[layout](randn)
     mask = randn(*x.shape[:-1]) < -0.5
@@ -72,7 +84,9 @@ def test_layouts(name, layout, groups, batch_first, randn):
         if dy.shape != x.shape:  # the gradient that sum() sends back
             dy = torch.ones(()).expand(x.shape)
         found = steps(norms[0], x, dy, mask)
-        for one, expected in zip(found, steps(norms[1], x.contiguous(), dy.contiguous(), mask), strict=True):
+        for one, expected in zip(
+            found, steps(norms[1], x.contiguous(), dy.contiguous(), mask), strict=True
+        ):
             assert_close(one, expected, 5e-6, terms=1.0)
         if name == "none" and groups == 0:
             continue  # it gives back its argument

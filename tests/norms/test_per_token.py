@@ -1,4 +1,6 @@
-"""The norms of single tokens: formulas in float64, identities between them, released variants, options."""
+"""The norms of single tokens: formulas in float64, identities between them, released variants,
+options.
+"""
 
 import pytest
 import torch
@@ -26,7 +28,10 @@ SETTINGS = {
     "none": [({}, {})],
     "layer": [({}, {})],
     "layer-simple": [({}, {})],
-    "detach": [({"detach": ",".join(parts)}, {"detach": parts}) for parts in (("mean",), ("std",), ("mean", "std"))],
+    "detach": [
+        ({"detach": ",".join(parts)}, {"detach": parts})
+        for parts in (("mean",), ("std",), ("mean", "std"))
+    ],
     "ada": [({}, {}), ({"ada_k": 0.3, "ada_scale": 2.0}, {"k": 0.3, "scale": 2.0})],
     "rms": [({}, {})],
     "scale": [({}, {})],
@@ -46,10 +51,16 @@ def test_every_norm_without_state_is_tested_here():
 @pytest.mark.parametrize(("name", "options", "for_oracle"), CASES, ids=str)
 def test_follows_the_formulas(name, options, for_oracle, layer_scale, eps):
     """In training and in evaluation."""
-    norm = randomize_affine(build_norm(name, CHANNELS, eps=eps, layer_scale_groups=layer_scale, **options))
-    oracle = PerTokenOracle(CHANNELS, name, eps=eps, groups=layer_scale, **affine_of(norm), **for_oracle)
+    norm = randomize_affine(
+        build_norm(name, CHANNELS, eps=eps, layer_scale_groups=layer_scale, **options)
+    )
+    oracle = PerTokenOracle(
+        CHANNELS, name, eps=eps, groups=layer_scale, **affine_of(norm), **for_oracle
+    )
     for dtype, rtol in ((torch.float32, 1e-5), (torch.float64, 1e-9)):
-        assert_training_follows(norm.to(dtype).train(), oracle, [random_batch(rng(1), scale=1.5)], rtol, dtype)
+        assert_training_follows(
+            norm.to(dtype).train(), oracle, [random_batch(rng(1), scale=1.5)], rtol, dtype
+        )
 
 
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name not in ("detach", "ada")])
@@ -79,12 +90,17 @@ def test_gradient_is_the_derivative(name):
     ],
 )
 def test_norms_are_those_of_torch(norm, layer):
-    """Tokens are what torch's GroupNorm takes for samples, so it is given each sentence by itself."""
+    """Tokens are what torch's GroupNorm takes for samples,
+
+    so it is given each sentence by itself.
+    """
     layer.load_state_dict(randomize_affine(norm).state_dict())
     x, _, dy = random_batch(rng(4), (7, CHANNELS), masked=False)
     assert_steps_close(train_step(norm, x, None, dy), train_step(layer, x, None, dy), 1e-5)
     x = to_tensor(x[:6].reshape(2, 3, CHANNELS))
-    assert_close(norm(x, torch.tensor([[False] * 2] * 3)), layer(x.flatten(0, 1)).view(2, 3, CHANNELS), 1e-5)
+    assert_close(
+        norm(x, torch.tensor([[False] * 2] * 3)), layer(x.flatten(0, 1)).view(2, 3, CHANNELS), 1e-5
+    )
 
 
 def test_scale_norm_divides_by_no_less_than_eps():
@@ -110,7 +126,10 @@ RELEASED = {
 @pytest.mark.every_implementation
 @pytest.mark.parametrize("name", RELEASED)
 def test_released_variants(name):
-    """The variants of Xu et al. 2019, Zhang & Sennrich 2019, by torch's differentiation; also a token of zeros."""
+    """The variants of Xu et al.
+
+    2019, Zhang & Sennrich 2019, by torch's differentiation; also a token of zeros.
+    """
     norm = build_norm(name, CHANNELS, "release", ada_k=0.2, ada_scale=2.0)
     assert type(norm) is NORMS[name].variants["release"] and type(norm) is not NORMS[name].cls
     x, _, dy = random_batch(rng(8), masked=False)
@@ -157,7 +176,9 @@ def test_squashing_is_as_precise_as_that_of_torch(name, function):
     exact = function(wide)
     exact.sum().backward()
     torch.testing.assert_close(y.flatten().double(), exact, rtol=50 * 2**-24, atol=0)
-    torch.testing.assert_close(leaf.grad.flatten().double(), wide.grad, rtol=100 * 2**-24, atol=100 * 2**-24)
+    torch.testing.assert_close(
+        leaf.grad.flatten().double(), wide.grad, rtol=100 * 2**-24, atol=100 * 2**-24
+    )
 
 
 def test_options_show():

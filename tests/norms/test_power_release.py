@@ -1,4 +1,7 @@
-"""PN as in the authors' release, against an oracle that does step by step what they are known to do."""
+"""PN as in the authors' release,
+
+against an oracle that does step by step what they are known to do.
+"""
 
 from types import SimpleNamespace
 
@@ -29,7 +32,10 @@ WARMUP = 9
 
 
 class ReleaseOracle(QuadraticMeanOracle):
-    """The released code's arithmetic and bookkeeping: ``psi2`` and ``count`` are its running_phi and iters."""
+    """The released code's arithmetic and bookkeeping:
+
+    ``psi2`` and ``count`` are its running_phi and iters.
+    """
 
     def __init__(self, channels, alpha_fwd=0.9, alpha_bwd=0.9, warmup=0, **common):
         super().__init__(channels, alpha_fwd, **common)
@@ -58,14 +64,17 @@ class ReleaseOracle(QuadraticMeanOracle):
         factor = 1 - (1 - self.alpha_bwd) * (ctx.xhat**2).mean(0)
         self.ema_gz = self.ema_gz * factor + (dxhat * ctx.xhat).mean(0)
 
-    nu = property(lambda self: (1 - self.alpha_bwd) * self.ema_gz)  # as the contract derives it from ema_gz
+    # as the contract derives it from ema_gz
+    nu = property(lambda self: (1 - self.alpha_bwd) * self.ema_gz)
 
 
 def make_pair(alpha_fwd=0.9, alpha_bwd=0.9, affine=True, groups=0, warmup=0, eps=1e-5):
     options = {"alpha_fwd": alpha_fwd, "eps": eps, "affine": affine, "layer_scale_groups": groups}
     norm = PowerNormRelease(CHANNELS, alpha_bwd, warmup, **options)
     randomize_affine(norm)
-    oracle = ReleaseOracle(CHANNELS, alpha_fwd, alpha_bwd, warmup, groups=groups, eps=eps, **affine_of(norm))
+    oracle = ReleaseOracle(
+        CHANNELS, alpha_fwd, alpha_bwd, warmup, groups=groups, eps=eps, **affine_of(norm)
+    )
     return norm.train(), oracle
 
 
@@ -93,8 +102,9 @@ def test_training_follows_the_release(warmup, masked, groups, options):
 
 
 def test_another_eps_also_changes_layer_scale_here_and_not_in_the_release():
-    """The released group scaling keeps 1e-5. Where a group of a token has the mean square m, the released y is larger
-    by sqrt((m + eps) / (m + 1e-5)), as long as psi is the same; psi is about the scaled activations and then differs.
+    """The released group scaling keeps 1e-5. Where a group of a token has the mean square m, the
+    released y is larger by sqrt((m + eps) / (m + 1e-5)), as long as psi is the same; psi is about
+    the scaled activations and then differs.
     """
     groups, eps = 4, 1e-3
     norm, _ = make_pair(groups=groups, eps=eps, affine=False)

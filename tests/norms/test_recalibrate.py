@@ -10,7 +10,12 @@ from .helpers import CHANNELS, assert_close, rng, to_tensor
 
 
 def test_batch_norm_as_update_bn():
-    own = nn.Sequential(MaskedBatchNorm(CHANNELS), nn.Linear(CHANNELS, CHANNELS), nn.ReLU(), MaskedBatchNorm(CHANNELS))
+    own = nn.Sequential(
+        MaskedBatchNorm(CHANNELS),
+        nn.Linear(CHANNELS, CHANNELS),
+        nn.ReLU(),
+        MaskedBatchNorm(CHANNELS),
+    )
     theirs = nn.Sequential(nn.BatchNorm1d(CHANNELS), own[1], nn.ReLU(), nn.BatchNorm1d(CHANNELS))
     generator = rng(3)
     data = [to_tensor(generator.normal(n, 1 + n, size=(5 + 3 * n, CHANNELS))) for n in range(4)]
@@ -29,7 +34,8 @@ def test_the_psi_warmup_does_not_begin_again():
     norm(torch.full((4, CHANNELS), 2.0, requires_grad=True)).sum().backward()
     with torch.no_grad(), recalibrating(norm):
         norm(torch.full((4, CHANNELS), 3.0))
-    assert_close(norm(torch.ones(4, CHANNELS)), np.full((4, CHANNELS), 1 / 3), 1e-5)  # the running psi divides
+    # the running psi divides
+    assert_close(norm(torch.ones(4, CHANNELS)), np.full((4, CHANNELS), 1 / 3), 1e-5)
 
 
 def test_a_model_without_running_statistics():

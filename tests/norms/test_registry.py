@@ -1,4 +1,6 @@
-"""build_norm and the registry behind it; wrong arguments raise an error at once, one line which names the values."""
+"""build_norm and the registry behind it; wrong arguments raise an error at once, one line which
+names the values.
+"""
 
 import inspect
 import math
@@ -6,7 +8,15 @@ import math
 import pytest
 import torch
 
-from pn_fairseq.norms import NORMS, VARIANTS, ChannelNorm, LayerScale, build_norm, register_norm, registry
+from pn_fairseq.norms import (
+    NORMS,
+    VARIANTS,
+    ChannelNorm,
+    LayerScale,
+    build_norm,
+    register_norm,
+    registry,
+)
 
 from .helpers import CHANNELS
 
@@ -31,7 +41,9 @@ def test_every_norm_takes_every_option_and_variant(name):
     assert type(norm) is type(build_norm(name, CHANNELS)) is NORMS[name].cls
     assert norm.weight is None and norm.bias is None
     for variant in VARIANTS:
-        assert type(build_norm(name, CHANNELS, variant, **EVERY_OPTION)) is NORMS[name].variant(variant)
+        assert type(build_norm(name, CHANNELS, variant, **EVERY_OPTION)) is NORMS[name].variant(
+            variant
+        )
         assert variant in NORMS[name].variants or NORMS[name].variant(variant) is NORMS[name].cls
     assert VARIANTS == ("paper", "release")
 
@@ -64,28 +76,55 @@ def test_a_name_that_is_taken_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("name", NORMS)
 def test_constructors_name_all_their_arguments(name):
-    """Editors, ``inspect`` and the API page show them; an argument that is misspelt names the class that was called."""
+    """Editors, ``inspect`` and the API page show them; an argument that is misspelt names the
+    class that was called.
+    """
     entry = NORMS[name]
     for cls in {entry.cls, *entry.variants.values()}:
         signature = inspect.signature(cls)
         assert set(signature.parameters) == {*entry.options, "num_features"}
         for option, parameter in signature.parameters.items():
             assert parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-            assert option in ("num_features", "process_group") or parameter.annotation is not parameter.empty
+            assert (
+                option in ("num_features", "process_group")
+                or parameter.annotation is not parameter.empty
+            )
         with pytest.raises(TypeError, match=rf"{cls.__name__} .*'layer_scale_group'"):
             cls(8, layer_scale_group=2)
-        options = {option: parameter.default for option, parameter in list(signature.parameters.items())[1:]}
-        changed = options | {"eps": 1e-3, "affine": False, "layer_scale_groups": 2, "batch_first": True}
+        options = {
+            option: parameter.default
+            for option, parameter in list(signature.parameters.items())[1:]
+        }
+        changed = options | {
+            "eps": 1e-3,
+            "affine": False,
+            "layer_scale_groups": 2,
+            "batch_first": True,
+        }
         norm = cls(8, **changed | ({"sync": True, "alpha_fwd": 0.7} if "sync" in options else {}))
-        assert (norm.eps, norm.affine, norm.layer_scale_groups, norm.batch_first) == (1e-3, False, 2, True)
+        assert (norm.eps, norm.affine, norm.layer_scale_groups, norm.batch_first) == (
+            1e-3,
+            False,
+            2,
+            True,
+        )
         assert "sync" not in options or (norm.sync, norm.alpha_fwd) == (True, 0.7)
 
 
 # Arguments that do not fit.
 
-ALPHAS = [("power", "alpha_fwd"), ("power", "alpha_bwd"), ("power-v", "alpha_fwd"), ("batch", "alpha_fwd")]
+ALPHAS = [
+    ("power", "alpha_fwd"),
+    ("power", "alpha_bwd"),
+    ("power-v", "alpha_fwd"),
+    ("batch", "alpha_fwd"),
+]
 MISTAKES = [
-    ("power", {"psi_warmup_updates": -1}, "psi_warmup_updates=-1 must be a whole number of at least 0"),
+    (
+        "power",
+        {"psi_warmup_updates": -1},
+        "psi_warmup_updates=-1 must be a whole number of at least 0",
+    ),
     ("power", {"eps": 0.0}, "eps=0.0 must be a number greater than 0"),
     ("power", {"eps": math.nan}, "eps=nan must be a number greater than 0"),
     ("detach", {"detach": "men"}, "detach='men' must be mean, std or mean,std"),
@@ -97,7 +136,10 @@ MISTAKES = [
     ("group", {"groups": 0}, "groups=0 must be a whole number of at least 1"),
     ("dyt", {"alpha_init": -1}, "alpha_init=-1 must be a number greater than 0"),
     ("derf", {"alpha_init": math.nan}, "alpha_init=nan must be a number greater than 0"),
-    *(("batch-renorm", {option: -1}, f"{option}=-1") for option in ("renorm_r_max", "renorm_d_max")),
+    *(
+        ("batch-renorm", {option: -1}, f"{option}=-1")
+        for option in ("renorm_r_max", "renorm_d_max")
+    ),
     *(("batch-reg", {option: -1}, f"{option}=-1") for option in ("lambda_mean", "lambda_var")),
     ("mabn", {"window": -1}, "window=-1"),
     *(

@@ -1,4 +1,6 @@
-"""Norms of each token by itself under SequenceParallel, on two ranks, against the same norms on whole tensors."""
+"""Norms of each token by itself under SequenceParallel, on two ranks, against the same norms on
+whole tensors.
+"""
 
 import pytest
 import torch
@@ -42,8 +44,13 @@ def on_a_rank(rank, world):
             norm = parallelize_module(norm_of(name), mesh, SequenceParallel(sequence_dim=dimension))
             found[name, dimension] = [tensor.full_tensor() for tensor in step(norm, x, dy)]
             assert norm.eval()(x).full_tensor().equal(found[name, dimension][0])
-    norm = parallelize_module(convert_norms(nn.Sequential(nn.LayerNorm(C)), "batch"), mesh, {"0": SequenceParallel()})
-    with pytest.raises(ValueError, match="0: MaskedBatchNorm needs the statistics of all tokens, but its input is a D"):
+    norm = parallelize_module(
+        convert_norms(nn.Sequential(nn.LayerNorm(C)), "batch"), mesh, {"0": SequenceParallel()}
+    )
+    with pytest.raises(
+        ValueError,
+        match="0: MaskedBatchNorm needs the statistics of all tokens, but its input is a D",
+    ):
         norm(torch.randn(B, T, C))
     return found
 

@@ -21,14 +21,21 @@ def test_growing_activations_stay_finite_where_the_unguarded_recursion_diverges(
     assert guarded < 2.0
     assert unguarded[SPIKE + 9] > 1e15
     # It grows by about (1 - alpha) Gamma - 1 in every step.
-    assert all(later > 5 * earlier for earlier, later in itertools.pairwise(unguarded[SPIKE : SPIKE + 10]))
+    assert all(
+        later > 5 * earlier for earlier, later in itertools.pairwise(unguarded[SPIKE : SPIKE + 10])
+    )
     assert int(stress.norm.diagnostics()["guarded_steps"]) == 10
 
 
 def test_one_batch_100_times_larger():
     stress = Stress(one_large)
     assert stress.finite
-    assert float(stress.nu[SPIKE].abs().max()) < 10.0 < 300.0 < float(stress.unguarded[SPIKE].abs().max())
+    assert (
+        float(stress.nu[SPIKE].abs().max())
+        < 10.0
+        < 300.0
+        < float(stress.unguarded[SPIKE].abs().max())
+    )
     assert int(stress.norm.diagnostics()["guarded_steps"]) == 1
 
 
@@ -40,7 +47,9 @@ def test_diagnostics_of_pn_are_those_of_the_last_batch():
     norm(x.requires_grad_()).backward(torch.randn_like(x))
     report = norm.diagnostics()
     # psi was 1 before this first batch; the distance is to the statistic that the batch found.
-    assert float(report["psi_distance"]) == pytest.approx(float(psi2.sqrt().log().abs().mean()), rel=1e-6)
+    assert float(report["psi_distance"]) == pytest.approx(
+        float(psi2.sqrt().log().abs().mean()), rel=1e-6
+    )
     assert float(report["gamma_max"]) == pytest.approx(float(psi2.max()) / (1 + 1e-5), rel=1e-6)
     assert float(report["nu_rms"]) == pytest.approx(float(norm.nu.square().mean().sqrt()), rel=1e-6)
     assert int(report["guarded_steps"]) == int(report["nonfinite_steps"]) == 0
@@ -58,7 +67,8 @@ def test_a_guarded_step_is_counted_if_it_enters_the_state():
 def test_psi_distance_of_pn_v():
     norm = PowerNormV(CHANNELS)
     norm.collecting = True
-    norm(0.5 * torch.ones(4, CHANNELS, requires_grad=True)).sum().backward()  # below the running psi, which is 1
+    # below the running psi, which is 1
+    norm(0.5 * torch.ones(4, CHANNELS, requires_grad=True)).sum().backward()
     assert float(norm.diagnostics()["psi_distance"]) == pytest.approx(math.log(2), rel=1e-6)
 
 
@@ -66,7 +76,9 @@ def test_psi_distance_of_pn_v():
 @pytest.mark.parametrize("name", NORMS)
 def test_what_is_not_finite_at_padding_reaches_no_gradient(name, groups):
     """dy is 0 there. LN is torch's function, and 0 * NaN is NaN in it."""
-    clean, faulty = (randomize_affine(build_norm(name, 12, layer_scale_groups=groups)).train() for _ in range(2))
+    clean, faulty = (
+        randomize_affine(build_norm(name, 12, layer_scale_groups=groups)).train() for _ in range(2)
+    )
     generator = rng(4)
     for step, bad in enumerate((math.nan, math.inf, -math.inf)):
         x, mask, dy = random_batch(generator)

@@ -1,4 +1,7 @@
-"""Three ranks, for some norms, and what PN's synchronisation costs. The shared suite has two ranks, for all norms."""
+"""Three ranks, for some norms, and what PN's synchronisation costs.
+
+The shared suite has two ranks, for all norms.
+"""
 
 import contextlib
 import copy
@@ -14,7 +17,12 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 
 from pn_fairseq.norms import RunningNorm, build_norm
 from pn_fairseq.testing.helpers import CHANNELS
@@ -36,18 +44,27 @@ BF16 = torch.bfloat16
 
 
 def noting(original, events):
-    """``original``, the all-reduce, with a note of each call, and of each wait for one that was only started."""
+    """``original``, the all-reduce, with a note of each call, and of each wait for one that was
+    only started.
+    """
 
     def all_reduce(*args, async_op=False, **kwargs):
         started = original(*args, async_op=async_op, **kwargs)
         events.append("started" if async_op else "at once")
-        return SimpleNamespace(wait=lambda: events.append("waited") or started.wait()) if async_op else started
+        return (
+            SimpleNamespace(wait=lambda: events.append("waited") or started.wait())
+            if async_op
+            else started
+        )
 
     return all_reduce
 
 
 def all_reduces(rank, world):
-    """The all-reduces in the forward and in the backward of a step of PN, and psi^2 when the backward has returned."""
+    """The all-reduces in the forward and in the backward of a step of PN,
+
+    and psi^2 when the backward has returned.
+    """
     found = {}
     x, dy, mask = shard(rank_batches(world), world, rank)[3]
     events = []
@@ -69,7 +86,7 @@ def test_three_ranks_on_shards_give_what_one_gives_on_the_whole_batch(ranks):
     assert_ranks_equal_one(POWER, "with updates", 3, ranks)
 
 
-def test_a_step_of_pn_after_the_warmup_has_one_all_reduce_and_waits_for_it_at_the_end_of_the_backward(ranks):
+def test_a_step_of_pn_after_the_warmup_waits_for_one_all_reduce_at_the_end_of_its_backward(ranks):
     for rank in ranks:
         forward, backward, psi2 = rank[100]
         assert (forward, backward) == ([], ["started", "dx", "waited"])
@@ -100,7 +117,9 @@ def seen_states(rank, wrapper=nn.parallel.DistributedDataParallel):
     """The state that each forward of an unsynchronised norm finds, here under DDP."""
     norm = build_norm("power", 8, psi_warmup_updates=2)
     seen = []
-    norm.register_forward_pre_hook(lambda module, args: seen.append(copy.deepcopy(module.state_dict())))
+    norm.register_forward_pre_hook(
+        lambda module, args: seen.append(copy.deepcopy(module.state_dict()))
+    )
     model = wrapper(norm)
     torch.manual_seed(rank)
     for step in range(5):
@@ -111,7 +130,9 @@ def seen_states(rank, wrapper=nn.parallel.DistributedDataParallel):
 
 
 def test_ddp_gives_every_rank_the_state_of_the_first_one(ranks):
-    """Its broadcast of buffers, which is on by default, reads the state up to date: no rank goes on with a mixture."""
+    """Its broadcast of buffers, which is on by default, reads the state up to date: no rank goes
+    on with a mixture.
+    """
     alone = seen_states(0, nn.Sequential)
     for rank in ranks:
         for seen, expected in zip(rank["seen"], alone, strict=True):
@@ -136,7 +157,9 @@ def ddp(model, sync):
 
 
 def fsdp1(model, sync, mixed_precision=None):
-    return FullyShardedDataParallel(model, mixed_precision=mixed_precision, device_id=torch.device("cpu"))
+    return FullyShardedDataParallel(
+        model, mixed_precision=mixed_precision, device_id=torch.device("cpu")
+    )
 
 
 def fsdp2(model, sync, **options):
@@ -147,8 +170,9 @@ def fsdp2(model, sync, **options):
 
 @dataclass(frozen=True)
 class Wrapper:
-    """``wrap(model, sync)``. ``accumulate``: gradients of every second batch stay on their rank until the next.
-    ``rounding``: of the whole training run."""
+    """``wrap(model, sync)``. ``accumulate``: gradients of every second batch stay on their rank
+    until the next. ``rounding``: of the whole training run.
+    """
 
     wrap: Callable
     accumulate: bool = False
@@ -165,9 +189,13 @@ WRAPPERS = {
     "DDP, no_sync": Wrapper(ddp, accumulate=True),
     "DDP, autocast": Wrapper(ddp, autocast=True, **MIXED),
     "FSDP1": Wrapper(fsdp1),
-    "FSDP1, mixed": Wrapper(partial(fsdp1, mixed_precision=MixedPrecision(BF16, torch.float32, BF16)), **MIXED),
+    "FSDP1, mixed": Wrapper(
+        partial(fsdp1, mixed_precision=MixedPrecision(BF16, torch.float32, BF16)), **MIXED
+    ),
     "FSDP2": Wrapper(fsdp2),
-    "FSDP2, mixed": Wrapper(partial(fsdp2, mp_policy=MixedPrecisionPolicy(BF16, torch.float32)), **MIXED),
+    "FSDP2, mixed": Wrapper(
+        partial(fsdp2, mp_policy=MixedPrecisionPolicy(BF16, torch.float32)), **MIXED
+    ),
 }
 UPDATES_SAVED = 4
 
@@ -181,10 +209,15 @@ def sgd(model):
 
 
 def wrapped_steps(model, batches, wrapper=PLAIN, scale=1.0, optimizer=None):
-    """The state after each update, and the inputs of the norm with their masks. ``scale``: of the loss."""
+    """The state after each update, and the inputs of the norm with their masks.
+
+    ``scale``: of the loss.
+    """
     optimizer, states, inputs = optimizer or sgd(model), [], []
     norm = next(module for module in model.modules() if isinstance(module, RunningNorm))
-    hook = norm.register_forward_pre_hook(lambda module, args: inputs.append((args[0].detach(), args[1])))
+    hook = norm.register_forward_pre_hook(
+        lambda module, args: inputs.append((args[0].detach(), args[1]))
+    )
     for step, (x, dy, mask) in enumerate(batches):
         hold = wrapper.accumulate and step % 2 == 0
         with model.no_sync() if hold and hasattr(model, "no_sync") else contextlib.nullcontext():
@@ -196,7 +229,9 @@ def wrapped_steps(model, batches, wrapper=PLAIN, scale=1.0, optimizer=None):
         optimizer.step()
         optimizer.zero_grad()
         state = {key.removeprefix("module."): value for key, value in model.state_dict().items()}
-        states.append({key: getattr(value, "full_tensor", value.clone)() for key, value in state.items()})
+        states.append(
+            {key: getattr(value, "full_tensor", value.clone)() for key, value in state.items()}
+        )
     hook.remove()
     return states, inputs
 
@@ -206,12 +241,16 @@ def loaded(model, folder):
     optimizer = sgd(model)
     state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     dcp.load(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
     return optimizer
 
 
 def joined(model, batches, **options):
-    """States and inputs of the steps under ``join``, and the error; the ranks have 2, 3 and 4 batches."""
+    """States and inputs of the steps under ``join``, and the error; the ranks have 2, 3 and 4
+    batches.
+    """
     batches, optimizer, states, inputs = batches[: 2 + dist.get_rank()], sgd(model), [], []
     try:
         with model.join(**options):
@@ -224,23 +263,37 @@ def joined(model, batches, **options):
 
 
 def on_ranks(rank, world, folder):
-    """All that the tests look at: processes are slow to start. Wrapped models have the mean of the ranks' gradients, as
-    one process whose loss is divided by their number."""
+    """All that the tests look at: processes are slow to start. Wrapped models have the mean of the
+    ranks' gradients, as one process whose loss is divided by their number.
+    """
     options, empty_last = RANK_RUNS["with updates"]
-    steps = run_steps(rank_norm(POWER, True), shard(rank_batches(world, empty_last), world, rank), **options)
-    found = {str(POWER): {"with updates": steps}, "seen": seen_states(rank), "twice": backward_twice(rank)}
+    steps = run_steps(
+        rank_norm(POWER, True), shard(rank_batches(world, empty_last), world, rank), **options
+    )
+    found = {
+        str(POWER): {"with updates": steps},
+        "seen": seen_states(rank),
+        "twice": backward_twice(rank),
+    }
     batches = shard(rank_batches(world), world, rank)
     for name, wrapper in WRAPPERS.items():
         for sync, case in ((True, BATCH), (False, POWER)):
-            found[name, sync] = wrapped_steps(wrapper.wrap(new_net(sync, wrapper, case), sync), batches, wrapper)
+            found[name, sync] = wrapped_steps(
+                wrapper.wrap(new_net(sync, wrapper, case), sync), batches, wrapper
+            )
     model = fsdp2(new_net(True), True)
     optimizer = sgd(model)
     wrapped_steps(model, batches[:UPDATES_SAVED], optimizer=optimizer)
-    dcp.save(dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)), checkpoint_id=folder)
+    dcp.save(
+        dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)),
+        checkpoint_id=folder,
+    )
     again = fsdp2(new_net(True), True)
     found["loaded"] = wrapped_steps(again, batches[UPDATES_SAVED:], optimizer=loaded(again, folder))
     found["join, refused"] = joined(ddp(new_net(True), True), batches)
-    found["join, thrown"] = joined(ddp(new_net(True), True), batches, throw_on_early_termination=True)
+    found["join, thrown"] = joined(
+        ddp(new_net(True), True), batches, throw_on_early_termination=True
+    )
     found["join, apart"] = joined(ddp(new_net(False, case=POWER), False), batches)
     model = ddp(new_net(True), True)
     optimizer = sgd(model)
@@ -263,7 +316,9 @@ def ranks(checkpoint):
 
 
 def assert_states(ours, expected, rounding):
-    """``rounding``: of each tensor, relative to its Euclidean norm, or to 1 where that is smaller."""
+    """``rounding``: of each tensor, relative to its Euclidean norm, or to 1 where that is
+    smaller.
+    """
     for one, other in zip(ours, expected, strict=True):
         for key, value in other.items():
             assert one[key].dtype == value.dtype, key
@@ -278,12 +333,16 @@ def whole(wrapper=PLAIN):
 
 
 def replayed(case, *inputs):
-    """What a norm in one process evaluates by after ``inputs``: for each rank, its part of each batch with its mask."""
+    """What a norm in one process evaluates by after ``inputs``: for each rank, its part of each
+    batch with its mask.
+    """
     norm = rank_norm(case, False).requires_grad_(False)
     for parts in zip(*inputs, strict=True):
         x, mask = zip(*parts, strict=True)
         norm(torch.cat(x, 1), torch.cat(mask))
-    return {f"norm.{name}": norm.get_buffer(name) for name in (norm.mean_name, norm.moment_name) if name}
+    return {
+        f"norm.{name}": norm.get_buffer(name) for name in (norm.mean_name, norm.moment_name) if name
+    }
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
@@ -301,7 +360,9 @@ def test_wrapped_models_on_three_ranks_train_as_one_on_the_whole_batch(ranks, na
 def test_without_synchronization_each_rank_has_the_statistics_of_a_process_of_its_own(ranks, name):
     for number, rank in enumerate(ranks):
         states, inputs, *errors = rank["join, apart"] if name == "DDP, join" else rank[name, False]
-        assert len(inputs) == (2 + number if name == "DDP, join" else RANK_STEPS) and not any(errors)
+        assert len(inputs) == (2 + number if name == "DDP, join" else RANK_STEPS) and not any(
+            errors
+        )
         assert_states(states[-1:], [replayed(POWER, inputs)], 1e-5)
 
 
@@ -313,11 +374,16 @@ def test_a_distributed_checkpoint_is_continued_on_three_ranks_and_in_one_process
     model = new_net(False)
     optimizer = loaded(model, str(checkpoint))
     batches = list(rank_batches(3))[UPDATES_SAVED:]
-    assert_states(wrapped_steps(model, batches, scale=1 / 3, optimizer=optimizer)[0], expected, 1e-6)
+    assert_states(
+        wrapped_steps(model, batches, scale=1 / 3, optimizer=optimizer)[0], expected, 1e-6
+    )
 
 
 def test_join_with_synchronized_statistics_ends_with_an_error_on_all_ranks(ranks):
-    """As torch's SyncBatchNorm it needs ``throw_on_early_termination=True``, which the error names."""
+    """As torch's SyncBatchNorm it needs ``throw_on_early_termination=True``,
+
+    which the error names.
+    """
     expected = whole()[:2]
     for number, rank in enumerate(ranks):
         states, _, error = rank["join, refused"]

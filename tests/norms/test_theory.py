@@ -16,7 +16,9 @@ WIDTHS = (2, 3, 12, 64, 515)
 
 
 def draws(width: int, number: int = 50) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and gradients, (number, width), of several distributions: normal, heavy-tailed, one large channel."""
+    """Tokens and gradients, (number, width), of several distributions: normal, heavy-tailed, one
+    large channel.
+    """
     generator = rng(width)
     x = generator.normal(size=(number, width)) + generator.normal(size=(number, 1))
     x[::3] = generator.standard_t(2, size=x[::3].shape)
@@ -38,8 +40,10 @@ def gradient(norm, x: np.ndarray, g: np.ndarray) -> np.ndarray:
 def test_theorem_1_of_adanorm(width):
     x, g = draws(width)
     sigma, y = x.std(1), (x - x.mean(1, keepdims=True)) / x.std(1, keepdims=True)
-    both, mean, std = (gradient(build_norm("detach", width, eps=EPS, detach=parts), x, g)
-                       for parts in ("mean,std", "mean", "std"))  # fmt: skip
+    both, mean, std = (
+        gradient(build_norm("detach", width, eps=EPS, detach=parts), x, g)
+        for parts in ("mean,std", "mean", "std")
+    )
     standard = gradient(build_norm("layer-simple", width, eps=EPS), x, g)
     close = dict(rtol=1e-8, atol=1e-10 * np.abs(g).max() / sigma.min())
     # Re-centred unless the mean is detached.
@@ -55,12 +59,14 @@ def test_theorem_1_of_adanorm(width):
     for each in (both, std):
         np.testing.assert_allclose(each.var(1), variance, rtol=1e-8)
     for each in (standard, mean):
-        np.testing.assert_allclose(each.var(1), variance - less, rtol=1e-6, atol=1e-9 * variance.max())
+        np.testing.assert_allclose(
+            each.var(1), variance - less, rtol=1e-6, atol=1e-9 * variance.max()
+        )
 
 
-# Xu et al. 2019, Theorem 2: phi(y) = C (1 - k y) is the function with a constant mean over channels and a bounded mean
-# of z = phi(y) y. As mean(y) = 0 and mean(y^2) = 1, every quadratic phi has a constant mean; only without the square is
-# the mean of z bounded.
+# Xu et al. 2019, Theorem 2: phi(y) = C (1 - k y) is the function with a constant mean over channels
+# and a bounded mean of z = phi(y) y. As mean(y) = 0 and mean(y^2) = 1, every quadratic phi has a
+# constant mean; only without the square is the mean of z bounded.
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -79,19 +85,26 @@ def test_theorem_2_of_adanorm(width, k, scale):
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_most_channels_keep_their_sign(width):
-    """Chebyshev's inequality, the paper's reason for k = 1/10: abs(y) < 1/k for a share of at least 1 - k^2."""
+    """Chebyshev's inequality, the paper's reason for k = 1/10: abs(y) < 1/k for a share of at
+    least 1 - k^2.
+    """
     x, _ = draws(width)
-    ratio = build_norm("ada", width, eps=EPS)(torch.tensor(x)).numpy() * (x - x.mean(1, keepdims=True))
+    ratio = build_norm("ada", width, eps=EPS)(torch.tensor(x)).numpy() * (
+        x - x.mean(1, keepdims=True)
+    )
     assert ((ratio > 0).mean(1) >= 1 - 0.1**2 - 1e-12).all()
 
 
-# Shen et al. 2020, Lemma 2. Assumption 9: the gradient of the output is that of the loss without a norm.
+# Shen et al. 2020, Lemma 2. Assumption 9: the gradient of the output is that of the loss without a
+# norm.
 
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_lemma_2_of_powernorm(masked):
     generator, channels = rng(3), 12
-    x = generator.normal(size=(9, 5, channels)) * generator.uniform(0.2, 5, channels) + generator.normal(size=channels)
+    x = generator.normal(size=(9, 5, channels)) * generator.uniform(
+        0.2, 5, channels
+    ) + generator.normal(size=channels)
     dy = generator.standard_t(3, size=x.shape)
     mask = np.arange(9) >= generator.integers(3, 10, (5, 1)) if masked else None
     real = real_tokens(x.shape, mask)
@@ -111,22 +124,28 @@ def test_lemma_2_of_powernorm(masked):
     assert smaller.any() and ((dx**2).sum(0) <= (g**2).sum(0))[smaller].all()
 
 
-# Shen et al. 2020, Theorem 4 and Lemma 11, per channel: PN's gradient and nu are bounded under Assumption 10.
+# Shen et al. 2020, Theorem 4 and Lemma 11, per channel: PN's gradient and nu are bounded under
+# Assumption 10.
 
 
 def steps_of_pn(alpha: float, x_hat_limit: float):
-    """Heavy-tailed training steps of PN whose |x_hat| is at most ``x_hat_limit``: x_hat, dx_hat, dx, psi and nu."""
+    """Heavy-tailed training steps of PN whose |x_hat| is at most ``x_hat_limit``: x_hat, dx_hat,
+    dx, psi and nu.
+    """
     generator, channels = rng(11), 6
     norm = build_norm("power", channels, eps=EPS, alpha_bwd=alpha).double()
     for _ in range(round(30 / (1 - alpha))):
         psi, nu = norm.running_psi2.double().sqrt().numpy().copy(), norm.nu.double().numpy().copy()
         x = generator.standard_t(3, size=(20, channels)) * generator.uniform(0.3, 3, channels)
         x_hat = np.clip(x / psi, -x_hat_limit, x_hat_limit)
-        dx_hat = np.clip(x_hat + generator.standard_t(2, size=x.shape), -2, 2)  # aligned with x_hat: |Lambda| is large
+        # aligned with x_hat: |Lambda| is large
+        dx_hat = np.clip(x_hat + generator.standard_t(2, size=x.shape), -2, 2)
         yield x_hat, dx_hat, gradient(norm, x_hat * psi, dx_hat), psi, nu
 
 
-def constants_of_lemma_11(alpha: float, gammas: np.ndarray, c1: float, c2: float) -> tuple[int, float, float]:
+def constants_of_lemma_11(
+    alpha: float, gammas: np.ndarray, c1: float, c2: float
+) -> tuple[int, float, float]:
     """K, C3 and the bound C4 of docs/theory.md, from the Gamma of all steps."""
     average, lowest = 0.0, np.inf
     for gamma in gammas:
@@ -151,7 +170,8 @@ def test_theorem_4_and_lemma_11(alpha):
     window, c3, c4 = constants_of_lemma_11(alpha, gammas, c1, c2)
     logarithms = np.log(1 - (1 - alpha) * gammas).cumsum(0)
     assert len(gammas) > 2 * window
-    assert (logarithms[window:] - logarithms[:-window] <= -c3 / 2).all()  # K steps multiply an old nu by this much
+    # K steps multiply an old nu by this much
+    assert (logarithms[window:] - logarithms[:-window] <= -c3 / 2).all()
     c0 = min(psi.min() for *_, psi, _ in steps)
     for x_hat, dx_hat, dx, psi, nu in steps:
         assert (np.abs(nu) <= c4).all()
@@ -163,7 +183,9 @@ def test_theorem_4_and_lemma_11(alpha):
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"), [("batch", "✓–✓✓✓–"), ("layer", "✓✓–✓–✓"), ("rms", "✓––✓–✓")], ids=["batch", "layer", "rms"]
+    ("name", "expected"),
+    [("batch", "✓–✓✓✓–"), ("layer", "✓✓–✓–✓"), ("rms", "✓––✓–✓")],
+    ids=["batch", "layer", "rms"],
 )
 def test_invariances_that_are_published(name, expected):
     """Zhang & Sennrich 2019, Table 1."""

@@ -1,4 +1,6 @@
-"""The norms inside torch's own transformer modules, which compute LayerNorm themselves in evaluation: the fast path."""
+"""The norms inside torch's own transformer modules, which compute LayerNorm themselves in
+evaluation: the fast path.
+"""
 
 import copy
 import io
@@ -48,7 +50,8 @@ def by_formula(layer, x, padding):
     return layer.norm2(x + feed_forward(x))
 
 
-#: (3, 5), at the end of the sentences or at their beginning; torch makes nested tensors of the former.
+#: (3, 5), at the end of the sentences or at their beginning; torch makes nested tensors of the
+#: former.
 LAST = torch.arange(5) >= torch.tensor([[5], [3], [1]])
 PADDINGS = {"none": None, "last": LAST, "first": LAST.flip(1)}
 
@@ -66,12 +69,20 @@ def assert_equal_at_tokens(found, expected, padding):
 )
 def test_encoder_layer(case, padded, options, norm_first):
     torch.manual_seed(0)
-    layer, x, padding = encoder_layer(norm_first, case, **options), torch.randn(3, 5, DIM), PADDINGS[padded]
+    layer, x, padding = (
+        encoder_layer(norm_first, case, **options),
+        torch.randn(3, 5, DIM),
+        PADDINGS[padded],
+    )
     with torch.no_grad():
-        assert_equal_at_tokens(layer(x, src_key_padding_mask=padding), by_formula(layer, x, padding), padding)
+        assert_equal_at_tokens(
+            layer(x, src_key_padding_mask=padding), by_formula(layer, x, padding), padding
+        )
 
 
-@pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:The PyTorch API of nested tensors")
+@pytest.mark.filterwarnings(
+    "ignore:enable_nested_tensor", "ignore:The PyTorch API of nested tensors"
+)
 @in_pairs(case=cases(), padded=list(PADDINGS), norm_first=[False, True], nested=[False, True])
 def test_encoder(case, padded, norm_first, nested):
     """A stack, and a norm after it."""
@@ -80,7 +91,9 @@ def test_encoder(case, padded, norm_first, nested):
     encoder = nn.TransformerEncoder(layer, 2, norm=last, enable_nested_tensor=nested).eval()
     padding = PADDINGS[padded]
     with torch.no_grad():
-        expected = last(by_formula(encoder.layers[1], by_formula(encoder.layers[0], x, padding), padding))
+        expected = last(
+            by_formula(encoder.layers[1], by_formula(encoder.layers[0], x, padding), padding)
+        )
         assert_equal_at_tokens(encoder(x, src_key_padding_mask=padding), expected, padding)
 
 
@@ -91,18 +104,28 @@ def saved(module):
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module)), saved])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module)), saved]
+)
 def test_a_copy_is_computed_by_the_norm_too(copied):
     layer, x = encoder_layer(False), torch.randn(3, 5, DIM)
     with torch.no_grad():
-        torch.testing.assert_close(copied(layer)(x), by_formula(layer, x, None), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            copied(layer)(x), by_formula(layer, x, None), rtol=1e-5, atol=1e-5
+        )
 
 
 def test_layer_norm_stays_on_the_fast_path(monkeypatch):
-    """There torch computes the same, and faster; a class that is derived from it may compute something else."""
+    """There torch computes the same, and faster; a class that is derived from it may compute
+    something else.
+    """
     called = []
     monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", lambda *args: called.append(args))
-    layers = [encoder_layer(False, LAYER), encoder_layer(False), encoder_layer(False, LAYER, layer_scale_groups=2)]
+    layers = [
+        encoder_layer(False, LAYER),
+        encoder_layer(False),
+        encoder_layer(False, LAYER, layer_scale_groups=2),
+    ]
     with torch.no_grad():
         for layer in layers:
             layer(torch.randn(3, 5, DIM))
@@ -125,7 +148,8 @@ def test_nested_tensors(case, layout, training):
     found = torch.cat(y.unbind())
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(
-        torch.cat(torch.autograd.grad(found, sequences, dy)), torch.autograd.grad(expected, tokens, dy)[0]
+        torch.cat(torch.autograd.grad(found, sequences, dy)),
+        torch.autograd.grad(expected, tokens, dy)[0],
     )
     torch.testing.assert_close(norm.state_dict(), other.state_dict())
 
@@ -136,7 +160,9 @@ def test_inputs_that_are_refused():
     for message, wrong in {
         "expected a floating-point input": torch.ones(4, 2, DIM, dtype=torch.long),
         "got one of 4 axes": torch.nested.as_nested_tensor([torch.randn(4, 2, DIM)]),
-        "without gaps": torch.nested.narrow(torch.randn(2, 4, DIM), 1, starts, lengths, layout=torch.jagged),
+        "without gaps": torch.nested.narrow(
+            torch.randn(2, 4, DIM), 1, starts, lengths, layout=torch.jagged
+        ),
     }.items():
         with pytest.raises(ValueError, match=message):
             new_norm(POWER)(wrong)

@@ -1,4 +1,6 @@
-"""pn average: the numbers, what is kept and refused, the selection of checkpoints, and that a run is averaged once."""
+"""pn average: the numbers, what is kept and refused, the selection of checkpoints, and that a
+run is averaged once.
+"""
 
 import argparse
 import os
@@ -21,13 +23,17 @@ main = verb("average")
 
 def write(path, model, num_updates=None, cfg=None):
     """What pn average reads of a checkpoint of fairseq; ``model`` maps names to tensors."""
-    history = {"optimizer_name": "FairseqAdam"} | ({} if num_updates is None else {"num_updates": num_updates})
+    history = {"optimizer_name": "FairseqAdam"} | (
+        {} if num_updates is None else {"num_updates": num_updates}
+    )
     state = {
         "cfg": cfg or {"model": argparse.Namespace(arch="t", written_at=num_updates)},
         "model": OrderedDict(model),
         "optimizer_history": [history],
         "extra_state": {"val_loss": num_updates},
-        "last_optimizer_state": {"state": {0: {"exp_avg": torch.full((3,), float(num_updates or 0))}}},
+        "last_optimizer_state": {
+            "state": {0: {"exp_avg": torch.full((3,), float(num_updates or 0))}}
+        },
     }
     torch.save(state, path)
     return path
@@ -36,14 +42,20 @@ def write(path, model, num_updates=None, cfg=None):
 def write_values(directory, values, dtype=torch.float32):
     """One checkpoint per entry of ``values``, each with the one tensor ``w``."""
     return [
-        write(directory / f"checkpoint{n}.pt", {"w": torch.tensor(value, dtype=dtype)}, num_updates=100 * n)
+        write(
+            directory / f"checkpoint{n}.pt",
+            {"w": torch.tensor(value, dtype=dtype)},
+            num_updates=100 * n,
+        )
         for n, value in enumerate(values, start=1)
     ]
 
 
 def save_at(folder, *updates, epoch=1):
     for update in updates:
-        write(folder / f"checkpoint_{epoch}_{update}.pt", {"w": torch.tensor([float(update)])}, update)
+        write(
+            folder / f"checkpoint_{epoch}_{update}.pt", {"w": torch.tensor([float(update)])}, update
+        )
 
 
 def test_a_newer_checkpoint_than_those_averaged_is_named(tmp_path, capsys):
@@ -55,7 +67,10 @@ def test_a_newer_checkpoint_than_those_averaged_is_named(tmp_path, capsys):
     assert "is newer than" not in in_process(*words).stderr
     write(tmp_path / "checkpoint_last.pt", {"w": torch.tensor([37.0])}, 37)
     said = in_process(*words).stderr
-    assert f"{tmp_path}/checkpoint_last.pt (update 37) is newer than all of these (up to update 30)" in said
+    assert (
+        f"{tmp_path}/checkpoint_last.pt (update 37) is newer than all of these (up to update 30)"
+        in said
+    )
     assert load_checkpoint(output)["model"]["w"].item() == 20
     advised = said.partition("to average it as well: pn ")[2].split()
     assert "is newer than" not in in_process(*advised).stderr
@@ -63,7 +78,10 @@ def test_a_newer_checkpoint_than_those_averaged_is_named(tmp_path, capsys):
     (tmp_path / "checkpoint_last.pt").unlink()
     write(tmp_path / "checkpoint4.pt", {"w": torch.tensor([40.0])}, 40)
     save_at(tmp_path, 45, epoch=5)
-    assert "checkpoint_5_45.pt (update 45) is newer than all of these (up to update 40)" in in_process(*words).stderr
+    assert (
+        "checkpoint_5_45.pt (update 45) is newer than all of these (up to update 40)"
+        in in_process(*words).stderr
+    )
     (tmp_path / "checkpoint_last.pt").write_bytes(b"damaged")
     assert "whether there is a newer checkpoint is not known" in in_process(*words).stderr
 
@@ -89,7 +107,10 @@ def test_statistics_of_the_norms_are_averaged_and_counters_are_not(tmp_path):
     paths = []
     for n in (1, 2):
         model = {name: torch.tensor([float(n), 10.0 * n]) for name in names}
-        counters = {"norm.num_batches_tracked": torch.tensor(n * 7), "norm.warm": torch.tensor([n == 2])}
+        counters = {
+            "norm.num_batches_tracked": torch.tensor(n * 7),
+            "norm.warm": torch.tensor([n == 2]),
+        }
         paths.append(write(tmp_path / f"{n}.pt", model | counters, n))
     model = average_checkpoints(paths)["model"]
     assert all(model[name].tolist() == [1.5, 15.0] for name in names)
@@ -98,8 +119,13 @@ def test_statistics_of_the_norms_are_averaged_and_counters_are_not(tmp_path):
 
 @pytest.mark.parametrize("settings", [{"amp": True}, {"fp16": True}, {"fp16": False}])
 def test_nu_of_older_checkpoints_is_divided_by_their_loss_scales(tmp_path, caplog, settings):
-    for number, (scale, mark) in enumerate([(4.0, {}), (8.0, {}), (None, {}), (2.0, {"unscaled": True})]):
-        nu = {f"norm.{name}": torch.full((2,), 8.0) for name in ("nu", "lambda_window", "running_psi2")}
+    for number, (scale, mark) in enumerate(
+        [(4.0, {}), (8.0, {}), (None, {}), (2.0, {"unscaled": True})]
+    ):
+        nu = {
+            f"norm.{name}": torch.full((2,), 8.0)
+            for name in ("nu", "lambda_window", "running_psi2")
+        }
         path = write(tmp_path / f"{number}.pt", nu, number, cfg={"common": settings})
         state = torch.load(path, weights_only=False)
         state["extra_state"] |= {"pn_fairseq": mark}
@@ -107,12 +133,18 @@ def test_nu_of_older_checkpoints_is_divided_by_their_loss_scales(tmp_path, caplo
         torch.save(state, path)
     files = [tmp_path / f"{number}.pt" for number in range(4)]
     state = average_checkpoints(files[:2])
-    assert [value.tolist() for value in state["model"].values()] == [[1.5, 1.5], [1.5, 1.5], [8.0, 8.0]]
+    assert [value.tolist() for value in state["model"].values()] == [
+        [1.5, 1.5],
+        [1.5, 1.5],
+        [8.0, 8.0],
+    ]
     assert state["extra_state"]["pn_fairseq"] == {"unscaled": True} and not caplog.text
     assert average_checkpoints(files[3:])["model"]["norm.nu"].tolist() == [8.0, 8.0]
     unknown = average_checkpoints(files[2:3])
     assert unknown["model"]["norm.nu"].tolist() == [8.0, 8.0]
-    assert caplog.text.count("2.pt: nu of its norms may hold the loss scale") == any(settings.values())
+    assert caplog.text.count("2.pt: nu of its norms may hold the loss scale") == any(
+        settings.values()
+    )
     assert ("unscaled" not in unknown["extra_state"]["pn_fairseq"]) == any(settings.values())
 
 
@@ -120,8 +152,15 @@ def test_order_of_inputs_does_not_matter(tmp_path):
     models = {n: {"w": torch.randn(50), "steps": torch.tensor(n)} for n in (9, 10, 100, 20)}
     paths = [write(tmp_path / f"{n}.pt", model, n) for n, model in models.items()]
     first = average_checkpoints(paths)
-    assert first["model"]["steps"].item() == first["extra_state"]["val_loss"] == first["cfg"]["model"].written_at == 100
-    assert "last_optimizer_state" not in first and first["optimizer_history"][-1]["num_updates"] == 100
+    assert (
+        first["model"]["steps"].item()
+        == first["extra_state"]["val_loss"]
+        == first["cfg"]["model"].written_at
+        == 100
+    )
+    assert (
+        "last_optimizer_state" not in first and first["optimizer_history"][-1]["num_updates"] == 100
+    )
     for order in (paths[::-1], paths[2:] + paths[:2]):
         other = average_checkpoints(order)
         assert torch.equal(other["model"]["w"], first["model"]["w"])
@@ -129,9 +168,14 @@ def test_order_of_inputs_does_not_matter(tmp_path):
         assert other["cfg"] == first["cfg"]
 
 
-@pytest.mark.parametrize(("updates", "newest"), [((None, None), 1), ((5, None), 0), ((None, 5), 1), ((5, 5), 1)])
+@pytest.mark.parametrize(
+    ("updates", "newest"), [((None, None), 1), ((5, None), 0), ((None, 5), 1), ((5, 5), 1)]
+)
 def test_newest_without_update_numbers(tmp_path, updates, newest):
-    paths = [write(tmp_path / f"{n}.pt", {"w": torch.ones(1), "i": torch.tensor(n)}, updates[n]) for n in (0, 1)]
+    paths = [
+        write(tmp_path / f"{n}.pt", {"w": torch.ones(1), "i": torch.tensor(n)}, updates[n])
+        for n in (0, 1)
+    ]
     assert average_checkpoints(paths)["model"]["i"].item() == newest
 
 
@@ -164,7 +208,9 @@ def test_tied_tensors_stay_tied(tmp_path):
 
 @pytest.mark.parametrize("untied", [0, 1, 2])
 def test_tensors_tied_in_some_inputs_only_are_averaged_apart(tmp_path, untied):
-    paths = [write(tmp_path / f"{n}.pt", tied_model(float(n), tied=n != untied), n) for n in range(3)]
+    paths = [
+        write(tmp_path / f"{n}.pt", tied_model(float(n), tied=n != untied), n) for n in range(3)
+    ]
     model = average_checkpoints(paths)["model"]
     assert torch.allclose(model["encoder.embed.weight"], torch.tensor(1.0))
     assert torch.allclose(model["decoder.embed.weight"], torch.tensor(1.0 + 1 / 3))
@@ -172,7 +218,8 @@ def test_tensors_tied_in_some_inputs_only_are_averaged_apart(tmp_path, untied):
 
 
 def test_overlapping_views_are_averaged_apart(tmp_path):
-    # float64 needs no cast, so sums made in place would write into the file's own tensors, which overlap here.
+    # float64 needs no cast, so sums made in place would write into the file's own tensors, which
+    # overlap here.
     paths = []
     for n in (1, 3):
         flat = torch.arange(6, dtype=torch.float64) * n
@@ -195,7 +242,10 @@ def test_non_finite_values_are_refused(tmp_path, value, dtype):
 def test_uninitialised_buffers_of_fairseq_may_hold_anything(tmp_path):
     name = "decoder.embed_positions._float_tensor"
     values = enumerate([float("nan"), 4.0])
-    paths = [write(tmp_path / f"{n}.pt", {"w": torch.ones(1), name: torch.tensor([value])}, n) for n, value in values]
+    paths = [
+        write(tmp_path / f"{n}.pt", {"w": torch.ones(1), name: torch.tensor([value])}, n)
+        for n, value in values
+    ]
     assert average_checkpoints(paths)["model"][name].item() == 4.0
 
 
@@ -207,9 +257,18 @@ BASE = {"a": torch.ones(2, 3), "b": torch.ones(4), "c": torch.ones(1), "n": torc
     [
         (lambda model: model.pop("b"), ["b is absent, not [4] torch.float32"]),
         (lambda model: model.update(x=torch.ones(1)), ["x is [1] torch.float32, not absent"]),
-        (lambda model: model.update(a=torch.ones(3, 2)), ["a is [3, 2] torch.float32, not [2, 3] torch.float32"]),
-        (lambda model: model.update(c=torch.ones(1).half()), ["c is [1] torch.float16, not [1] torch.float32"]),
-        (lambda model: model.update(n=torch.tensor(1.0)), ["n is [] torch.float32, not [] torch.int64"]),
+        (
+            lambda model: model.update(a=torch.ones(3, 2)),
+            ["a is [3, 2] torch.float32, not [2, 3] torch.float32"],
+        ),
+        (
+            lambda model: model.update(c=torch.ones(1).half()),
+            ["c is [1] torch.float16, not [1] torch.float32"],
+        ),
+        (
+            lambda model: model.update(n=torch.tensor(1.0)),
+            ["n is [] torch.float32, not [] torch.int64"],
+        ),
     ],
 )
 def test_checkpoints_that_do_not_match(tmp_path, change, words):
@@ -226,7 +285,11 @@ def test_selection_from_a_directory(tmp_path):
     paths = write_values(tmp_path, [[float(n)] for n in range(1, 12)])
     output = tmp_path / "average.pt"
     result = in_process("average", "--inputs", tmp_path, "--output", output, "--last", 3)
-    assert (result.returncode, result.stderr, load_checkpoint(output)["model"]["w"].item()) == (0, "", 10.0)
+    assert (result.returncode, result.stderr, load_checkpoint(output)["model"]["w"].item()) == (
+        0,
+        "",
+        10.0,
+    )
     *lines, last = result.stdout.splitlines()
     # Numbers, not strings: 9 comes before 10.
     assert lines == [f"[{n - 8}/3] {paths[n - 1]}: update {n}00, 1 tensors" for n in (9, 10, 11)]
@@ -246,7 +309,11 @@ def test_wrong_output_is_found_before_anything_is_read(tmp_path, monkeypatch):
     paths = write_values(tmp_path, [[1.0], [2.0]])
     monkeypatch.setattr(tool, "load_checkpoint", lambda path: pytest.fail("read too early"))
     assert_refused(in_process("average", "--inputs", *paths, "--output", tmp_path / "none/out.pt"))
-    assert_refused(in_process("average", "--inputs", *paths, tmp_path / "none.pt", "--output", tmp_path / "out.pt"))
+    assert_refused(
+        in_process(
+            "average", "--inputs", *paths, tmp_path / "none.pt", "--output", tmp_path / "out.pt"
+        )
+    )
 
 
 def test_one_checkpoint_in_memory_at_a_time(tmp_path, monkeypatch):
@@ -291,7 +358,11 @@ def run(tmp_path, capsys):
         config = {"checkpoint": {**KEEPS, **settings}, "average_last": average_last}
         (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config)))
 
-    average.folder, average.configure, average.checkpoints = folder, configure, folder / "checkpoints"
+    average.folder, average.configure, average.checkpoints = (
+        folder,
+        configure,
+        folder / "checkpoints",
+    )
     configure()
     return average
 
@@ -329,7 +400,10 @@ def test_a_short_run(run):
         checkpoint(run.checkpoints / f"checkpoint{epoch}.pt", epoch)
     for options in ((), ("--last", 3)):
         messages, value = run(*options)
-        assert f"has 2 epoch checkpoints instead of {3 if options else 10}" in messages and value == 1.5
+        assert (
+            f"has 2 epoch checkpoints instead of {3 if options else 10}" in messages
+            and value == 1.5
+        )
     assert read_settings(run.checkpoints / "averaged.pt.made.txt")["averaged"] == "epoch 2"
 
 
@@ -372,7 +446,9 @@ def test_folders_of_fairseqs_own_commands(run, tmp_path, capsys):
     assert load_checkpoint(plain / "averaged.pt")["model"]["w"].item() == 2
     job = tmp_path / "0_transformer_pn_tiny_seed1"
     (job / ".hydra").mkdir(parents=True)
-    (job / ".hydra/config.yaml").write_text(OmegaConf.to_yaml({**cfg, "scoring": {"average_last": 1}}))
+    (job / ".hydra/config.yaml").write_text(
+        OmegaConf.to_yaml({**cfg, "scoring": {"average_last": 1}})
+    )
     for epoch in (1, 3):
         checkpoint(job / f"checkpoints/checkpoint{epoch}.pt", epoch)
     assert main(["--run", str(job)]) == 0

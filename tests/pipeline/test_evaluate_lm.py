@@ -1,4 +1,6 @@
-"""From text to perplexity and to the report, by the scripts, and fairseq's own commands on the same model."""
+"""From text to perplexity and to the report, by the scripts, and fairseq's own commands on the
+same model.
+"""
 
 import json
 import math
@@ -26,7 +28,11 @@ SMALL = (
 MODELS = {
     "transformer_lm_pn_seed1": ("transformer_lm_pn_tiny",),
     "tensorized_lm_bn_seed1": ("tensorized_lm_bn_tiny", "model.core_rank=4"),
-    "tensorized_lm_ln_seed1": ("tensorized_lm_ln_tiny", "model.tensorized_unmasked=true", "model.core_rank=4"),
+    "tensorized_lm_ln_seed1": (
+        "tensorized_lm_ln_tiny",
+        "model.tensorized_unmasked=true",
+        "model.core_rank=4",
+    ),
     "adaptive": (
         *("tensorized_lm_pn_tiny", "model.core_rank=4", "criterion._name=adaptive_loss"),
         *("model.adaptive_softmax_cutoff='8,12'", "task.sample_break_mode=eos"),
@@ -44,14 +50,34 @@ def text(lines: int, seed: int) -> str:
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
-    """A folder with data/ and, for each of MODELS, a run that was trained, averaged and evaluated."""
+    """A folder with data/ and, for each of MODELS, a run that was trained, averaged and
+    evaluated.
+    """
     folder = tmp_path_factory.mktemp("evaluate_lm")
     (folder / "text").mkdir()
     for seed, (split, lines) in enumerate({"train": 80, "valid": 9, "test": 21}.items()):
         (folder / f"text/{split}.txt").write_text(text(lines, seed))
-    run("pn", "prepare", "text_lm", "--corpus", folder / "text", "--dest", folder / "data", "--workers", 1)
+    run(
+        "pn",
+        "prepare",
+        "text_lm",
+        "--corpus",
+        folder / "text",
+        "--dest",
+        folder / "data",
+        "--workers",
+        1,
+    )
     for name, (arch, *settings) in MODELS.items():
-        flags = ("--data", folder / "data", "--run", folder / name, f"model._name={arch}", *SMALL, *settings)
+        flags = (
+            "--data",
+            folder / "data",
+            "--run",
+            folder / name,
+            f"model._name={arch}",
+            *SMALL,
+            *settings,
+        )
         call("train", "verses_lm_en", *flags)
         call("average", "--run", folder / name)
         call("evaluate-lm", "--run", folder / name)
@@ -82,29 +108,57 @@ def test_all_tokens_are_counted(work, name):
     # BN with the batch's own statistics; PN has none after its warm-up.
     assert name != "tensorized_lm_bn_seed1" or found.batch_nll != pytest.approx(found.nll, rel=1e-4)
     assert ("blocks:eos" in found.signature) == (name == "adaptive")
-    assert "tokens:" in found.signature and f"|causal:{'yes' if found.causal else 'NO'}|" in found.signature
+    assert (
+        "tokens:" in found.signature
+        and f"|causal:{'yes' if found.causal else 'NO'}|" in found.signature
+    )
 
 
 @pytest.mark.parametrize(
-    ("name", "context"), [pytest.param("adaptive", 0, marks=pytest.mark.slow), ("transformer_lm_pn_seed1", 3)]
+    ("name", "context"),
+    [pytest.param("adaptive", 0, marks=pytest.mark.slow), ("transformer_lm_pn_seed1", 3)],
 )
 def test_perplexity_is_that_of_fairseq_eval_lm(work, name, context, capsys):
     checkpoint = work / name / "checkpoints/averaged.pt"
     call("evaluate-lm", "--run", work / name, "--context-window", context)
     printed, mine = capsys.readouterr().out, read_perplexity(work / name, context=context)
-    assert f"perplexity:     {mine.perplexity:.2f}" in printed and f"context:{context}|stride:{8 - context}" in printed
+    assert (
+        f"perplexity:     {mine.perplexity:.2f}" in printed
+        and f"context:{context}|stride:{8 - context}" in printed
+    )
     mode = "eos" if name == "adaptive" else "none"
-    flags = ("--gen-subset", "test", "--tokens-per-sample", 8, "--sample-break-mode", mode, "--max-tokens", 64)
+    flags = (
+        "--gen-subset",
+        "test",
+        "--tokens-per-sample",
+        8,
+        "--sample-break-mode",
+        mode,
+        "--max-tokens",
+        64,
+    )
     theirs = fairseq("eval-lm", work, "--path", checkpoint, *flags, "--context-window", context)
     loss = re.search(r"Loss \(base 2\): ([\d.]+)", theirs.stdout + theirs.stderr)[1]
     assert float(loss) == pytest.approx(mine.bits, abs=1e-3)
     # The perplexity without context has its own file, which reports read.
-    assert read_perplexity(work / name).context == 0 and (context == 0 or mine.nll != read_perplexity(work / name).nll)
+    assert read_perplexity(work / name).context == 0 and (
+        context == 0 or mine.nll != read_perplexity(work / name).nll
+    )
 
 
 def test_fairseqs_own_commands_end_on_mistakes_with_one_line(work, tmp_path):
-    """fairseq-eval-lm would skip blocks that are too long, here all, and print a perplexity of 1.00."""
-    tiny = ("train", work, *LANGUAGE_MODEL, "--arch", "transformer_lm_pn_tiny", "--save-dir", tmp_path)
+    """fairseq-eval-lm would skip blocks that are too long, here all, and print a perplexity of
+    1.00.
+    """
+    tiny = (
+        "train",
+        work,
+        *LANGUAGE_MODEL,
+        "--arch",
+        "transformer_lm_pn_tiny",
+        "--save-dir",
+        tmp_path,
+    )
     checkpoint = work / "transformer_lm_pn_seed1/checkpoints/averaged.pt"
     evaluated = ("eval-lm", work, "--path", checkpoint, "--gen-subset", "test")
     for command, needle in (
@@ -114,7 +168,11 @@ def test_fairseqs_own_commands_end_on_mistakes_with_one_line(work, tmp_path):
     ):
         ended = fairseq(*command, check=False)
         assert ended.returncode == 2, ended.stderr
-        (line,) = [line for line in ended.stderr.splitlines() if line.startswith(f"fairseq-{command[0]}: error: ")]
+        (line,) = [
+            line
+            for line in ended.stderr.splitlines()
+            if line.startswith(f"fairseq-{command[0]}: error: ")
+        ]
         assert needle in line and "Traceback" not in ended.stderr
     # Blocks of the default length, 1,024 tokens, are shortened.
     perplexities = []
@@ -122,11 +180,15 @@ def test_fairseqs_own_commands_end_on_mistakes_with_one_line(work, tmp_path):
         ended = fairseq(*evaluated, *options)
         output = ended.stdout + ended.stderr
         perplexities.append(float(re.search(r"Perplexity: ([\d.]+)", output)[1]))
-        assert ("blocks of 8 tokens instead of 1024: the model takes no more" in output) == (8 not in options)
+        assert ("blocks of 8 tokens instead of 1024: the model takes no more" in output) == (
+            8 not in options
+        )
     assert perplexities[0] == perplexities[1] > 1 and perplexities[2] > 1
 
 
-LANGUAGE_MODEL = "--task language_modeling --tokens-per-sample 8 --max-tokens 64 --optimizer adam".split()
+LANGUAGE_MODEL = (
+    "--task language_modeling --tokens-per-sample 8 --max-tokens 64 --optimizer adam".split()
+)
 ADAPTIVE = "--criterion adaptive_loss --ddp-backend legacy_ddp --adaptive-softmax-cutoff 8,12"
 INPUT = "--adaptive-input --adaptive-input-cutoff 8,12 --tie-adaptive-weights --tie-adaptive-proj"
 
@@ -134,18 +196,44 @@ INPUT = "--adaptive-input --adaptive-input-cutoff 8,12 --tie-adaptive-weights --
 @pytest.mark.parametrize(
     ("arch", "flags"),
     [
-        ("tensorized_lm_bn_tiny", "--core-rank 4 --cores 2 --no-core-softmax --post-norm --layer-scale-groups 2"),
+        (
+            "tensorized_lm_bn_tiny",
+            "--core-rank 4 --cores 2 --no-core-softmax --post-norm --layer-scale-groups 2",
+        ),
         ("tensorized_lm_pn_wt103", f"--core-rank 4 {ADAPTIVE} --sample-break-mode eos"),
-        ("transformer_lm_pn_wiki103", f"{ADAPTIVE} {INPUT} --decoder-attention-heads 2 --sample-break-mode complete"),
+        (
+            "transformer_lm_pn_wiki103",
+            f"{ADAPTIVE} {INPUT} --decoder-attention-heads 2 --sample-break-mode complete",
+        ),
     ],
 )
 def test_fairseq_train_honours_the_flags(work, tmp_path, arch, flags):
-    size = ("--arch", arch, "--decoder-embed-dim", 16, "--decoder-ffn-embed-dim", 24, "--decoder-layers", 2)
-    options = ("--max-update", 2, "--lr", 0.001, "--save-dir", tmp_path, "--no-epoch-checkpoints", *flags.split())
+    size = (
+        "--arch",
+        arch,
+        "--decoder-embed-dim",
+        16,
+        "--decoder-ffn-embed-dim",
+        24,
+        "--decoder-layers",
+        2,
+    )
+    options = (
+        "--max-update",
+        2,
+        "--lr",
+        0.001,
+        "--save-dir",
+        tmp_path,
+        "--no-epoch-checkpoints",
+        *flags.split(),
+    )
     options += ("--required-batch-size-multiple", 1)
     fairseq("train", work, *LANGUAGE_MODEL, *size, "--decoder-norm", "layer", *options)
     state = load_checkpoint(tmp_path / "checkpoint_last.pt")
-    weights = {name.removeprefix("decoder."): tuple(value.shape) for name, value in state["model"].items()}
+    weights = {
+        name.removeprefix("decoder."): tuple(value.shape) for name, value in state["model"].items()
+    }
     assert state["optimizer_history"][-1]["num_updates"] == 2
     if "transformer" in arch:
         assert any(name.startswith("adaptive_softmax.") for name in weights)
@@ -160,8 +248,24 @@ def test_fairseq_train_honours_the_flags(work, tmp_path, arch, flags):
 def test_language_models_generate_by_fairseq_interactive(work, tmp_path):
     (tmp_path / "prefixes").write_text("the king\nhe said to\n")
     for name in ("transformer_lm_pn_seed1", "tensorized_lm_bn_seed1"):
-        model = ("--path", work / name / "checkpoints/averaged.pt", "--task", "language_modeling", "--beam", 2)
-        flags = ("--input", tmp_path / "prefixes", "--buffer-size", 2, "--max-len-b", 6, "--tokens-per-sample", 8)
+        model = (
+            "--path",
+            work / name / "checkpoints/averaged.pt",
+            "--task",
+            "language_modeling",
+            "--beam",
+            2,
+        )
+        flags = (
+            "--input",
+            tmp_path / "prefixes",
+            "--buffer-size",
+            2,
+            "--max-len-b",
+            6,
+            "--tokens-per-sample",
+            8,
+        )
         made = fairseq("interactive", work, *model, *flags).stdout
         first, second = (line.split("\t")[2] for line in made.splitlines() if line.startswith("H-"))
         assert first.startswith("the king") and second.startswith("he said to")
@@ -193,7 +297,10 @@ def test_mistakes_get_one_line(work, tmp_path):
         ("task.max_target_positions=6", "blocks of 8 tokens, the model takes 6"),
         ("criterion._name=adaptive_loss", "ddp-backend=legacy_ddp"),
         ("model.core_rnk=3", "did you mean 'model.core_rank'"),
-        ("task.tokens_per_sample=0", "task.tokens_per_sample=0 is outside of its range: it must be at least 1"),
+        (
+            "task.tokens_per_sample=0",
+            "task.tokens_per_sample=0 is outside of its range: it must be at least 1",
+        ),
         ("model.adaptive_softmax_cutoff='8,12'", "needs criterion adaptive_loss"),
         ("model._name=transformer_lm_pn_wiki103", "--adaptive-softmax-cutoff 20000,60000 must be"),
         ("model._name=transformer_ln_tiny", "not a model for task._name=language_modeling"),
@@ -207,7 +314,17 @@ def test_mistakes_get_one_line(work, tmp_path):
 def test_a_sentence_that_is_longer_than_the_blocks_is_refused(work, tmp_path):
     shutil.copytree(work / "text", tmp_path / "text")
     (tmp_path / "text/test.txt").write_text("the king\n" + "go up " * 5 + "\n")
-    run("pn", "prepare", "text_lm", "--corpus", tmp_path / "text", "--dest", tmp_path / "data", "--workers", 1)
+    run(
+        "pn",
+        "prepare",
+        "text_lm",
+        "--corpus",
+        tmp_path / "text",
+        "--dest",
+        tmp_path / "data",
+        "--workers",
+        1,
+    )
     shutil.copytree(work / "adaptive", tmp_path / "run")
     (tmp_path / "run/data").write_text(f"{tmp_path / 'data'}\n")
     (tmp_path / "run/data.settings").unlink()
@@ -233,21 +350,35 @@ def test_report(work, tmp_path):
     page = (tmp_path / "report.md").read_text("utf-8")
     assert "**Not causal: LN (" in page and f"{read_perplexity(runs[2]).perplexity:.2f}" in page
     for name in runs:
-        assert f"{read_perplexity(name).bits:.3f}" in page and read_perplexity(name).signature in page
+        assert (
+            f"{read_perplexity(name).bits:.3f}" in page and read_perplexity(name).signature in page
+        )
     assert "Nothing: every run was trained to its end" in page
-    assert "have no causal mask" in page and (tmp_path / "report-curves-1.png").stat().st_size > 10_000
+    assert (
+        "have no causal mask" in page and (tmp_path / "report-curves-1.png").stat().st_size > 10_000
+    )
     call("report", *runs, "--output", tmp_path, "--paper", "ptb")
     page = (tmp_path / "report.md").read_text("utf-8")
     assert page.count(LM_PAPER["ptb"]["note"]) == 1 and "core-1 + PN" in page and "47.6" in page
     tokens = read_perplexity(runs[0]).tokens
-    assert f"their test set has {tokens} tokens, that of PTB 82430. The perplexities cannot be compared." in page
+    assert (
+        f"their test set has {tokens} tokens, that of PTB 82430. The perplexities cannot be "
+        "compared." in page
+    )
 
 
 def test_bytes(work, tmp_path):
-    assert unit_of(["0a", "ff"]) == "byte" and unit_of(["0a", "the"]) == "word" and unit_of(["0a", "f@@"]) == "subword"
+    assert (
+        unit_of(["0a", "ff"]) == "byte"
+        and unit_of(["0a", "the"]) == "word"
+        and unit_of(["0a", "f@@"]) == "subword"
+    )
     shutil.copytree(work / "transformer_lm_pn_seed1", tmp_path / "run")
     of_bytes = replace(read_perplexity(tmp_path / "run"), unit="byte")
-    assert f"bits per byte:  {of_bytes.bits:.4f}\n" in of_bytes.text() and "|unit:byte|" in of_bytes.signature
+    assert (
+        f"bits per byte:  {of_bytes.bits:.4f}\n" in of_bytes.text()
+        and "|unit:byte|" in of_bytes.signature
+    )
     result_file(tmp_path / "run", "test").write_text(json.dumps(of_bytes.__dict__))
     call("report", tmp_path / "run", "--output", tmp_path, "--paper", "enwik8")
     page = (tmp_path / "report.md").read_text("utf-8")

@@ -30,16 +30,30 @@ def fold(state, tmp_path):
 
 
 def load(path, dictionaries):
-    (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([str(path)], {"data": str(dictionaries)})
+    (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task(
+        [str(path)], {"data": str(dictionaries)}
+    )
     return model
 
 
 #: Norms that differ in kind, and their groups of layer-scale, that are folded by default.
-SOME = [("power", 0), ("power", 1), ("power", HEADS), ("power", None), ("batch", None), ("prep-batch", HEADS)]
+SOME = [
+    ("power", 0),
+    ("power", 1),
+    ("power", HEADS),
+    ("power", None),
+    ("batch", None),
+    ("prep-batch", HEADS),
+]
 CASES = [
     pytest.param(norm, groups, flags, marks=() if (norm, groups) in SOME else pytest.mark.slow)
     for norm in STATEFUL
-    for groups, flags in [(0, {}), (1, {}), (HEADS, {}), (None, {"decoder_norm": norm, "share_all_embeddings": False})]
+    for groups, flags in [
+        (0, {}),
+        (1, {}),
+        (HEADS, {}),
+        (None, {"decoder_norm": norm, "share_all_embeddings": False}),
+    ]
 ]
 CASES += [("power", 2, {"norm_variant": "release", "decoder_norm": "batch"})]
 LAST = {"encoder_norm_last": "power", "decoder_norm_last": "batch", "share_all_embeddings": False}
@@ -48,7 +62,9 @@ CASES += [("batch", 2, both_sides(norm_placement=name)) for name in ("peri", "su
 
 
 def test_a_norm_that_is_no_affine_map_in_evaluation_stays(dictionaries, tmp_path, monkeypatch):
-    """One with ``folds = False``, in the decoder of a model whose encoder folds, and by fold_norms."""
+    """One with ``folds = False``, in the decoder of a model whose encoder folds, and by
+    fold_norms.
+    """
     monkeypatch.setattr(NORMS["batch"].cls, "folds", False)
     model, args = make("power", decoder_norm="batch", share_all_embeddings=False)
     folded = load(fold(state_of(model, args, dictionaries), tmp_path), dictionaries)
@@ -75,7 +91,9 @@ def test_folded_model_is_the_same_function(norm, groups, flags, dictionaries, tm
     wide_folded.load_state_dict({**own, **weights, FOLDED_MARK: torch.tensor(1)})
     with torch.no_grad():
         expected = wide(src, None, prev)[0]
-        torch.testing.assert_close(wide_folded(src, None, prev)[0], expected, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(
+            wide_folded(src, None, prev)[0], expected, rtol=1e-10, atol=1e-10
+        )
         # What was written is float32.
         scale = float(expected.abs().max())
         found = folded(src, None, prev)[0]
@@ -90,7 +108,8 @@ def test_folded_model_is_the_same_function(norm, groups, flags, dictionaries, tm
             continue
         new = folded.get_submodule(key)
         last_of_shared = key == "decoder.layer_norm" and args.share_all_embeddings
-        followed_by_none = "_output_" in key or key.endswith((".norm", "input_norm"))  # of the placements peri and sub
+        # of the placements peri and sub
+        followed_by_none = "_output_" in key or key.endswith((".norm", "input_norm"))
         if isinstance(old, RunningNorm) and not last_of_shared and not followed_by_none:
             assert type(new) is LayerScale and new.groups == old.layer_scale.groups
             if groups is None or key.startswith("encoder"):
@@ -120,21 +139,37 @@ def test_other_checkpoints(kind, dictionaries, tmp_path):
         exact = model(src, None, prev)[0]
         torch.testing.assert_close(folded(src, None, prev)[0], exact, rtol=1e-5, atol=2e-5)
         if kind == "half":
-            errors = [(each.half()(src, None, prev)[0] - exact).abs().max() for each in (folded, model)]
-            assert errors[0] < 2 * errors[1]  # decoding in half precision: no worse than the original
+            errors = [
+                (each.half()(src, None, prev)[0] - exact).abs().max() for each in (folded, model)
+            ]
+            # decoding in half precision: no worse than the original
+            assert errors[0] < 2 * errors[1]
 
     written = load_checkpoint(path)
     assert load_checkpoint(tmp_path / "trained.pt").keys() == before.keys()
-    assert "last_optimizer_state" not in written and set(written["extra_state"]) == {"train_iterator", "pn_fairseq"}
+    assert "last_optimizer_state" not in written and set(written["extra_state"]) == {
+        "train_iterator",
+        "pn_fairseq",
+    }
     assert written["optimizer_history"] == before["optimizer_history"]
     weights = written["model"]
     assert not [key for key in weights if "encoder" in key.split(".")[0] and "norm" in key]
-    shared = [weights[f"{name}.weight"].data_ptr() for name in ("encoder.embed_tokens", "decoder.output_projection")]
+    shared = [
+        weights[f"{name}.weight"].data_ptr()
+        for name in ("encoder.embed_tokens", "decoder.output_projection")
+    ]
     assert shared[0] == shared[1]
     for key, value in weights.items():
         if key in before["model"]:
-            changed = key.startswith("encoder.layers") and key.split(".")[-2] in ("q_proj", "k_proj", "v_proj", "fc1")
-            changed = changed or ("encoder_attn" in key and key.split(".")[-2] in ("k_proj", "v_proj"))
+            changed = key.startswith("encoder.layers") and key.split(".")[-2] in (
+                "q_proj",
+                "k_proj",
+                "v_proj",
+                "fc1",
+            )
+            changed = changed or (
+                "encoder_attn" in key and key.split(".")[-2] in ("k_proj", "v_proj")
+            )
             assert torch.equal(value.float(), before["model"][key].float()) != changed, key
             assert value.dtype == (torch.float32 if changed else before["model"][key].dtype), key
 
@@ -145,10 +180,18 @@ def test_what_is_printed(dictionaries, tmp_path, capsys):
     lines = captured.out.splitlines()
     assert captured.err == ""
     assert lines[0] == (
-        "encoder.layers.0.self_attn_layer_norm: PowerNorm folded into encoder.layers.0.self_attn.q_proj, "
-        "encoder.layers.0.self_attn.k_proj, encoder.layers.0.self_attn.v_proj; layer-scale (4 groups) stays"
+        "encoder.layers.0.self_attn_layer_norm: PowerNorm folded into "
+        "encoder.layers.0.self_attn.q_proj, "
+        "encoder.layers.0.self_attn.k_proj, encoder.layers.0.self_attn.v_proj; layer-scale (4 "
+        "groups) stays"
     )
-    assert sum(line.startswith("encoder.layer_norm: PowerNorm folded into decoder.layers.0.") for line in lines) == 1
+    assert (
+        sum(
+            line.startswith("encoder.layer_norm: PowerNorm folded into decoder.layers.0.")
+            for line in lines
+        )
+        == 1
+    )
     assert "decoder.layer_norm: LayerNorm stays" in lines
     assert lines[-2].startswith("maximum logit difference ") and "positions" in lines[-2]
     assert lines[-1] == f"wrote {tmp_path / 'folded.pt'} (5 of 12 norms folded)"
@@ -220,18 +263,38 @@ def setting(**values):
     ("flags", "change", "words"),
     [
         ({"norm": "layer"}, None, ["nothing to fold", "LayerNorm"]),
-        ({}, setting(arch="lstm", _name="lstm"), ["architecture lstm is not one of transformer_pn's"]),
+        (
+            {},
+            setting(arch="lstm", _name="lstm"),
+            ["architecture lstm is not one of transformer_pn's"],
+        ),
         ({}, setting(encoder_normalize_before=False), ["pre-norm"]),
-        ({"encoder_norm_placement": "post"}, None, ["encoder_norm_placement=post: such norms cannot be folded"]),
-        ({"qk_norm": "rms"}, None, ["self_attn.q_proj is a HeadNorm and not a plain linear projection"]),
+        (
+            {"encoder_norm_placement": "post"},
+            None,
+            ["encoder_norm_placement=post: such norms cannot be folded"],
+        ),
+        (
+            {"qk_norm": "rms"},
+            None,
+            ["self_attn.q_proj is a HeadNorm and not a plain linear projection"],
+        ),
         ({}, setting(encoder_layers=3), ["do not fit", "encoder.layers.2"]),
         ({}, setting(encoder_layers_to_keep="0"), ["encoder_layers_to_keep is 0"]),
         ({}, setting(quant_noise_scalar=0.1), ["8 bits"]),
         ({}, spoil("encoder.layers.0.fc1.weight", float("nan")), ["maximum logit difference nan"]),
-        ({}, spoil("encoder.layers.0.self_attn_layer_norm.running_psi2", -1.0), ["maximum logit difference nan"]),
+        (
+            {},
+            spoil("encoder.layers.0.self_attn_layer_norm.running_psi2", -1.0),
+            ["maximum logit difference nan"],
+        ),
         ({}, lambda state: state.update(cfg=None), ["no settings"]),
         ({}, lambda state: state["cfg"].pop("model"), ["no settings of a model"]),
-        ({}, lambda state: state["model"].pop("encoder.layer_norm.nu"), ["do not fit", "encoder.layer_norm.nu"]),
+        (
+            {},
+            lambda state: state["model"].pop("encoder.layer_norm.nu"),
+            ["do not fit", "encoder.layer_norm.nu"],
+        ),
     ],
 )
 def test_what_cannot_be_folded_is_told_in_one_line(flags, change, words, dictionaries, tmp_path):

@@ -22,17 +22,20 @@ main = verb("generate")
 
 SENTENCES = 37
 
-#: Writes down how it was called, and translates every sentence of its share into "translation NUMBER".
+#: Writes down how it was called, and translates every sentence of its share into "translation
+#: NUMBER".
 STAND_IN = """
 import json, os, signal, sys, time
 options = dict(zip(sys.argv[1:], sys.argv[2:] + [""]))
 rank, world = int(options["--distributed-rank"]), int(options["--distributed-world-size"])
 batch, mode = int(options["--batch-size"]), os.environ.get("MODE", "")
-called = {"pid": os.getpid(), "arguments": sys.argv[1:], "gpu": os.environ.get("CUDA_VISIBLE_DEVICES")}
+called = {"pid": os.getpid(), "arguments": sys.argv[1:]}
+called["gpu"] = os.environ.get("CUDA_VISIBLE_DEVICES")
 with open(f"{os.environ['CALLS']}/{time.time_ns()}", "w") as file:
     json.dump({**called, "rank": rank, "threads": os.environ.get("OMP_NUM_THREADS")}, file)
 if mode == "fail" and rank == 1:
-    sys.exit("Traceback (most recent call last):\\n  File ...\\ntorch.OutOfMemoryError: CUDA out of memory.\\n\\nmore")
+    error = "torch.OutOfMemoryError: CUDA out of memory."
+    sys.exit(f"Traceback (most recent call last):\\n  File ...\\n{error}\\n\\nmore")
 if mode == "killed" and rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 if mode == "chatter":
@@ -62,7 +65,11 @@ def place(tmp_path, monkeypatch) -> Path:
     (package / "__init__.py").touch()
     (package / "generate.py").write_text(STAND_IN)
     (tmp_path / "calls").mkdir()
-    changes = {"PYTHONPATH": package.parent, "CALLS": tmp_path / "calls", "CUDA_VISIBLE_DEVICES": ""}
+    changes = {
+        "PYTHONPATH": package.parent,
+        "CALLS": tmp_path / "calls",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     for name, value in changes.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.delenv("MODE", raising=False)
@@ -92,13 +99,21 @@ def test_the_shares_are_merged_in_the_order_of_the_text(place):
     output = place / "run/generate/test"
     assert lines(output / "hyp.tok") == [f"translation {number}" for number in range(SENTENCES)]
     for name, language in (("src", "es"), ("ref", "en")):
-        assert (output / f"{name}.tok").read_bytes() == (place / f"data/tok/test.{language}").read_bytes()
+        assert (output / f"{name}.tok").read_bytes() == (
+            place / f"data/tok/test.{language}"
+        ).read_bytes()
     assert len(re.findall("^H-", (output / "generate.log").read_text(), re.M)) == SENTENCES
     called = calls(place)
     assert len(called) == 3
     for rank, one in enumerate(called):
-        expected = f"--distributed-rank {rank} --distributed-world-size 3 --beam 3 --lenpen 0.6 --max-len-a 0 "
-        expected += "--max-len-b 20 --nbest 1 --remove-bpe subword_nmt --required-batch-size-multiple 1 --batch-size 5 "
+        expected = (
+            f"--distributed-rank {rank} --distributed-world-size 3 --beam 3 --lenpen 0.6 "
+            f"--max-len-a 0 "
+        )
+        expected += (
+            "--max-len-b 20 --nbest 1 --remove-bpe subword_nmt --required-batch-size-multiple 1 "
+            "--batch-size 5 "
+        )
         expected += f"--max-tokens 8000 --path {place}/run/checkpoints/averaged.pt"
         words = expected.split(" ")
         assert {*zip(words[::2], words[1::2], strict=True)} <= {*options_of(one).items()}
@@ -109,11 +124,28 @@ def test_the_shares_are_merged_in_the_order_of_the_text(place):
 def test_options_of_decoding_and_an_ensemble(place, capsys):
     torch.save({"model": {"w": torch.zeros(1)}}, place / "other.pt")
     checkpoints = (place / "run/checkpoints/averaged.pt", place / "other.pt")
-    chosen = ("--checkpoint", *checkpoints, "--max-len-a", "1.5", "--max-len-b", 7, "--lenpen", 2, "--nbest", 2)
+    chosen = (
+        "--checkpoint",
+        *checkpoints,
+        "--max-len-a",
+        "1.5",
+        "--max-len-b",
+        7,
+        "--lenpen",
+        2,
+        "--nbest",
+        2,
+    )
     assert generate(place, *chosen[:-2]) == 0 and calls(place)  # only the best: not enough for two
     assert generate(place, *chosen) == 0
     expected = {
-        **{"--max-len-a": "1.5", "--max-len-b": "7", "--lenpen": "2.0", "--nbest": "2", "--beam": "3"},
+        **{
+            "--max-len-a": "1.5",
+            "--max-len-b": "7",
+            "--lenpen": "2.0",
+            "--nbest": "2",
+            "--beam": "3",
+        },
         **{"--path": ":".join(map(str, checkpoints))},
     }
     assert expected.items() <= options_of(calls(place)[0]).items()
@@ -126,11 +158,15 @@ def test_options_of_decoding_and_an_ensemble(place, capsys):
     refused(capsys, generate(place, "--nbest", 4), "--nbest 4", "beam of 3")
 
 
-@pytest.mark.parametrize("languages", [{"source_lang": "es", "target_lang": "en"}, {"source_lang": None}])
+@pytest.mark.parametrize(
+    "languages", [{"source_lang": "es", "target_lang": "en"}, {"source_lang": None}]
+)
 def test_a_folder_of_fairseq_train(languages, place, tmp_path, capsys):
-    """Settings from the checkpoint, data from fairseq-preprocess, sources and references from fairseq's output.
+    """Settings from the checkpoint, data from fairseq-preprocess, sources and references from
+    fairseq's output.
 
-    Without --source-lang and --target-lang, fairseq takes the languages from the names of the files.
+    Without --source-lang and --target-lang, fairseq takes the languages from the names of the
+    files.
     """
     folder = tmp_path / "checkpoints of fairseq-train"
     folder.mkdir()
@@ -145,12 +181,20 @@ def test_a_folder_of_fairseq_train(languages, place, tmp_path, capsys):
     assert lines(output / "ref.tok") == [f"target {number}" for number in range(SENTENCES)]
     (call, *_) = calls(place)
     words = call["arguments"]
-    assert [words[words.index(f"--{side}-lang") + 1] for side in ("source", "target")] == ["es", "en"]
+    assert [words[words.index(f"--{side}-lang") + 1] for side in ("source", "target")] == [
+        "es",
+        "en",
+    ]
     refused(capsys, main(["--run", folder, "--subset", "valid"]), "data/bin' has no subset 'valid'")
     if not languages["source_lang"]:
         for path in (place / "data/bin").iterdir():
             path.rename(path.with_name(path.name.replace("es-en", "esen")))
-        refused(capsys, main(["--run", folder]), "is named SPLIT.SOURCE-TARGET.LANG.bin", "no --source-lang")
+        refused(
+            capsys,
+            main(["--run", folder]),
+            "is named SPLIT.SOURCE-TARGET.LANG.bin",
+            "no --source-lang",
+        )
 
 
 def test_hypotheses_that_are_as_long_as_they_may_be_are_counted(place, capsys):
@@ -158,7 +202,9 @@ def test_hypotheses_that_are_as_long_as_they_may_be_are_counted(place, capsys):
     of_source = ("--max-len-a", 1, "--max-len-b", 10)
     for options, count, first in (((), 2, 4), (("--max-len-b", 19), 37, 1), (of_source, 8, 1)):
         assert generate(place, *options) == 0
-        assert f"note: {count} of 37 hypotheses are as long as they may be" in (messages := capsys.readouterr().err)
+        assert f"note: {count} of 37 hypotheses are as long as they may be" in (
+            messages := capsys.readouterr().err
+        )
         assert f"the first in line {first}\n" in messages
     assert generate(place, "--max-len-b", 21) == 0 and "note" not in capsys.readouterr().err
 
@@ -182,19 +228,29 @@ def gpus(place, monkeypatch):
     """torch.cuda sees as many GPUs as CUDA_VISIBLE_DEVICES names."""
 
     def count() -> int:
-        return len(os.environ["CUDA_VISIBLE_DEVICES"].split(",")) if os.environ["CUDA_VISIBLE_DEVICES"] else 0
+        return (
+            len(os.environ["CUDA_VISIBLE_DEVICES"].split(","))
+            if os.environ["CUDA_VISIBLE_DEVICES"]
+            else 0
+        )
 
     monkeypatch.setattr(torch.cuda, "device_count", count)
     return lambda devices: monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
 
 
-@pytest.mark.parametrize(("chosen", "devices"), [("0,1,2", ["0", "1", "2"]), ("GPU-af,7", ["GPU-af", "7"])])
+@pytest.mark.parametrize(
+    ("chosen", "devices"), [("0,1,2", ["0", "1", "2"]), ("GPU-af,7", ["GPU-af", "7"])]
+)
 def test_one_process_on_each_visible_gpu(chosen, devices, place, gpus, capsys):
     (place / "run/config.yaml").write_text("common: {fp16: true}\n")
     gpus(chosen)
     assert main(["--run", place / "run", "--batch-size", 5]) == 0
     messages = capsys.readouterr().err
-    assert f"GPUs: {len(devices)}" in messages and "fp16" in messages and "beam 5, length penalty 1," in messages
+    assert (
+        f"GPUs: {len(devices)}" in messages
+        and "fp16" in messages
+        and "beam 5, length penalty 1," in messages
+    )
     called = calls(place)
     assert [call["gpu"] for call in called] == devices
     assert all("--fp16" in call["arguments"] for call in called)
@@ -224,16 +280,26 @@ def test_a_decoding_is_done_as_long_as_nothing_that_matters_changed(place, capsy
     checkpoint = place / "run/checkpoints/averaged.pt"
     os.utime(checkpoint, (time.time() + 1000, time.time() + 1000))
     shutil.copy(checkpoint, place / "copy.pt")
-    for options in ((), ("--checkpoint", place / "copy.pt"), ("--beam", 3, "--lenpen", "0.60"), ("--max-tokens", 500)):
+    for options in (
+        (),
+        ("--checkpoint", place / "copy.pt"),
+        ("--beam", 3, "--lenpen", "0.60"),
+        ("--max-tokens", 500),
+    ):
         assert generate(place, *options) == 0 and "already" in capsys.readouterr().err
     # A copy of the run is as good: contents are compared, not times and places.
     shutil.copytree(place / "run", place / "moved", copy_function=shutil.copyfile)
-    assert main(["--run", place / "moved", "--batch-size", 5]) == 0 and "already" in capsys.readouterr().err
+    assert (
+        main(["--run", place / "moved", "--batch-size", 5]) == 0
+        and "already" in capsys.readouterr().err
+    )
     assert calls(place) == [] and (output / "scores.json").exists()
 
     torch.save({"model": {"w": torch.zeros(1)}}, checkpoint)
     assert generate(place) == 0
-    assert len(calls(place)) == 3 and not (output / "scores.json").exists(), "the scores are of other hypotheses"
+    assert len(calls(place)) == 3 and not (output / "scores.json").exists(), (
+        "the scores are of other hypotheses"
+    )
     for options in (("--beam", 2), ("--beam", 2, "--lenpen", 1)):
         assert generate(place, *options) == 0
         assert len(calls(place)) == 3
@@ -269,9 +335,14 @@ def test_one_share_that_fails_fails_all(mode, needles, place, capsys, monkeypatc
     refused(capsys, generate(place), *needles)
     assert time.monotonic() - began < 200, "the others were not ended"  # they sleep for 300 seconds
     assert not any(alive(call["pid"]) for call in calls(place))
-    assert {path: path.read_bytes() for path in output.iterdir()} == before, "what was there is whole"
+    assert {path: path.read_bytes() for path in output.iterdir()} == before, (
+        "what was there is whole"
+    )
     errors = output.with_name("test.err")
-    assert {path.name for path in output.parent.iterdir()} == {"test", *(["test.err"] if errors.exists() else [])}
+    assert {path.name for path in output.parent.iterdir()} == {
+        "test",
+        *(["test.err"] if errors.exists() else []),
+    }
     if mode == "fail":
         assert "Traceback" in errors.read_text()
     monkeypatch.delenv("MODE")
@@ -289,11 +360,23 @@ def test_progress_counts_sentences_on_a_terminal(place, capsys, monkeypatch):
 def decoding(place: Path, mode: str) -> Iterator[subprocess.Popen]:
     """pn generate, when its three processes run."""
     process = subprocess.Popen(
-        ["bash", SCRIPTS / "generate.sh", "--run", place / "run", "--batch-size", "5", "--ranks", "3"],
+        [
+            "bash",
+            SCRIPTS / "generate.sh",
+            "--run",
+            place / "run",
+            "--batch-size",
+            "5",
+            "--ranks",
+            "3",
+        ],
         **{"env": environment(MODE=mode), "stderr": subprocess.PIPE, "text": True},
     )
     try:
-        wait_for(lambda: sum(path.stat().st_size > 0 for path in (place / "calls").iterdir()) == 3, process)
+        wait_for(
+            lambda: sum(path.stat().st_size > 0 for path in (place / "calls").iterdir()) == 3,
+            process,
+        )
         yield process
     finally:
         process.kill()
@@ -307,15 +390,24 @@ def test_an_interruption_leaves_nothing_behind(place):
         process.send_signal(signal.SIGTERM)
         _, messages = process.communicate(timeout=120)
     assert process.returncode == 143
-    assert messages.splitlines()[1:] == ["pn generate: interrupted; run the same command again to resume"]
+    assert messages.splitlines()[1:] == [
+        "pn generate: interrupted; run the same command again to resume"
+    ]
     assert not any(map(alive, processes))
     assert list((place / "run/generate").iterdir()) == []
 
 
 def test_a_second_process_is_told_that_the_run_is_being_decoded(place, capsys):
     with decoding(place, "sleep"):
-        refused(capsys, generate(place), f"'{place}/run/generate/test' is being made by another process: wait for it")
-        assert {path.name for path in (place / "run/generate").iterdir()} == {".test.lock", "test.partial"}
+        refused(
+            capsys,
+            generate(place),
+            f"'{place}/run/generate/test' is being made by another process: wait for it",
+        )
+        assert {path.name for path in (place / "run/generate").iterdir()} == {
+            ".test.lock",
+            "test.partial",
+        }
 
 
 def test_the_processes_end_when_the_one_above_them_is_killed(place):
@@ -335,9 +427,13 @@ def test_a_further_test_set(place, capsys):
     assert generate(place, "--subset", "test2017") == 0
     run = place / "run"
     assert f"next: pn score --run {run} --subset test2017\n" in capsys.readouterr().err
-    assert lines(run / "generate/test2017/hyp.tok") == [f"translation {number}" for number in range(SENTENCES)]
+    assert lines(run / "generate/test2017/hyp.tok") == [
+        f"translation {number}" for number in range(SENTENCES)
+    ]
     refused(
-        capsys, generate(place, "--subset", "test1"), "it has test, test2017 (pn prepare text --test NAME adds one)"
+        capsys,
+        generate(place, "--subset", "test1"),
+        "it has test, test2017 (pn prepare text --test NAME adds one)",
     )
 
 

@@ -24,25 +24,79 @@ main = verb("import-release")
 LAYERS = 2
 WARMUP = 40
 
-#: Of the settings that fairseq 0.8 stored, those that fairseq 0.12 has under another name, with another default or not
-#: at all; the settings of a translation model; and those of its norms.
+#: Of the settings that fairseq 0.8 stored, those that fairseq 0.12 has under another name, with
+#: another default or not at all; the settings of a translation model; and those of its norms.
 SETTINGS = {
-    **{"arch": "transformer_iwslt_de_en_v2", "task": "translation", "criterion": "label_smoothed_cross_entropy"},
-    **{"optimizer": "adam", "adam_betas": "(0.9, 0.98)", "adam_eps": 1e-8, "weight_decay": 0.0001, "clip_norm": 0.0},
-    **{"lr": [0.0015], "lr_scheduler": "inverse_sqrt", "warmup_updates": WARMUP, "warmup_init_lr": 1e-7},
-    **{"min_lr": 1e-9, "max_update": 0, "update_freq": [1], "max_tokens": 4096, "max_sentences": None, "fp16": False},
-    **{"max_tokens_valid": 4096, "max_sentences_valid": None, "ddp_backend": "c10d", "tensorboard_logdir": ""},
+    **{
+        "arch": "transformer_iwslt_de_en_v2",
+        "task": "translation",
+        "criterion": "label_smoothed_cross_entropy",
+    },
+    **{
+        "optimizer": "adam",
+        "adam_betas": "(0.9, 0.98)",
+        "adam_eps": 1e-8,
+        "weight_decay": 0.0001,
+        "clip_norm": 0.0,
+    },
+    **{
+        "lr": [0.0015],
+        "lr_scheduler": "inverse_sqrt",
+        "warmup_updates": WARMUP,
+        "warmup_init_lr": 1e-7,
+    },
+    **{
+        "min_lr": 1e-9,
+        "max_update": 0,
+        "update_freq": [1],
+        "max_tokens": 4096,
+        "max_sentences": None,
+        "fp16": False,
+    },
+    **{
+        "max_tokens_valid": 4096,
+        "max_sentences_valid": None,
+        "ddp_backend": "c10d",
+        "tensorboard_logdir": "",
+    },
     **{"no_progress_bar": True, "tbmf_wrapper": False, "user_dir": "gone", "keep_last_epochs": 5},
     **{"data": "data-bin/iwslt14.tokenized.de-en.joined", "source_lang": "de", "target_lang": "en"},
     **{"lazy_load": False, "raw_text": False, "load_alignments": False, "left_pad_source": "True"},
-    **{"left_pad_target": "False", "max_source_positions": 1024, "max_target_positions": 1024, "upsample_primary": 1},
+    **{
+        "left_pad_target": "False",
+        "max_source_positions": 1024,
+        "max_target_positions": 1024,
+        "upsample_primary": 1,
+    },
     **{"label_smoothing": 0.1, "dropout": 0.3, "attention_dropout": 0.1, "activation_dropout": 0.1},
     **{"activation_fn": "relu", "encoder_embed_path": "gone.vec", "decoder_embed_path": None},
-    **{"encoder_embed_dim": 16, "encoder_ffn_embed_dim": 24, "encoder_layers": LAYERS, "encoder_attention_heads": 4},
-    **{"decoder_embed_dim": 16, "decoder_ffn_embed_dim": 24, "decoder_layers": LAYERS, "decoder_attention_heads": 4},
-    **{"encoder_normalize_before": True, "decoder_normalize_before": True, "encoder_learned_pos": False},
-    **{"decoder_learned_pos": False, "share_decoder_input_output_embed": False, "share_all_embeddings": True},
-    **{"no_token_positional_embeddings": False, "adaptive_softmax_cutoff": None, "adaptive_softmax_dropout": 0},
+    **{
+        "encoder_embed_dim": 16,
+        "encoder_ffn_embed_dim": 24,
+        "encoder_layers": LAYERS,
+        "encoder_attention_heads": 4,
+    },
+    **{
+        "decoder_embed_dim": 16,
+        "decoder_ffn_embed_dim": 24,
+        "decoder_layers": LAYERS,
+        "decoder_attention_heads": 4,
+    },
+    **{
+        "encoder_normalize_before": True,
+        "decoder_normalize_before": True,
+        "encoder_learned_pos": False,
+    },
+    **{
+        "decoder_learned_pos": False,
+        "share_decoder_input_output_embed": False,
+        "share_all_embeddings": True,
+    },
+    **{
+        "no_token_positional_embeddings": False,
+        "adaptive_softmax_cutoff": None,
+        "adaptive_softmax_dropout": 0,
+    },
     **{"adaptive_input": False, "decoder_output_dim": 16, "decoder_input_dim": 16},
     **{"encoder_norm_self": "power", "encoder_norm_ff": "power"},
     **{"decoder_norm_self": "layer", "decoder_norm_ff": "layer"},
@@ -52,7 +106,11 @@ SETTINGS = {
 KEPT = {"train_iterator": {"epoch": 8, "iterations_in_epoch": 0}, "val_loss": 3.9}
 
 DIMENSIONS = [
-    *(f"{side}_{name}" for side in ("encoder", "decoder") for name in ("embed_dim", "ffn_embed_dim", "layers")),
+    *(
+        f"{side}_{name}"
+        for side in ("encoder", "decoder")
+        for name in ("embed_dim", "ffn_embed_dim", "layers")
+    ),
     *("encoder_attention_heads", "decoder_attention_heads"),
 ]
 
@@ -63,7 +121,10 @@ def ours(dictionary: Dictionary, **flags):
 
     flags = {"decoder_norm": "layer", "share_all_embeddings": True, **flags}
     args = arch_args(
-        "transformer_pn_iwslt", norm_variant="release", **{name: SETTINGS[name] for name in DIMENSIONS}, **flags
+        "transformer_pn_iwslt",
+        norm_variant="release",
+        **{name: SETTINGS[name] for name in DIMENSIONS},
+        **flags,
     )
     task = Namespace(source_dictionary=dictionary, target_dictionary=dictionary)
     model = ARCH_MODEL_REGISTRY[args.arch].build_model(args, task).eval()
@@ -72,7 +133,9 @@ def ours(dictionary: Dictionary, **flags):
         for parameter in model.parameters():
             parameter.copy_(0.4 * torch.randn(parameter.shape, generator=generator))
         for norm in running_norms(model):
-            norm.running_psi2.copy_(0.2 + 2 * torch.rand(norm.running_psi2.shape, generator=generator))
+            norm.running_psi2.copy_(
+                0.2 + 2 * torch.rand(norm.running_psi2.shape, generator=generator)
+            )
             norm.nu.copy_(torch.randn(norm.nu.shape, generator=generator))
             norm.num_batches_tracked.fill_(1234)
     return model, args
@@ -83,8 +146,12 @@ def as_release(model, alpha_bwd=0.9, stacked=True) -> OrderedDict:
     weights = OrderedDict((key, value.clone()) for key, value in model.state_dict().items())
     for prefix, norm in model.named_modules():
         if isinstance(norm, PowerNormRelease):
-            weights[f"{prefix}.running_phi"] = weights.pop(f"{prefix}.running_psi2").reshape(1, -1, 1, 1)
-            weights[f"{prefix}.ema_gz"] = weights.pop(f"{prefix}.nu").reshape(1, -1, 1, 1) / (1 - alpha_bwd)
+            weights[f"{prefix}.running_phi"] = weights.pop(f"{prefix}.running_psi2").reshape(
+                1, -1, 1, 1
+            )
+            weights[f"{prefix}.ema_gz"] = weights.pop(f"{prefix}.nu").reshape(1, -1, 1, 1) / (
+                1 - alpha_bwd
+            )
             weights[f"{prefix}.iters"] = weights.pop(f"{prefix}.num_batches_tracked").reshape(1)
         if stacked and prefix.endswith(("self_attn", "encoder_attn")):
             for kind in ("weight", "bias"):
@@ -99,7 +166,10 @@ def as_release(model, alpha_bwd=0.9, stacked=True) -> OrderedDict:
 
 
 def meters() -> OrderedDict:
-    """The meters that fairseq 0.8 put into its checkpoints, of a module that today's fairseq does not have."""
+    """The meters that fairseq 0.8 put into its checkpoints,
+
+    of a module that today's fairseq does not have.
+    """
     module = types.ModuleType("fairseq.meters")
     for name in ("AverageMeter", "TimeMeter", "StopwatchMeter"):
         setattr(module, name, type(name, (), {"__module__": "fairseq.meters"}))
@@ -116,7 +186,10 @@ def write(path, weights, settings=(), zipped=False):
         "model": weights,
         "optimizer_history": [{"lr_scheduler_state": {"best": 3.9}, "num_updates": 1234}],
         "extra_state": {**KEPT, "best": 3.9, "train_meters": meters()},
-        "last_optimizer_state": {"state": {0: {"step": 1234, "exp_avg": torch.zeros(3)}}, "param_groups": []},
+        "last_optimizer_state": {
+            "state": {0: {"step": 1234, "exp_avg": torch.zeros(3)}},
+            "param_groups": [],
+        },
     }
     try:
         torch.save(state, path, _use_new_zipfile_serialization=zipped)
@@ -142,7 +215,9 @@ def model(dictionary):
 
 
 def load(path, data):
-    (imported,), _, _ = checkpoint_utils.load_model_ensemble_and_task([str(path)], {"data": str(data)})
+    (imported,), _, _ = checkpoint_utils.load_model_ensemble_and_task(
+        [str(path)], {"data": str(data)}
+    )
     return imported.eval()
 
 
@@ -152,19 +227,28 @@ def assert_same(imported, model):
         torch.testing.assert_close(imported.state_dict()[key], value, rtol=1e-6, atol=0, msg=key)
     src, prev = (batch.clamp(max=30) for batch in padded_batch())
     with torch.no_grad():
-        torch.testing.assert_close(imported(src, None, prev)[0], model(src, None, prev)[0], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            imported(src, None, prev)[0], model(src, None, prev)[0], rtol=1e-6, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize(
     ("stacked", "zipped"),
-    [(True, False), (False, True), *(pytest.param(same, same, marks=pytest.mark.slow) for same in (True, False))],
+    [
+        (True, False),
+        (False, True),
+        *(pytest.param(same, same, marks=pytest.mark.slow) for same in (True, False)),
+    ],
     ids=["in_proj, old format", "q-k-v, zip", "in_proj, zip", "q-k-v, old format"],
 )
 def test_imported_model_is_the_one_in_the_file(stacked, zipped, model, data, tmp_path, capsys):
     source = write(tmp_path / "release.pt", as_release(model, stacked=stacked), zipped=zipped)
     assert main([str(source), str(tmp_path / "imported.pt")]) == 0
     printed = capsys.readouterr()
-    assert "transformer_pn_iwslt, encoder norm power, decoder norm layer" in printed.out and not printed.err
+    assert (
+        "transformer_pn_iwslt, encoder norm power, decoder norm layer" in printed.out
+        and not printed.err
+    )
     imported = load(tmp_path / "imported.pt", data)
     assert_same(imported, model)
     norms = running_norms(imported)
@@ -172,7 +256,9 @@ def test_imported_model_is_the_one_in_the_file(stacked, zipped, model, data, tmp
     assert [norm.psi_warmup_updates for norm in norms] == [WARMUP] * (2 * LAYERS) + [1000]
     assert {norm.layer_scale.groups for norm in norms} == {4}
     assert all(norm.running_psi2.dtype == norm.nu.dtype == torch.float32 for norm in norms)
-    assert isinstance(imported.decoder.layer_norm, torch.nn.Module) and not hasattr(imported.decoder.layer_norm, "nu")
+    assert isinstance(imported.decoder.layer_norm, torch.nn.Module) and not hasattr(
+        imported.decoder.layer_norm, "nu"
+    )
 
 
 def test_what_the_imported_file_holds(model, tmp_path):
@@ -184,9 +270,14 @@ def test_what_the_imported_file_holds(model, tmp_path):
     assert state["optimizer_history"][0]["num_updates"] == 1234
     assert state["extra_state"] == KEPT | {"pn_fairseq": {"unscaled": True}}
     assert "last_optimizer_state" not in state
-    assert state["args"].norm_variant == "release" and not hasattr(state["args"], "encoder_norm_self")
+    assert state["args"].norm_variant == "release" and not hasattr(
+        state["args"], "encoder_norm_self"
+    )
     weights = state["model"]
-    shared = [weights[f"{name}.weight"].data_ptr() for name in ("encoder.embed_tokens", "decoder.output_projection")]
+    shared = [
+        weights[f"{name}.weight"].data_ptr()
+        for name in ("encoder.embed_tokens", "decoder.output_projection")
+    ]
     assert shared[0] == shared[1]
 
 
@@ -195,7 +286,10 @@ def test_alphas(model, data, tmp_path):
     assert main([source, tmp_path / "imported.pt", "--alpha-bwd", "0.6", "--alpha-fwd", "0.8"]) == 0
     imported = load(tmp_path / "imported.pt", data)
     assert_same(imported, model)
-    assert (imported.encoder.layer_norm.alpha_fwd, imported.encoder.layer_norm.alpha_bwd) == (0.8, 0.6)
+    assert (imported.encoder.layer_norm.alpha_fwd, imported.encoder.layer_norm.alpha_bwd) == (
+        0.8,
+        0.6,
+    )
 
 
 EXCHANGED = {
@@ -211,8 +305,13 @@ OLDER = {
 @pytest.mark.parametrize(
     ("flags", "settings"),
     [
-        ({"encoder_norm": "layer", "decoder_norm": "power", "share_all_embeddings": False}, EXCHANGED),
-        pytest.param({"encoder_learned_pos": True}, {"encoder_learned_pos": True}, marks=pytest.mark.slow),
+        (
+            {"encoder_norm": "layer", "decoder_norm": "power", "share_all_embeddings": False},
+            EXCHANGED,
+        ),
+        pytest.param(
+            {"encoder_learned_pos": True}, {"encoder_learned_pos": True}, marks=pytest.mark.slow
+        ),
         ({}, OLDER),
     ],
     ids=["other norms, untied", "learned-positions", "wmt, older settings"],
@@ -222,12 +321,19 @@ def test_other_models(flags, settings, dictionary, data, tmp_path):
     weights = as_release(model)
     if "encoder_learned_pos" in flags:
         del weights["encoder.embed_positions._float_tensor"]
-    assert main([str(write(tmp_path / "release.pt", weights, settings)), str(tmp_path / "imported.pt")]) == 0
+    assert (
+        main(
+            [str(write(tmp_path / "release.pt", weights, settings)), str(tmp_path / "imported.pt")]
+        )
+        == 0
+    )
     assert_same(load(tmp_path / "imported.pt", data), model)
 
 
 def test_half_precision_file(model, data, tmp_path):
-    weights = OrderedDict((k, v.half() if v.is_floating_point() else v) for k, v in as_release(model).items())
+    weights = OrderedDict(
+        (k, v.half() if v.is_floating_point() else v) for k, v in as_release(model).items()
+    )
     assert main([str(write(tmp_path / "release.pt", weights)), str(tmp_path / "imported.pt")]) == 0
     for key, value in load_checkpoint(tmp_path / "imported.pt")["model"].items():
         if key.endswith((".running_psi2", ".nu")):
@@ -236,7 +342,9 @@ def test_half_precision_file(model, data, tmp_path):
 
 
 @pytest.mark.slow
-def test_decoding_and_fine_tuning_with_fairseqs_commands(model, dictionary, data, tmp_path, monkeypatch, capsys):
+def test_decoding_and_fine_tuning_with_fairseqs_commands(
+    model, dictionary, data, tmp_path, monkeypatch, capsys
+):
     """fairseq-generate writes what it writes for the same model in our own layout."""
     source = write(tmp_path / "release.pt", as_release(model))
     assert main([str(source), str(tmp_path / "imported.pt")]) == 0
@@ -246,7 +354,13 @@ def test_decoding_and_fine_tuning_with_fairseqs_commands(model, dictionary, data
     torch.save(own, tmp_path / "own.pt")
 
     def fairseq(program: str, *arguments: str) -> str:
-        flags = ["--user-dir", str(ROOT / "pn_fairseq"), "--required-batch-size-multiple=1", "--num-workers=0", "--cpu"]
+        flags = [
+            "--user-dir",
+            str(ROOT / "pn_fairseq"),
+            "--required-batch-size-multiple=1",
+            "--num-workers=0",
+            "--cpu",
+        ]
         monkeypatch.setattr(sys, "argv", [f"fairseq-{program}", str(data), *flags, *arguments])
         importlib.import_module(f"fairseq_cli.{program}").cli_main()
         return capsys.readouterr().out
@@ -262,8 +376,24 @@ def test_decoding_and_fine_tuning_with_fairseqs_commands(model, dictionary, data
     fairseq(
         *("train", "--arch", "transformer_pn_iwslt", "--norm-variant", "release"),
         *(f"--{name.replace('_', '-')}={SETTINGS[name]}" for name in DIMENSIONS),
-        *("--share-all-embeddings", "--finetune-from-model", "imported.pt", "--optimizer", "sgd", "--lr", "0.001"),
-        *("--max-tokens", "1000", "--max-update", "1", "--save-dir", "tuned", "--no-epoch-checkpoints"),
+        *(
+            "--share-all-embeddings",
+            "--finetune-from-model",
+            "imported.pt",
+            "--optimizer",
+            "sgd",
+            "--lr",
+            "0.001",
+        ),
+        *(
+            "--max-tokens",
+            "1000",
+            "--max-update",
+            "1",
+            "--save-dir",
+            "tuned",
+            "--no-epoch-checkpoints",
+        ),
     )
     weights = load_checkpoint(tmp_path / "tuned/checkpoint_last.pt")["model"]
     assert int(weights["encoder.layer_norm.num_batches_tracked"]) == 1235
@@ -275,13 +405,19 @@ def test_file_without_its_training_state(model, data, tmp_path, caplog):
     for fp16, optimizer in ((False, None), (True, None), (True, {"loss_scale": 64.0})):
         weights = as_release(model)
         for key in weights:
-            weights[key] = weights[key] * 64 if optimizer and key.endswith(".ema_gz") else weights[key]
+            weights[key] = (
+                weights[key] * 64 if optimizer and key.endswith(".ema_gz") else weights[key]
+            )
         args = Namespace(**{**SETTINGS, "fp16": fp16})
         torch.save({"args": args, "model": weights, "last_optimizer_state": optimizer}, release)
         caplog.clear()
         assert main([release, imported]) == 0
         assert_same(load(imported, data), model)
-        warned = [record.message.split(": nu of")[0] for record in caplog.records if ": nu of" in record.message]
+        warned = [
+            record.message.split(": nu of")[0]
+            for record in caplog.records
+            if ": nu of" in record.message
+        ]
         assert warned == ([release, imported] if fp16 and not optimizer else [])
 
 
@@ -308,25 +444,46 @@ def with_one_more(key, value=None):
     ("change", "words"),
     [
         (without("encoder.layer_norm.running_phi"), ["1 (encoder.layer_norm.running_phi) missing"]),
-        (without("encoder.layers.1.self_attn.in_proj_weight"), ["3 (encoder.layers.1.self_attn.", "q_proj.weight"]),
+        (
+            without("encoder.layers.1.self_attn.in_proj_weight"),
+            ["3 (encoder.layers.1.self_attn.", "q_proj.weight"],
+        ),
         (without("encoder.version"), ["1 (encoder.version) missing"]),
         (without("encoder.embed_tokens.weight"), ["1 (encoder.embed_tokens.weight) missing"]),
         (with_one_more("encoder.layers.0.ls.scale"), ["1 (encoder.layers.0.ls.scale) unknown"]),
         (with_one_more("encoder.layers.2.fc1.bias"), ["1 (encoder.layers.2.fc1.bias) unknown"]),
-        (with_one_more("encoder.layers.0.self_attn.q_proj.bias"), ["in_proj_bias", "missing", "unknown"]),
-        (lambda weights: [with_one_more(f"x{i}")(weights) for i in range(7)], ["7 (x0, x1, x2, x3, x4, ...) unknown"]),
+        (
+            with_one_more("encoder.layers.0.self_attn.q_proj.bias"),
+            ["in_proj_bias", "missing", "unknown"],
+        ),
+        (
+            lambda weights: [with_one_more(f"x{i}")(weights) for i in range(7)],
+            ["7 (x0, x1, x2, x3, x4, ...) unknown"],
+        ),
         (
             with_one_more("encoder.layer_norm.ema_gz", torch.zeros(16)),
             ["1 (encoder.layer_norm.ema_gz [16] instead of [1, 16, 1, 1]) of another shape"],
         ),
         (with_one_more("decoder.version", torch.tensor([2.0])), ["decoder.version is 2"]),
-        (with_one_more("decoder.version", torch.tensor(3.0)), ["decoder.version [] instead of [1]"]),
-        (lambda weights: weights["decoder.embed_tokens.weight"].add_(1), ["embed_tokens", "differ"]),
+        (
+            with_one_more("decoder.version", torch.tensor(3.0)),
+            ["decoder.version [] instead of [1]"],
+        ),
+        (
+            lambda weights: weights["decoder.embed_tokens.weight"].add_(1),
+            ["embed_tokens", "differ"],
+        ),
         (with_nan("encoder.layer_norm.running_phi"), ["1 of its tensors are not finite"]),
         (with_nan("decoder.layers.0.fc1.weight"), ["1 of its tensors are not finite"]),
         ({"encoder_norm_ff": "layer"}, ["encoder_norm_self is power and encoder_norm_ff is layer"]),
-        ({"decoder_norm_self": "batch", "decoder_norm_ff": "batch"}, ["decoder_norm_self is batch", "layer and power"]),
-        ({"encoder_norm_self": None}, ["not a checkpoint of the authors' release", "encoder_norm_self"]),
+        (
+            {"decoder_norm_self": "batch", "decoder_norm_ff": "batch"},
+            ["decoder_norm_self is batch", "layer and power"],
+        ),
+        (
+            {"encoder_norm_self": None},
+            ["not a checkpoint of the authors' release", "encoder_norm_self"],
+        ),
         ({"decoder_attention_heads": None}, ["decoder_attention_heads"]),
         ({"arch": "lstm"}, ["architecture lstm"]),
         ({"encoder_normalize_before": False}, ["pre-norm"]),

@@ -23,10 +23,20 @@ from ..docs.pages import blocks
 from ..fixtures.slurm import Slurm, slurm  # noqa: F401
 from ..scripts_helpers import ROOT, SCRIPTS, environment, run, verb, wait_for
 
-#: Without dropout, whose masks depend on the shape of the batches, an update is the same sum on any number of ranks.
+#: Without dropout, whose masks depend on the shape of the batches, an update is the same sum on any
+#: number of ranks.
 SETTINGS = (
-    *("tokens_per_update=1600", "dataset.max_tokens=400", "model.dropout=0", "model._name=transformer_ln_tiny"),
-    *("checkpoint.save_interval_updates=4", "common.log_interval=1", "lr_scheduler.warmup_updates=10"),
+    *(
+        "tokens_per_update=1600",
+        "dataset.max_tokens=400",
+        "model.dropout=0",
+        "model._name=transformer_ln_tiny",
+    ),
+    *(
+        "checkpoint.save_interval_updates=4",
+        "common.log_interval=1",
+        "lr_scheduler.warmup_updates=10",
+    ),
 )
 
 
@@ -36,10 +46,19 @@ def free_port() -> int:
 
 
 def arguments(data: Path, where: Path, *overrides: str) -> list[str]:
-    return [str(word) for word in ("verses_es_en", "--data", data, "--run", where, *SETTINGS, *overrides)]
+    return [
+        str(word)
+        for word in ("verses_es_en", "--data", data, "--run", where, *SETTINGS, *overrides)
+    ]
 
 
-def start(data: Path, where: Path, *overrides: str, launcher=("bash", SCRIPTS / "train.sh"), **changes: str):
+def start(
+    data: Path,
+    where: Path,
+    *overrides: str,
+    launcher=("bash", SCRIPTS / "train.sh"),
+    **changes: str,
+):
     """pn train in the background, in a process group of its own, as a shell or SLURM starts it."""
     return subprocess.Popen(
         [*map(str, launcher), *arguments(data, where, *overrides)],
@@ -58,7 +77,10 @@ def finish(*processes: subprocess.Popen) -> list[tuple[int, str]]:
     finally:
         for process in processes:
             process.kill()
-    return [(process.returncode, out + err) for process, (out, err) in zip(processes, outputs, strict=True)]
+    return [
+        (process.returncode, out + err)
+        for process, (out, err) in zip(processes, outputs, strict=True)
+    ]
 
 
 def ranks_of(where: Path) -> list[int]:
@@ -66,7 +88,9 @@ def ranks_of(where: Path) -> list[int]:
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if str(where).encode() in (entry / "cmdline").read_bytes() and entry.name != str(os.getpid()):
+            if str(where).encode() in (entry / "cmdline").read_bytes() and entry.name != str(
+                os.getpid()
+            ):
                 found.append(int(entry.name))
     return found
 
@@ -76,11 +100,15 @@ def records(where: Path) -> list[dict]:
 
 
 def updates_of(where: Path) -> int:
-    return load_checkpoint(where / "checkpoints/checkpoint_last.pt")["optimizer_history"][-1]["num_updates"]
+    return load_checkpoint(where / "checkpoints/checkpoint_last.pt")["optimizer_history"][-1][
+        "num_updates"
+    ]
 
 
 def assert_same_curves(several: Path, one: Path) -> None:
-    """The losses are sums over the same sentences in another order: equal to fairseq's last digit, give or take one."""
+    """The losses are sums over the same sentences in another order: equal to fairseq's last
+    digit, give or take one.
+    """
     ours, theirs = read_log(several / "train.log"), read_log(one / "train.log")
     assert theirs.train
     for mine, expected in ((ours.train, theirs.train), (ours.valid, theirs.valid)):
@@ -115,11 +143,22 @@ def test_more_ranks_than_gpus_and_machines_that_are_no_number_are_refused():
 
 def test_two_ranks_learn_what_one_does(data, tmp_path, monkeypatch, capsys):
     where = tmp_path / "run"
-    run("pn", "train", *arguments(data, where, "optimization.max_update=2"), "--ranks", 2, CUDA_VISIBLE_DEVICES="")
+    run(
+        "pn",
+        "train",
+        *arguments(data, where, "optimization.max_update=2"),
+        "--ranks",
+        2,
+        CUDA_VISIBLE_DEVICES="",
+    )
     train_on_one_rank(data, monkeypatch, capsys, 2, tmp_path / "one")
     assert_same_curves(where, tmp_path / "one")
     (record,) = records(where)
-    assert (record["world_size"], record["update_freq"], record["ranks_of_this_machine"]) == (2, 2, 2)
+    assert (record["world_size"], record["update_freq"], record["ranks_of_this_machine"]) == (
+        2,
+        2,
+        2,
+    )
     assert (record["max_tokens"], record["tokens_per_update"]) == (400, 1600)
 
 
@@ -140,7 +179,9 @@ def test_two_ranks_stop_if_one_dies_and_one_resumes(data, tmp_path, monkeypatch,
     ((code, stderr),) = finish(process)
     assert code == 1
     wait_for(lambda: not ranks_of(where), seconds=20)
-    assert re.search(r"^pn train: error: rank \d was killed by SIGKILL, and all .* to resume$", stderr, re.M), stderr
+    assert re.search(
+        r"^pn train: error: rank \d was killed by SIGKILL, and all .* to resume$", stderr, re.M
+    ), stderr
 
     train_on_one_rank(data, monkeypatch, capsys, updates_of(where) + 2, where, tmp_path / "one")
     assert_same_curves(where, tmp_path / "one")
@@ -149,9 +190,14 @@ def test_two_ranks_stop_if_one_dies_and_one_resumes(data, tmp_path, monkeypatch,
     assert (second["world_size"], second["update_freq"]) == (1, 4)
 
 
-def machine(data: Path, where: Path, rank: int, port: int, *overrides: str, ranks: int = 1) -> subprocess.Popen:
+def machine(
+    data: Path, where: Path, rank: int, port: int, *overrides: str, ranks: int = 1
+) -> subprocess.Popen:
     """torchrun as the user starts it on one of two machines (docs/several_gpus.md)."""
-    options = f"--nnodes 2 --node-rank {rank} --nproc-per-node {ranks} --master-addr localhost --master-port {port}"
+    options = (
+        f"--nnodes 2 --node-rank {rank} --nproc-per-node {ranks} --master-addr localhost "
+        f"--master-port {port}"
+    )
     launcher = ("torchrun", *options.split(), "-m", "--", "pn_fairseq", "train")
     return start(data, where, *overrides, launcher=launcher)
 
@@ -159,7 +205,9 @@ def machine(data: Path, where: Path, rank: int, port: int, *overrides: str, rank
 @pytest.mark.slow
 def test_two_machines_of_two_ranks(data, tmp_path):
     where, port = tmp_path / "run", free_port()
-    ends = finish(*(machine(data, where, rank, port, "optimization.max_update=4", ranks=2) for rank in (1, 0)))
+    ends = finish(
+        *(machine(data, where, rank, port, "optimization.max_update=4", ranks=2) for rank in (1, 0))
+    )
     assert [code for code, _ in ends] == [0, 0], ends
     few = arguments(data, tmp_path / "one", "optimization.max_update=4")
     run("bash", SCRIPTS / "train.sh", *few, CUDA_VISIBLE_DEVICES="")
@@ -171,7 +219,9 @@ def test_two_machines_of_two_ranks(data, tmp_path):
 @pytest.mark.slow
 def test_machines_that_do_not_fit_together(data, tmp_path):
     port = free_port()
-    ends = finish(*(machine(data, tmp_path / "run", rank, port, f"common.seed={rank + 1}") for rank in (0, 1)))
+    ends = finish(
+        *(machine(data, tmp_path / "run", rank, port, f"common.seed={rank + 1}") for rank in (0, 1))
+    )
     assert all(code != 0 for code, _ in ends)
     assert any("rank 1 was started with different settings" in stderr for _, stderr in ends), ends
 
@@ -198,23 +248,45 @@ def test_a_signal_ends_all_ranks(sent, code, data, tmp_path):
 
 @pytest.mark.slow
 def test_a_sweep_over_norms(data, tmp_path):
-    """fairseq-hydra-train without scripts/: jobs of one process, each with its own checkpoints, log and best loss."""
+    """fairseq-hydra-train without scripts/: jobs of one process, each with its own checkpoints,
+    log and best loss.
+    """
     sweep = (
-        *("fairseq-hydra-train", "-m", "--config-dir", ROOT / "configs", "--config-name", "verses_es_en"),
+        *(
+            "fairseq-hydra-train",
+            "-m",
+            "--config-dir",
+            ROOT / "configs",
+            "--config-name",
+            "verses_es_en",
+        ),
         *(f"task.data={data}/bin", f"common.user_dir={ROOT}/pn_fairseq", "dataset.max_tokens=400"),
-        *("model._name=transformer_ln_tiny,transformer_pn_tiny", "optimization.max_update=2", "common.log_interval=1"),
+        *(
+            "model._name=transformer_ln_tiny,transformer_pn_tiny",
+            "optimization.max_update=2",
+            "common.log_interval=1",
+        ),
     )
     run(*sweep, cwd=tmp_path)
     jobs = sorted((tmp_path / "runs/hydra/verses_es_en_sweep").glob("*/*_seed1"))
-    assert [job.name for job in jobs] == ["0_transformer_ln_tiny_seed1", "1_transformer_pn_tiny_seed1"]
+    assert [job.name for job in jobs] == [
+        "0_transformer_ln_tiny_seed1",
+        "1_transformer_pn_tiny_seed1",
+    ]
     for job, power in zip(jobs, (False, True), strict=True):
         assert list(read_log(job / "train.log").train) == [1, 2]
         log = (job / "train.log").read_text("utf-8")
         assert log.count('"update"') == 2 and log.count("done training") == 1
         assert any((job / "tensorboard").rglob("events.*"))
-        last, best = (load_checkpoint(job / f"checkpoints/checkpoint_{name}.pt") for name in ("last", "best"))
+        last, best = (
+            load_checkpoint(job / f"checkpoints/checkpoint_{name}.pt") for name in ("last", "best")
+        )
         assert any(key.endswith("running_psi2") for key in last["model"]) is power
-        assert last["extra_state"]["best"] == best["extra_state"]["val_loss"] == last["extra_state"]["val_loss"]
+        assert (
+            last["extra_state"]["best"]
+            == best["extra_state"]["val_loss"]
+            == last["extra_state"]["val_loss"]
+        )
         # The scripts take such a folder as a run.
         run("bash", SCRIPTS / "average.sh", "--run", job)
         run("bash", SCRIPTS / "generate.sh", "--run", job, "--beam", "1", "--max-len-b", "5")
@@ -222,8 +294,13 @@ def test_a_sweep_over_norms(data, tmp_path):
 
 
 def batch_script(cluster: Slurm, number: int, command: str, small: str) -> Path:
-    """A script of docs/several_gpus.md as printed, with a small training on CPUs in place of ``command``."""
-    scripts = [block for block in blocks(ROOT / "docs/several_gpus.md", "bash") if block.startswith("#!")]
+    """A script of docs/several_gpus.md as printed,
+
+    with a small training on CPUs in place of ``command``.
+    """
+    scripts = [
+        block for block in blocks(ROOT / "docs/several_gpus.md", "bash") if block.startswith("#!")
+    ]
     text = scripts[number].replace(" --gpus-per-node=8", "")
     assert text.count(command) == 1, text
     script = cluster.folder / "work/job.sh"
@@ -253,11 +330,16 @@ def undisturbed(slurm, data):  # noqa: F811
 
 def assert_resumed(where: Path) -> None:
     assert [record["world_size"] for record in records(where)] == [2, 2]
-    assert updates_of(where) == 120 and sorted(read_log(where / "train.log").train) == list(range(1, 121))
+    assert updates_of(where) == 120 and sorted(read_log(where / "train.log").train) == list(
+        range(1, 121)
+    )
 
 
 def assert_same_bits(one: Path, other: Path) -> None:
-    one, other = (load_checkpoint(folder / "checkpoints/checkpoint_last.pt")["model"] for folder in (one, other))
+    one, other = (
+        load_checkpoint(folder / "checkpoints/checkpoint_last.pt")["model"]
+        for folder in (one, other)
+    )
     torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
@@ -286,9 +368,13 @@ def test_a_job_that_scancel_ends_says_so_in_one_line_and_resumes(slurm, data, un
     wait_for(lambda: not slurm.command("squeue", "-h"))
     output = (slurm.folder / f"work/slurm-{job}.out").read_text("utf-8").splitlines()
     own = [line for line in output if not line.startswith(("[train] ", "srun: ", "slurmstepd"))]
-    assert own == 2 * ["pn train: interrupted; run the same command again to resume"], "one line for each node"
+    assert own == 2 * ["pn train: interrupted; run the same command again to resume"], (
+        "one line for each node"
+    )
     assert updates_of(where) < 120
-    assert not [path for path in where.rglob("*") if "tmp" in path.suffix or path.name.startswith("tmp")]
+    assert not [
+        path for path in where.rglob("*") if "tmp" in path.suffix or path.name.startswith("tmp")
+    ]
     slurm.wait_for(submit_training(slurm, data, where), "COMPLETED")
     assert_resumed(where)
     assert_same_bits(where, undisturbed)
@@ -296,7 +382,10 @@ def test_a_job_that_scancel_ends_says_so_in_one_line_and_resumes(slurm, data, un
 
 @pytest.mark.slow
 def test_a_job_array_is_a_sweep_with_one_report(slurm, data):  # noqa: F811
-    settings = f"{' '.join(SETTINGS[:2])} optimization.max_update=6 generation.beam=1 generation.max_len_b=10"
+    settings = (
+        f"{' '.join(SETTINGS[:2])} optimization.max_update=6 generation.beam=1 "
+        f"generation.max_len_b=10"
+    )
     script = batch_script(slurm, 1, " --runs", f" --data {data} {settings} --runs")
     job = slurm.submit(script, "--array=2-5")
     wait_for(lambda: not slurm.command("squeue", "-h"), seconds=400)

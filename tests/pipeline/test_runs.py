@@ -1,4 +1,6 @@
-"""Folders of runs and their logs, of ``pn train`` and of fairseq-train; what pn train says beside its training."""
+"""Folders of runs and their logs, of ``pn train`` and of fairseq-train; what pn train says
+beside its training.
+"""
 
 import argparse
 import json
@@ -32,9 +34,17 @@ def test_a_folder_that_is_not_a_run_or_is_damaged(tmp_path):
 
 @pytest.mark.parametrize(
     ("made", "wanted", "listed"),
-    [("update 3", 10, True), ("update 10", 10, False), ("update 3", None, False), (None, 10, False), ("", 10, False)],
+    [
+        ("update 3", 10, True),
+        ("update 10", 10, False),
+        ("update 3", None, False),
+        (None, 10, False),
+        ("", 10, False),
+    ],
 )
-def test_an_average_of_fewer_checkpoints_than_asked_for_is_a_problem(made, wanted, listed, tmp_path):
+def test_an_average_of_fewer_checkpoints_than_asked_for_is_a_problem(
+    made, wanted, listed, tmp_path
+):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "generate/test").mkdir(parents=True)
     (tmp_path / "generate/test/hyp.tok").write_text("a\n")
@@ -46,7 +56,9 @@ def test_an_average_of_fewer_checkpoints_than_asked_for_is_a_problem(made, wante
 
 
 def checkpoint(file, update, train, valid):
-    """As fairseq-train saves it: settings, with a Namespace of all flags as the model, and the sums of its meters."""
+    """As fairseq-train saves it: settings, with a Namespace of all flags as the model, and the
+    sums of its meters.
+    """
     name = "transformer_pn_tiny"
     cfg = {
         **{"_name": None, "common": {"seed": 3}, "optimization": {"max_update": 40}},
@@ -54,23 +66,42 @@ def checkpoint(file, update, train, valid):
         "model": argparse.Namespace(arch=name, _name=name, seed=3, dropout=0.3, data="x"),
     }
     metrics = {
-        group: [(0, name, "AverageMeter", {"sum": torch.tensor(loss * 50.0), "count": torch.tensor(50), "round": 3})
-                for name, loss in (("loss", nll + 1), ("nll_loss", nll))]
+        group: [
+            (
+                0,
+                name,
+                "AverageMeter",
+                {"sum": torch.tensor(loss * 50.0), "count": torch.tensor(50), "round": 3},
+            )
+            for name, loss in (("loss", nll + 1), ("nll_loss", nll))
+        ]
         for group, nll in (("train", train), ("valid", valid))
-    }  # fmt: skip
-    state = {"cfg": cfg, "model": {"w": torch.zeros(1)}, "optimizer_history": [{"num_updates": update}]}
+    }
+    state = {
+        "cfg": cfg,
+        "model": {"w": torch.zeros(1)},
+        "optimizer_history": [{"num_updates": update}],
+    }
     torch.save(state | {"extra_state": {"metrics": metrics}}, file)
 
 
 def test_a_folder_of_fairseq_train_without_a_log(tmp_path):
-    """Settings and losses are read from the checkpoints, and the report says so; also if the log is not JSON."""
-    for name, update in (("checkpoint1.pt", 20), ("checkpoint_last.pt", 40), ("checkpoint_best.pt", 40)):
+    """Settings and losses are read from the checkpoints, and the report says so; also if the log
+    is not JSON.
+    """
+    for name, update in (
+        ("checkpoint1.pt", 20),
+        ("checkpoint_last.pt", 40),
+        ("checkpoint_best.pt", 40),
+    ):
         checkpoint(tmp_path / name, update, 8 - update / 20, 7 - update / 20)
     checkpoint(tmp_path / "averaged.pt", 0, 1, 1)  # no checkpoint of the training
     (tmp_path / "bin").mkdir()
     opened = open_run(tmp_path)
     assert not opened.ours and opened.checkpoints == tmp_path and opened.bin == tmp_path / "bin"
-    assert opened.data is None and opened.log is None and "model.seed" not in opened.settings_by_name
+    assert (
+        opened.data is None and opened.log is None and "model.seed" not in opened.settings_by_name
+    )
     for text in (None, "num. shared model params: 5\nepoch 001:  10 / 20 loss=3, num_updates=10\n"):
         if text:
             (tmp_path / "saved.txt").write_text(text)
@@ -78,7 +109,10 @@ def test_a_folder_of_fairseq_train_without_a_log(tmp_path):
         assert run.log.train_nll == {20: 7.0, 40: 6.0} and run.log.train == {20: 8.0, 40: 7.0}
         assert run.log.valid == {20: 6.0, 40: 5.0} and run.seed == 3
         assert run.get("model.dropout") == 0.3 and run.get("model._name") == "transformer_pn_tiny"
-        assert any("no log in JSON: settings and losses are from 3 checkpoints" in each for each in run.problems)
+        assert any(
+            "no log in JSON: settings and losses are from 3 checkpoints" in each
+            for each in run.problems
+        )
         assert not any("not finished" in each for each in run.problems)
 
 
@@ -134,14 +168,16 @@ def test_starts_of_a_run(tmp_path):
     assert first.seconds == 15 and second.seconds == 6.5
     assert first.tokens == 1005 + 1000 + 1000
     assert first.interval_seconds == pytest.approx(1005 / 500 + 1000 / 250)
-    assert second.tokens == 2000 and second.interval_seconds == 2  # from update 20, where the first start had a record
+    # from update 20, where the first start had a record
+    assert second.tokens == 2000 and second.interval_seconds == 2
     assert log.train == {10: 12, 20: 11, 30: 9} and log.updates == 30 and log.ended
     assert log.tokens_per_second == {10: 500, 20: 250, 30: 1000}
     assert log.parameters == 1508352 and log.unreadable == 2 and log.faults == 1
 
 
 def test_a_start_that_resumed_and_was_cut_off_is_as_long_as_its_records(tmp_path):
-    # Without a line on devices, a start is recognized by its updates, which begin again; fairseq's clock is 0 there.
+    # Without a line on devices, a start is recognized by its updates, which begin again; fairseq's
+    # clock is 0 there.
     record = '{{"loss": "9", "num_updates": "{}", "wps": "100", "wpb": "50", "wall": "{}"}}\n'
     text = "".join(record.format(*numbers) for numbers in ((10, 8), (20, 13), (20, 0), (30, 0)))
     (tmp_path / "train.log").write_text(text)
@@ -156,17 +192,26 @@ def test_a_start_that_resumed_and_was_cut_off_is_as_long_as_its_records(tmp_path
 @pytest.mark.parametrize(
     ("error", "needles", "helps"),
     [
-        (OSError(28, "No space left on device", "/x/checkpoint_last.pt"), ("/x/checkpoint_last.pt: the disk",), True),
+        (
+            OSError(28, "No space left on device", "/x/checkpoint_last.pt"),
+            ("/x/checkpoint_last.pt: the disk",),
+            True,
+        ),
         (ConnectionResetError("Connection reset by peer"), ("Connection reset",), True),
         (AttributeError("it has no x"), ("AttributeError: it has no x", "bug", "train.log"), False),
         # fairseq raises it when it saves the first checkpoint.
         (KeyError("bleu"), ("best_checkpoint_metric=bleu", "task.eval_bleu=true"), False),
     ],
 )
-def test_only_a_fault_of_the_machine_says_that_the_same_command_helps(error, needles, helps, tmp_path):
+def test_only_a_fault_of_the_machine_says_that_the_same_command_helps(
+    error, needles, helps, tmp_path
+):
     cfg = OmegaConf.create({"checkpoint": {"best_checkpoint_metric": "bleu"}})
     line = str(train.explained(error, cfg, tmp_path))
-    assert all(needle in line for needle in needles) and ("run the same command again" in line) is helps, line
+    assert (
+        all(needle in line for needle in needles)
+        and ("run the same command again" in line) is helps
+    ), line
 
 
 def test_a_run_is_finished_where_its_log_ends_with_the_same_limits(tmp_path):
@@ -186,12 +231,16 @@ def test_a_run_is_finished_where_its_log_ends_with_the_same_limits(tmp_path):
             write_settings(tmp_path / "made.txt", train.goal(cfg, data))
             (tmp_path / "train.log").unlink()
     (tmp_path / "made.txt").unlink()
-    (tmp_path / "train.log").write_text("done training in 3 seconds\ntraining on 1 devices (GPUs/TPUs)\n")
+    (tmp_path / "train.log").write_text(
+        "done training in 3 seconds\ntraining on 1 devices (GPUs/TPUs)\n"
+    )
     assert not train.is_finished(cfg, 5, tmp_path, data)
 
 
 def test_two_training_processes_in_one_run_are_refused(tmp_path):
-    """For as long as the training exists, and not the processes that load its data, which may outlive it a little."""
+    """For as long as the training exists, and not the processes that load its data, which may
+    outlive it a little.
+    """
     ready, written = os.pipe()
     training = os.fork()
     if not training:

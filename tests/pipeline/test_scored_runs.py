@@ -67,31 +67,52 @@ def test_a_folder_is_scored(tmp_path):
     run_dir = make_run(tmp_path / "run", 1)
     decoded = run_dir / "generate/test"
     scores = score_run(run_dir)
-    tokens = {kind: (decoded / f"{kind}.tok").read_text("utf-8").splitlines() for kind in ("hyp", "ref")}
-    plain = {kind: (decoded / f"{kind}.txt").read_text("utf-8").splitlines() for kind in ("hyp", "ref")}
+    tokens = {
+        kind: (decoded / f"{kind}.tok").read_text("utf-8").splitlines() for kind in ("hyp", "ref")
+    }
+    plain = {
+        kind: (decoded / f"{kind}.txt").read_text("utf-8").splitlines() for kind in ("hyp", "ref")
+    }
     assert plain["ref"] == (tmp_path / "data/raw/test.en").read_text("utf-8").splitlines()
     assert plain["hyp"] == detokenize(tokens["hyp"], "en")
-    assert (scores.subset, scores.sentences, scores.lowercase, scores.target) == ("test", LINES, True, "en")
+    assert (scores.subset, scores.sentences, scores.lowercase, scores.target) == (
+        "test",
+        LINES,
+        True,
+        "en",
+    )
     assert list(scores.by_metric) == list(METRICS) and not scores.warnings
     for name, own in scores.by_metric.items():
         texts, note = (tokens, "") if METRICS[name].on_tokens else (plain, f"|detok:{DETOKENIZER}")
         expected = score(name, texts["hyp"], texts["ref"], lowercase=not METRICS[name].on_tokens)
         assert (own.score, own.signature) == (expected.score, f"{expected.signature}{note}")
-    assert 10 < scores.by_metric["tokenized"].score < 90 and "case:lc" in scores.by_metric["chrf"].signature
+    assert (
+        10 < scores.by_metric["tokenized"].score < 90
+        and "case:lc" in scores.by_metric["chrf"].signature
+    )
 
     assert read_scores(decoded) == scores
     written = json.loads((decoded / "scores.json").read_text())
     assert {"subset", "sentences", *METRICS} <= written.keys()
     assert written["tokenized"].keys() == {"score", "signature", "verbose", "compound_split"}
     lines = (decoded / "scores.txt").read_text().splitlines()
-    assert [line.split(":")[0] for line in lines] == ["tokenized BLEU", "detokenized BLEU", "chrF2", "TER"]
+    assert [line.split(":")[0] for line in lines] == [
+        "tokenized BLEU",
+        "detokenized BLEU",
+        "chrF2",
+        "TER",
+    ]
     for line, one in zip(lines, scores.by_metric.values(), strict=True):
         assert f"|{one.signature} = {one.score:.2f}" in line
     # A run that was scored before a metric existed is still scored.
     written.pop("ter")
     (decoded / "scores.json").write_text(json.dumps(written))
     assert list(read_scores(decoded).by_metric) == [name for name in METRICS if name != "ter"]
-    assert sorted(path.suffix for path in decoded.iterdir()) == [".json", *[".tok"] * 2, *[".txt"] * 4]
+    assert sorted(path.suffix for path in decoded.iterdir()) == [
+        ".json",
+        *[".tok"] * 2,
+        *[".txt"] * 4,
+    ]
 
 
 def test_scores_that_need_no_tokenizer_are_given(tmp_path, capsys):
@@ -99,7 +120,11 @@ def test_scores_that_need_no_tokenizer_are_given(tmp_path, capsys):
     (tmp_path / "data/raw/test.en").rename(tmp_path / "data/raw/test.ja")
     assert main(["--run", str(run_dir)]) == 0
     printed = capsys.readouterr()
-    assert [line.split(":")[0] for line in printed.out.splitlines()] == ["tokenized BLEU", "chrF2", "TER"]
+    assert [line.split(":")[0] for line in printed.out.splitlines()] == [
+        "tokenized BLEU",
+        "chrF2",
+        "TER",
+    ]
     assert "warning: no detokenized BLEU: sacrebleu cannot tokenize 'ja'" in printed.err
 
 
@@ -151,13 +176,25 @@ def test_a_line_ends_at_a_line_feed_and_nowhere_else(tmp_path):
     [
         (lambda base: (base / "run/generate/test/hyp.tok").unlink(), "hyp.tok.*pn generate"),
         (lambda base: (base / "run/generate/test/ref.tok").unlink(), "No such file.*ref.tok"),
-        (lambda base: text_file(base / "run/generate/test/hyp.tok", ["a"] * 23), "23 lines, .*ref.tok has 24"),
-        (lambda base: text_file(base / "data/raw/test.en", ["a"] * 25), "24 lines, .*test.en has 25"),
-        (lambda base: (base / "data/raw/test.en").write_bytes(b"\xff\n" * LINES), "test.en is not UTF-8"),
+        (
+            lambda base: text_file(base / "run/generate/test/hyp.tok", ["a"] * 23),
+            "23 lines, .*ref.tok has 24",
+        ),
+        (
+            lambda base: text_file(base / "data/raw/test.en", ["a"] * 25),
+            "24 lines, .*test.en has 25",
+        ),
+        (
+            lambda base: (base / "data/raw/test.en").write_bytes(b"\xff\n" * LINES),
+            "test.en is not UTF-8",
+        ),
         (lambda base: shutil.rmtree(base / "data"), "the data of .* is gone"),
         (lambda base: (base / "data/settings.txt").write_text("lower=1\n"), "prepared again"),
         (
-            lambda base: [(base / f).write_text("lower=1\n") for f in ("data/settings.txt", "run/data.settings")],
+            lambda base: [
+                (base / f).write_text("lower=1\n")
+                for f in ("data/settings.txt", "run/data.settings")
+            ],
             "source language",
         ),
     ],
@@ -175,7 +212,12 @@ def test_a_folder_that_cannot_be_scored_stays_as_it_was(spoil, message, tmp_path
 def test_scores_that_are_none_of_ours_are_refused(tmp_path):
     with pytest.raises(UserError, match="pn score writes it"):
         read_scores(tmp_path)
-    for text in ("{", "[]", '{"subset": "test"}', '{"subset": "test", "sentences": 1, "tokenized": {"score": 1}}'):
+    for text in (
+        "{",
+        "[]",
+        '{"subset": "test"}',
+        '{"subset": "test", "sentences": 1, "tokenized": {"score": 1}}',
+    ):
         (tmp_path / "scores.json").write_text(text)
         with pytest.raises(UserError, match="score the run again"):
             read_scores(tmp_path)
@@ -188,7 +230,9 @@ def two_runs(tmp_path) -> tuple[Path, Path]:
     for name, seed in (("good", 1), ("bad", 2)):
         decoded = make_run(tmp_path / name, seed) / "generate/test"
         if name == "bad":
-            text_file(decoded / "hyp.tok", noisy((decoded / "hyp.tok").read_text("utf-8").splitlines(), 3))
+            text_file(
+                decoded / "hyp.tok", noisy((decoded / "hyp.tok").read_text("utf-8").splitlines(), 3)
+            )
         score_run(tmp_path / name)
         folders.append(decoded)
     return tuple(folders)
@@ -201,9 +245,14 @@ def test_folders_are_compared(two_runs, tmp_path):
     assert list(found) == list(METRICS)
     for metric in METRICS:
         for result, folder in zip(found[metric].results.values(), (good, bad), strict=True):
-            assert result.score == pytest.approx(read_scores(folder).by_metric[metric].score, abs=1e-9)
+            assert result.score == pytest.approx(
+                read_scores(folder).by_metric[metric].score, abs=1e-9
+            )
         assert found[metric].results["bad"].p_value < 0.05
-        assert read_scores(good).by_metric[metric].signature.split("|case")[1] in found[metric].signature
+        assert (
+            read_scores(good).by_metric[metric].signature.split("|case")[1]
+            in found[metric].signature
+        )
     score_run(tmp_path / "bad", compound_split=True)
     with pytest.raises(UserError, match="scored in different ways: .* and .*compounds:split"):
         compare_folders({"good": good, "bad": bad})
@@ -221,7 +270,9 @@ def test_a_comparison_in_words(two_runs, capsys):
     assert "|bs:100|seed:12345|" in text and f"test, {LINES} sentences" in text
     scores = read_scores(good), read_scores(bad)
     header, *rows = text.split("\n\n")[1].splitlines()
-    assert [cell.strip() for cell in header.split("  ") if cell.strip()] == [one.title for one in METRICS.values()]
+    assert [cell.strip() for cell in header.split("  ") if cell.strip()] == [
+        one.title for one in METRICS.values()
+    ]
     for row, name, one in zip(rows, ("good (baseline)  ", "bad  "), scores, strict=True):
         assert row.startswith(name) and f"{one.by_metric['chrf'].score:.2f} (" in row
     assert rows[1].count(") p = 0.010 *") == len(METRICS) and "p = " not in rows[0]
@@ -235,7 +286,10 @@ def test_a_comparison_in_words(two_runs, capsys):
 def test_runs_are_scored_where_they_are_not_before_they_are_compared(tmp_path, capsys):
     good, bad = (make_run(tmp_path / name, seed) for name, seed in (("it's, good", 1), ("bad", 2)))
     assert main(["--compare", str(good), str(bad), "--resamples", "10"]) == 0
-    assert "it's, good (baseline)" in capsys.readouterr().out and (bad / "generate/test/scores.json").is_file()
+    assert (
+        "it's, good (baseline)" in capsys.readouterr().out
+        and (bad / "generate/test/scores.json").is_file()
+    )
 
 
 def test_a_bleu_below_1_warns(tmp_path, capsys):
@@ -257,20 +311,36 @@ def test_a_run_on_data_of_others_is_scored_with_detokenized_references(tmp_path)
     (tmp_path / "data/settings.txt").unlink()
     scores = score_run(job)
     tokens = (job / "generate/test/ref.tok").read_text("utf-8").splitlines()
-    assert (job / "generate/test/ref.txt").read_text("utf-8").splitlines() == detokenize(tokens, "en")
-    assert scores.by_metric["chrf"].signature.endswith(f"|detok:{DETOKENIZER}|ref:detok") and not scores.lowercase
+    assert (job / "generate/test/ref.txt").read_text("utf-8").splitlines() == detokenize(
+        tokens, "en"
+    )
+    assert (
+        scores.by_metric["chrf"].signature.endswith(f"|detok:{DETOKENIZER}|ref:detok")
+        and not scores.lowercase
+    )
     assert known.lowercase and "ref:" not in known.by_metric["chrf"].signature
     assert scores.by_metric["tokenized"] == known.by_metric["tokenized"]
 
 
-def write_results(path: Path, run_dir: Path, order: list[int], lose: str = "", subwords: bool = False) -> list[str]:
-    """What fairseq-generate --results-path writes, in batches of its own order, with n-best; returns the hypotheses."""
+def write_results(
+    path: Path, run_dir: Path, order: list[int], lose: str = "", subwords: bool = False
+) -> list[str]:
+    """What fairseq-generate --results-path writes, in batches of its own order, with n-best;
+    returns the hypotheses.
+    """
     decoded = run_dir / "generate/test"
-    texts = {kind: (decoded / f"{kind}.tok").read_text("utf-8").splitlines() for kind in ("hyp", "ref")}
+    texts = {
+        kind: (decoded / f"{kind}.tok").read_text("utf-8").splitlines() for kind in ("hyp", "ref")
+    }
     lines = []
     for n in order:
         hypothesis = texts["hyp"][n].replace("the", "th@@ e") if subwords else texts["hyp"][n]
-        lines += [f"S-{n}\tsource", f"T-{n}\t{texts['ref'][n]}", f"H-{n}\t-0.5\t{hypothesis}", f"D-{n}\t-0.5\tx"]
+        lines += [
+            f"S-{n}\tsource",
+            f"T-{n}\t{texts['ref'][n]}",
+            f"H-{n}\t-0.5\t{hypothesis}",
+            f"D-{n}\t-0.5\tx",
+        ]
         lines += [f"P-{n}\t-0.1", f"H-{n}\t-0.9\tsecond best"]
     lines = [line for line in lines if not (lose and line.startswith(lose))]
     text_file(path, [*lines, "Generate test with beam=5: BLEU4 = 1.00"])
@@ -278,7 +348,10 @@ def write_results(path: Path, run_dir: Path, order: list[int], lose: str = "", s
 
 
 def test_results_of_fairseq_generate_are_scored(tmp_path, capsys):
-    """`--results-path RUN` writes generate-test.txt; pn generate's same hypotheses have the same scores."""
+    """`--results-path RUN` writes generate-test.txt;
+
+    pn generate's same hypotheses have the same scores.
+    """
     run_dir = make_run(tmp_path / "run", 1)
     decoded, results = run_dir / "generate/test", run_dir / "generate-test.txt"
     expected = score_run(run_dir)
@@ -302,7 +375,10 @@ def test_results_of_fairseq_generate_are_scored(tmp_path, capsys):
     hypotheses = write_results(results, run_dir, order)
     shutil.rmtree(decoded)
     assert main(["--run", str(run_dir)]) == 0
-    assert read_scores(decoded) == expected and (decoded / "hyp.tok").read_text("utf-8").splitlines() == hypotheses
+    assert (
+        read_scores(decoded) == expected
+        and (decoded / "hyp.tok").read_text("utf-8").splitlines() == hypotheses
+    )
     # Decoded again: the new file is scored; the references are fairseq's where only it knows them.
     (tmp_path / "data/settings.txt").unlink()
     as_job_of_hydra(run_dir)

@@ -44,7 +44,10 @@ CASES = {
     ),
     # Perl splits bytes at ASCII spaces, of which these are some ...
     "ASCII spaces": (
-        [f" {line}\t " for line in joined_by(noisy(TEXT, 5), 5, "\t", "  ", "\v", "\f", "\r", " \t ")],
+        [
+            f" {line}\t "
+            for line in joined_by(noisy(TEXT, 5), 5, "\t", "  ", "\v", "\f", "\r", " \t ")
+        ],
         [f"{line}  " for line in joined_by(TEXT, 6, "  ", "\t")],
     ),
     # ... and these are none, though Python takes them for spaces.
@@ -59,21 +62,32 @@ CASES = {
 }
 SETTINGS = {"lower case": {"lowercase": True}, "compounds": {"compound_split": True}}
 
-#: What multi-bleu.perl prints for them (moses-smt/mosesdecoder, scripts/generic/multi-bleu.perl as of commit 31473d88,
-#: perl 5.36; "lower case" with -lc; "compounds" after `perl -ple 's{(\S)-(\S)}{$1 ##AT##-##AT## $2}g'` of both texts).
+#: What multi-bleu.perl prints for them (moses-smt/mosesdecoder, scripts/generic/multi-bleu.perl as
+#: of commit 31473d88, perl 5.36; "lower case" with -lc; "compounds" after `perl -ple
+#: 's{(\S)-(\S)}{$1 ##AT##-##AT## $2}g'` of both texts).
 GOLDEN = {
-    "shorter": "BLEU = 41.94, 100.0/62.9/44.6/32.5 (BP=0.764, ratio=0.788, hyp_len=3962, ref_len=5030)",
-    "longer": "BLEU = 42.57, 76.4/57.0/34.9/21.6 (BP=1.000, ratio=1.309, hyp_len=6585, ref_len=5030)",
-    "equal": "BLEU = 100.00, 100.0/100.0/100.0/100.0 (BP=1.000, ratio=1.000, hyp_len=5030, ref_len=5030)",
+    "shorter": "BLEU = 41.94, 100.0/62.9/44.6/32.5 (BP=0.764, ratio=0.788, hyp_len=3962, "
+    "ref_len=5030)",
+    "longer": "BLEU = 42.57, 76.4/57.0/34.9/21.6 (BP=1.000, ratio=1.309, hyp_len=6585, "
+    "ref_len=5030)",
+    "equal": "BLEU = 100.00, 100.0/100.0/100.0/100.0 (BP=1.000, ratio=1.000, hyp_len=5030, "
+    "ref_len=5030)",
     "one line": "BLEU = 66.87, 87.5/85.7/66.7/40.0 (BP=1.000, ratio=1.143, hyp_len=8, ref_len=7)",
     "no 4-gram": "BLEU = 0.00, 100.0/1.0/0.0/0.0 (BP=1.000, ratio=1.000, hyp_len=201, ref_len=201)",
-    "short lines": "BLEU = 0.00, 73.2/50.6/13.6/0.0 (BP=0.827, ratio=0.840, hyp_len=437, ref_len=520)",
-    "empty lines": "BLEU = 34.83, 73.8/50.2/36.4/26.8 (BP=0.799, ratio=0.817, hyp_len=3323, ref_len=4069)",
-    "ASCII spaces": "BLEU = 53.48, 91.6/62.7/45.2/33.0 (BP=0.989, ratio=0.989, hyp_len=4975, ref_len=5030)",
-    "other spaces": "BLEU = 53.56, 90.7/62.4/45.2/32.5 (BP=0.997, ratio=0.997, hyp_len=3923, ref_len=3933)",
-    "lower case": "BLEU = 51.41, 90.8/60.7/43.2/30.7 (BP=0.988, ratio=0.988, hyp_len=4972, ref_len=5030)",
-    "compounds": "BLEU = 50.12, 81.9/57.0/42.6/31.7 (BP=1.000, ratio=1.081, hyp_len=7077, ref_len=6548)",
-    "hyphens as they are": "BLEU = 36.58, 80.2/47.8/29.9/18.7 (BP=0.955, ratio=0.956, hyp_len=4639, ref_len=4852)",
+    "short lines": "BLEU = 0.00, 73.2/50.6/13.6/0.0 (BP=0.827, ratio=0.840, hyp_len=437, "
+    "ref_len=520)",
+    "empty lines": "BLEU = 34.83, 73.8/50.2/36.4/26.8 (BP=0.799, ratio=0.817, hyp_len=3323, "
+    "ref_len=4069)",
+    "ASCII spaces": "BLEU = 53.48, 91.6/62.7/45.2/33.0 (BP=0.989, ratio=0.989, hyp_len=4975, "
+    "ref_len=5030)",
+    "other spaces": "BLEU = 53.56, 90.7/62.4/45.2/32.5 (BP=0.997, ratio=0.997, hyp_len=3923, "
+    "ref_len=3933)",
+    "lower case": "BLEU = 51.41, 90.8/60.7/43.2/30.7 (BP=0.988, ratio=0.988, hyp_len=4972, "
+    "ref_len=5030)",
+    "compounds": "BLEU = 50.12, 81.9/57.0/42.6/31.7 (BP=1.000, ratio=1.081, hyp_len=7077, "
+    "ref_len=6548)",
+    "hyphens as they are": "BLEU = 36.58, 80.2/47.8/29.9/18.7 (BP=0.955, ratio=0.956, "
+    "hyp_len=4639, ref_len=4852)",
 }
 
 
@@ -120,7 +134,9 @@ def test_texts_that_do_not_belong_together_are_refused(metric):
 
 
 def sacrebleu_says(*arguments) -> list[dict]:
-    return json.loads(run("warm-python", "-m", "sacrebleu", *arguments, "-f", "json", "-w", 8).stdout)
+    return json.loads(
+        run("warm-python", "-m", "sacrebleu", *arguments, "-f", "json", "-w", 8).stdout
+    )
 
 
 def test_scores_of_plain_text_are_those_of_sacrebleus_command(tmp_path):
@@ -128,11 +144,18 @@ def test_scores_of_plain_text_are_those_of_sacrebleus_command(tmp_path):
     hypotheses = [line.upper() for line in noisy(references, 12)]
     files = text_file(tmp_path / "ref", references), "-i", text_file(tmp_path / "hyp", hypotheses)
     expected = sacrebleu_says(*files, "-m", "bleu", "chrf", "ter", "-lc", "--chrf-lowercase")
-    found = [score(metric, hypotheses, references, lowercase=True) for metric in ("detokenized", "chrf", "ter")]
-    assert [one.score for one in found] == [pytest.approx(one["score"], abs=1e-7) for one in expected]
+    found = [
+        score(metric, hypotheses, references, lowercase=True)
+        for metric in ("detokenized", "chrf", "ter")
+    ]
+    assert [one.score for one in found] == [
+        pytest.approx(one["score"], abs=1e-7) for one in expected
+    ]
     assert [one.signature for one in found] == [one["signature"] for one in expected]
     assert found[0].verbose == expected[0]["verbose_score"]
-    assert score("detokenized", hypotheses, references).score < found[0].score, "case counts unless lowercase is set"
+    assert score("detokenized", hypotheses, references).score < found[0].score, (
+        "case counts unless lowercase is set"
+    )
 
 
 def test_the_tokenizer_is_that_of_the_language():
@@ -145,14 +168,29 @@ def test_the_tokenizer_is_that_of_the_language():
 
 def test_paired_bootstrap_is_sacrebleus(tmp_path):
     """The command line of sacrebleu, with the same seed, finds the same."""
-    systems = {name: noisy(reference(), seed, swap=swap) for name, seed, swap in (("b", 14, 0.1), ("c", 15, 0.2))}
+    systems = {
+        name: noisy(reference(), seed, swap=swap)
+        for name, seed, swap in (("b", 14, 0.1), ("c", 15, 0.2))
+    }
     baseline = noisy(reference(), 13)
-    files = {name: text_file(tmp_path / name, lines) for name, lines in {"a": baseline, **systems}.items()}
-    command = [text_file(tmp_path / "ref", reference()), "-i", *files.values(), "--paired-bs", "--paired-bs-n", "300"]
+    files = {
+        name: text_file(tmp_path / name, lines)
+        for name, lines in {"a": baseline, **systems}.items()
+    }
+    command = [
+        text_file(tmp_path / "ref", reference()),
+        "-i",
+        *files.values(),
+        "--paired-bs",
+        "--paired-bs-n",
+        "300",
+    ]
     command += ["-m", "bleu", "chrf", "-f", "latex", "-w", "6"]
     table = run("warm-python", "-m", "sacrebleu", *command).stdout
     # Of each metric: score (mean ± interval), and of the two systems (p = ...)
-    rows = [re.findall(r"\d+\.\d+", line) for line in table.partition(r"\midrule")[2].splitlines()[1:4]]
+    rows = [
+        re.findall(r"\d+\.\d+", line) for line in table.partition(r"\midrule")[2].splitlines()[1:4]
+    ]
     assert [len(row) for row in rows] == [6, 8, 8]
     for place, metric in enumerate(("detokenized", "chrf")):
         found = paired_bootstrap({"a": baseline, **systems}, reference(), metric_of(metric), 300)
@@ -160,7 +198,9 @@ def test_paired_bootstrap_is_sacrebleus(tmp_path):
         for result, row in zip(found.results.values(), rows, strict=True):
             half = len(row) // 2
             score, mean, ci, *p_value = map(float, row[place * half :][:half])
-            assert (result.score, result.mean, result.ci) == pytest.approx((score, mean, ci), abs=1e-6)
+            assert (result.score, result.mean, result.ci) == pytest.approx(
+                (score, mean, ci), abs=1e-6
+            )
             assert ([] if result.p_value is None else [round(result.p_value, 4)]) == p_value
     assert list(found.results) == ["a", "b", "c"]
     assert found.results["b"].p_value > 0.05 > found.results["c"].p_value
@@ -179,14 +219,18 @@ def test_paired_bootstrap_of_tokens_against_resampled_texts(monkeypatch):
     found = paired_bootstrap(texts, references, metric_of("tokenized"), resamples)
     draws = numpy.random.default_rng(seed).choice(count, size=(resamples, count), replace=True)
     scores = {
-        name: numpy.array([bleu([lines[i] for i in draw], [references[i] for i in draw]) for draw in draws])
+        name: numpy.array(
+            [bleu([lines[i] for i in draw], [references[i] for i in draw]) for draw in draws]
+        )
         for name, lines in texts.items()
     }
     differences = abs(scores["b"] - scores["a"])
     real = abs(bleu(texts["b"], references) - bleu(texts["a"], references))
     result = found.results["b"]
     assert result.mean == pytest.approx(scores["b"].mean(), abs=1e-3)
-    assert result.ci == pytest.approx((numpy.sort(scores["b"])[-2] - numpy.sort(scores["b"])[1]) / 2, abs=1e-3)
+    assert result.ci == pytest.approx(
+        (numpy.sort(scores["b"])[-2] - numpy.sort(scores["b"])[1]) / 2, abs=1e-3
+    )
     assert result.p_value == (sum(differences - differences.mean() > real) + 1) / (resamples + 1)
     assert 0 < result.p_value < 1
 
@@ -205,14 +249,33 @@ def test_any_text_is_scored(tmp_path, capsys):
     texts = {"ref": reference()[:30], "b": noisy(reference()[:30], 1)}
     files = {name: str(text_file(tmp_path / name, lines)) for name, lines in texts.items()}
     assert main(["--hyp", files["b"], "--ref", files["ref"]]) == 0
-    for metric, line in zip(("detokenized", "chrf", "ter"), capsys.readouterr().out.splitlines(), strict=True):
+    for metric, line in zip(
+        ("detokenized", "chrf", "ter"), capsys.readouterr().out.splitlines(), strict=True
+    ):
         one = score(metric, texts["b"], texts["ref"])
-        assert line.startswith(METRICS[metric].title) and f"|{one.signature} = {one.score:.2f}" in line
+        assert (
+            line.startswith(METRICS[metric].title) and f"|{one.signature} = {one.score:.2f}" in line
+        )
         assert "detok:" not in line, "nothing was detokenized"
     assert main(["--hyp", files["b"], "--ref", files["ref"], "--tokenized"]) == 0
     assert f"= {score('tokenized', texts['b'], texts['ref']).score:.2f} " in capsys.readouterr().out
-    assert main(["--hyp", files["ref"], "--ref", files["ref"], "--tokenized", "--lowercase", "--compound-split"]) == 0
-    assert "case:lc[ascii]|" in (printed := capsys.readouterr().out) and "compounds:split" in printed
+    assert (
+        main(
+            [
+                "--hyp",
+                files["ref"],
+                "--ref",
+                files["ref"],
+                "--tokenized",
+                "--lowercase",
+                "--compound-split",
+            ]
+        )
+        == 0
+    )
+    assert (
+        "case:lc[ascii]|" in (printed := capsys.readouterr().out) and "compounds:split" in printed
+    )
 
 
 @pytest.mark.parametrize(
@@ -250,10 +313,19 @@ def test_several_references_are_those_of_sacrebleu(tmp_path, capsys):
     files = {name: text_file(tmp_path / name, lines) for name, lines in texts.items()}
     assert main(["--hyp", str(files["hyp"]), "--ref", str(files["one"]), str(files["two"])]) == 0
     lines = capsys.readouterr().out.splitlines()
-    expected = sacrebleu_says(files["one"], files["two"], "-i", files["hyp"], "-m", "bleu", "chrf", "ter")
+    expected = sacrebleu_says(
+        files["one"], files["two"], "-i", files["hyp"], "-m", "bleu", "chrf", "ter"
+    )
     for line, of_sacrebleu in zip(lines, expected, strict=True):
-        assert f"|{of_sacrebleu['signature']} = {of_sacrebleu['score']:.2f}" in line and "nrefs:2" in line
+        assert (
+            f"|{of_sacrebleu['signature']} = {of_sacrebleu['score']:.2f}" in line
+            and "nrefs:2" in line
+        )
     (tmp_path / "two").write_text("a\n")
     words = ("--hyp", files["hyp"], "--ref", files["one"], files["two"])
     refused(capsys, main(words), "30 lines, but the reference has 1")
-    refused(capsys, main(["--hyp", files["two"], "--ref", files["one"]]), "1 line, but the reference has 30")
+    refused(
+        capsys,
+        main(["--hyp", files["two"], "--ref", files["one"]]),
+        "1 line, but the reference has 30",
+    )

@@ -1,4 +1,6 @@
-"""The settings of a training: what overrides mean, what is refused and with which words, what may change."""
+"""The settings of a training: what overrides mean, what is refused and with which words, what
+may change.
+"""
 
 import re
 
@@ -31,14 +33,18 @@ def test_tokens_per_update_are_kept_on_any_number_of_ranks():
             for ranks in range(1, 20):
                 batches = spread(tokens, cap, ranks)
                 taken = ranks * batches.update_freq * batches.max_tokens
-                # Nearly all of them: less than one is lost in each batch, and none where it divides.
+                # Nearly all of them: less than one is lost in each batch, and none where it
+                # divides.
                 assert tokens - ranks * batches.update_freq < taken <= tokens
                 assert batches.max_tokens <= cap
                 assert batches.update_freq == 1 or ranks * (batches.update_freq - 1) * cap < tokens
                 if tokens % (ranks * cap) == 0:
                     assert batches.max_tokens == cap
     assert spread(4, 400, 4) == Batches(4, 1, 1, 4), "the least that there can be"
-    assert str(Batches(2, 3, 5, 32)) == "2 ranks x 5 tokens x update-freq 3 = 30 of 32 tokens per update"
+    assert (
+        str(Batches(2, 3, 5, 32))
+        == "2 ranks x 5 tokens x update-freq 3 = 30 of 32 tokens per update"
+    )
     with pytest.raises(UserError, match="too few"):
         spread(3, 400, 4)
 
@@ -61,7 +67,10 @@ def test_what_an_override_means_for_the_batches(overrides, ranks, expected):
     cfg, batches = composed(*overrides, world_size=ranks)
     assert batches == expected
     assert list(cfg.optimization.update_freq) == [expected.update_freq]
-    assert cfg.dataset.max_tokens == expected.max_tokens and cfg.tokens_per_update == expected.tokens_per_update
+    assert (
+        cfg.dataset.max_tokens == expected.max_tokens
+        and cfg.tokens_per_update == expected.tokens_per_update
+    )
     given = dict(override.split("=") for override in overrides).get("dataset.max_tokens", 2048)
     assert cfg.dataset.max_tokens_valid == int(given), "validation is not part of an update"
     assert cfg.distributed_training.distributed_world_size == ranks
@@ -73,14 +82,22 @@ def test_a_config_of_ones_own(tmp_path):
     text = VERSES.read_text("utf-8").replace("update_freq: [1]", "update_freq: [3]")
     own.write_text(text)
     assert composed(config=own, world_size=2)[1] == Batches(2, 2, 1536, 6144)
-    assert composed("dataset.max_tokens=1024", config=own, world_size=2)[1] == Batches(2, 3, 1024, 6144)
+    assert composed("dataset.max_tokens=1024", config=own, world_size=2)[1] == Batches(
+        2, 3, 1024, 6144
+    )
     own.write_text(text.replace("encoder_norm", "encoder_nrom").replace("dropout:", "drop_out:"))
     assert "unknown setting 'model.drop_out', did you mean 'model.dropout'" in refused(config=own)
 
 
 def test_a_config_without_defaults(tmp_path):
-    """fairseq's own values are below it: dataclasses of fairseq 0.12.2 have patience -1 and log_interval 100."""
-    text = "task: {_name: translation, source_lang: es, target_lang: en}\nmodel: {_name: transformer_pn_tiny}\n"
+    """fairseq's own values are below it:
+
+    dataclasses of fairseq 0.12.2 have patience -1 and log_interval 100.
+    """
+    text = (
+        "task: {_name: translation, source_lang: es, target_lang: en}\nmodel: {_name: "
+        "transformer_pn_tiny}\n"
+    )
     text += "dataset: {max_tokens: 300}\noptimization: {max_update: 5000}\n"
     (tmp_path / "own.yaml").write_text(text)
     cfg, batches = composed(config=tmp_path / "own.yaml")
@@ -97,7 +114,9 @@ def test_a_short_run_logs_twenty_points(given, interval):
 
 def test_a_config_that_builds_on_another(tmp_path):
     own = tmp_path / "own.yaml"
-    own.write_text("defaults: [verses_es_en, _self_]\nmodel: {dropout: 0.4}\nhydra: {job: {name: x}}\n")
+    own.write_text(
+        "defaults: [verses_es_en, _self_]\nmodel: {dropout: 0.4}\nhydra: {job: {name: x}}\n"
+    )
     plain, cfg = composed()[0], composed(config=own)[0]
     assert cfg.model.dropout == 0.4
     cfg.model.dropout = plain.model.dropout
@@ -112,17 +131,32 @@ def test_a_config_that_builds_on_another(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "needles"),
     [
-        ("tokens_per_update=0", ("tokens_per_update must be a whole number of at least 1, not '0'",)),
-        ("tokens_per_update=many", ("tokens_per_update must be a whole number of at least 1, not 'many'",)),
+        (
+            "tokens_per_update=0",
+            ("tokens_per_update must be a whole number of at least 1, not '0'",),
+        ),
+        (
+            "tokens_per_update=many",
+            ("tokens_per_update must be a whole number of at least 1, not 'many'",),
+        ),
         ("average_last=some", ("average_last must be a whole number",)),
         ("tokens_per_update=400 optimization.update_freq=[2]", ("the same thing",)),
         ("optimization.update_freq=[1,2]", ("update_freq",)),
         ("dataset.batch_size=8", ("dataset.batch_size",)),  # it is refused on several ranks
         ("distributed_training.distributed_world_size=2", ("--ranks",)),
-        ("model.norm_probe=pn+layer_scale_groups=0/probe", ("model.norm_probe=pn+l", "KEY=\"'VALUE'\"")),
+        (
+            "model.norm_probe=pn+layer_scale_groups=0/probe",
+            ("model.norm_probe=pn+l", "KEY=\"'VALUE'\""),
+        ),
         ("model.encoder_nrom=layer", ("model.encoder_nrom", "did you mean 'model.encoder_norm'")),
-        ("model._name=transformer_pn_tinyy", ("transformer_pn_tinyy", "did you mean 'transformer_pn_tiny'")),
-        ("model._name=quite_another", ("quite_another", "transformer_ln_tiny", "transformer_pn_iwslt")),
+        (
+            "model._name=transformer_pn_tinyy",
+            ("transformer_pn_tinyy", "did you mean 'transformer_pn_tiny'"),
+        ),
+        (
+            "model._name=quite_another",
+            ("quite_another", "transformer_ln_tiny", "transformer_pn_iwslt"),
+        ),
         ("task._name=translatoin", ("task._name=translatoin", "did you mean 'translation'")),
         ("+criterion.label_smoth=1", ("criterion.label_smoth", "'criterion.label_smoothing'")),
         ("optimizer.lrate=1", ("optimizer.lrate",)),
@@ -137,9 +171,13 @@ def test_a_config_that_builds_on_another(tmp_path):
         ("model.label_smoothing=0.1", ("did you mean 'criterion.label_smoothing'",)),
         ("task.max_source_position=9", ("did you mean 'task.max_source_positions'",)),
         ("scoring.average_first=3", ("scoring.average_first", "'average_last'")),
-        # The same names in another section only if they are nearly the same; else who has such a setting.
+        # The same names in another section only if they are nearly the same; else who has such a
+        # setting.
         ("model.max_update=3", ("did you mean 'optimization.max_update'",)),
-        ("lr_scheduler.end_learning_rate=0", ("inverse_sqrt has no such setting, polynomial_decay has one",)),
+        (
+            "lr_scheduler.end_learning_rate=0",
+            ("inverse_sqrt has no such setting, polynomial_decay has one",),
+        ),
         ("optimizer.momentum=0.9", ("optimizer._name=adam has no such setting, nag has one",)),
     ],
 )
@@ -150,9 +188,18 @@ def test_a_setting_or_value_that_is_refused_is_one_line_with_advice(overrides, n
 
 @pytest.mark.parametrize(("plus", "lr"), [("", "0.001"), ("+", "1e-3"), ("++", "[0.001]")])
 def test_settings_work_with_and_without_plus_and_a_number_is_a_list_of_one(plus, lr):
-    given = ("model.encoder_norm=batch", "generation.max_len_b=20", "model.dropout=0.3", f"optimization.lr={lr}")
+    given = (
+        "model.encoder_norm=batch",
+        "generation.max_len_b=20",
+        "model.dropout=0.3",
+        f"optimization.lr={lr}",
+    )
     cfg, _ = composed(*(f"{plus}{override}" for override in given))
-    assert (cfg.model.encoder_norm, cfg.generation.max_len_b, cfg.model.dropout) == ("batch", 20, 0.3)
+    assert (cfg.model.encoder_norm, cfg.generation.max_len_b, cfg.model.dropout) == (
+        "batch",
+        20,
+        0.3,
+    )
     assert cfg.optimization.lr == [0.001]
 
 
@@ -180,7 +227,11 @@ def test_a_component_that_is_exchanged_has_its_own_settings(chosen, dropped, cap
 def test_norms_of_a_language_model_of_fairseq_are_converted(capsys):
     """Its model has a dataclass, without these settings."""
     config = ROOT / "configs/verses_lm_en.yaml"
-    given = ("model._name=transformer_lm_gpt", "model.convert_norms='*=batch'", "model.decoder_layers=1")
+    given = (
+        "model._name=transformer_lm_gpt",
+        "model.convert_norms='*=batch'",
+        "model.decoder_layers=1",
+    )
     cfg, _ = composed(*given, config=config)
     assert cfg.model.convert_norms == "*=batch" and cfg.model.decoder_layers == 1
     assert verb("train")(["verses_lm_en", "--check", *given]) == 0
@@ -213,7 +264,9 @@ def begun(tmp_path):
     OmegaConf.save(composed()[0], tmp_path / "run/config.yaml")
 
     def check(*overrides, world_size=1):
-        check_same_run(composed(*overrides, world_size=world_size)[0], tmp_path / "data", tmp_path / "run")
+        check_same_run(
+            composed(*overrides, world_size=world_size)[0], tmp_path / "data", tmp_path / "run"
+        )
 
     check.data, check.run = tmp_path / "data", tmp_path / "run"
     return check
@@ -222,9 +275,23 @@ def begun(tmp_path):
 def test_limits_decoding_saving_validation_and_ranks_may_change(begun):
     begun()
     begun(
-        *("optimization.max_update=14", "generation.max_len_b=5", "generation.beam=7", "common.log_interval=7"),
-        *("checkpoint.save_interval_updates=3", "checkpoint.keep_interval_updates=2", "checkpoint.patience=3"),
-        *("dataset.validate_interval_updates=7", "average_last=3", "common.wandb_project=x", "dataset.num_workers=2"),
+        *(
+            "optimization.max_update=14",
+            "generation.max_len_b=5",
+            "generation.beam=7",
+            "common.log_interval=7",
+        ),
+        *(
+            "checkpoint.save_interval_updates=3",
+            "checkpoint.keep_interval_updates=2",
+            "checkpoint.patience=3",
+        ),
+        *(
+            "dataset.validate_interval_updates=7",
+            "average_last=3",
+            "common.wandb_project=x",
+            "dataset.num_workers=2",
+        ),
         world_size=2,
     )
 
@@ -232,13 +299,31 @@ def test_limits_decoding_saving_validation_and_ranks_may_change(begun):
 def test_other_differences_are_refused_those_of_the_model_first(begun):
     with pytest.raises(UserError) as caught:
         begun(
-            *("dataset.required_batch_size_multiple=2", "common.seed=2", "common.fp16=true", "model.dropout=0.2"),
-            *("optimizer.weight_decay=0.1", "model._name=transformer_bn_tiny", "optimization.clip_norm=1"),
+            *(
+                "dataset.required_batch_size_multiple=2",
+                "common.seed=2",
+                "common.fp16=true",
+                "model.dropout=0.2",
+            ),
+            *(
+                "optimizer.weight_decay=0.1",
+                "model._name=transformer_bn_tiny",
+                "optimization.clip_norm=1",
+            ),
         )
     text = str(caught.value)
-    order = ("model._name transformer_pn_tiny -> transformer_bn_tiny", "model.dropout 0.1 -> 0.2", "common.fp16")
+    order = (
+        "model._name transformer_pn_tiny -> transformer_bn_tiny",
+        "model.dropout 0.1 -> 0.2",
+        "common.fp16",
+    )
     places = [text.index(part) for part in order]
-    assert places == sorted(places) and re.search(r"and \d more", text) and "decoding" in text and "\n" not in text
+    assert (
+        places == sorted(places)
+        and re.search(r"and \d more", text)
+        and "decoding" in text
+        and "\n" not in text
+    )
     (begun.data / "settings.txt").write_text("source=de\n")
     with pytest.raises(UserError, match="different data"):
         begun()

@@ -24,11 +24,20 @@ from pn_fairseq.pipeline.training_log import read_log
 
 from ..scripts_helpers import SCRIPTS, environment, refused, verb, wait_for
 
-#: A training of seconds. The psi warm-up ends at update 6, in the middle. Each of its three checkpoints is the best so
-#: far.
+#: A training of seconds. The psi warm-up ends at update 6, in the middle. Each of its three
+#: checkpoints is the best so far.
 SHORT = (
-    *("optimization.max_update=12", "checkpoint.save_interval_updates=4", "dataset.validate_interval_updates=100"),
-    *("tokens_per_update=400", "lr_scheduler.warmup_updates=6", "optimization.lr=[0.002]", "common.log_interval=2"),
+    *(
+        "optimization.max_update=12",
+        "checkpoint.save_interval_updates=4",
+        "dataset.validate_interval_updates=100",
+    ),
+    *(
+        "tokens_per_update=400",
+        "lr_scheduler.warmup_updates=6",
+        "optimization.lr=[0.002]",
+        "common.log_interval=2",
+    ),
 )
 
 
@@ -40,7 +49,9 @@ def one_rank_on_the_cpu(monkeypatch):
 
 
 def start(data: Path, run: Path, *overrides: str) -> int:
-    return verb("train")(["verses_es_en", "--data", str(data), "--run", str(run), *SHORT, *overrides])
+    return verb("train")(
+        ["verses_es_en", "--data", str(data), "--run", str(run), *SHORT, *overrides]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -59,14 +70,22 @@ def snapshot(folder: Path) -> dict[Path, int]:
 def same_end(one: Path, other: Path) -> None:
     """Same weights, statistics, optimizer and best loss, to the bit."""
     for name in ("last", "best"):
-        first, second = (load_checkpoint(run / f"checkpoints/checkpoint_{name}.pt") for run in (one, other))
-        assert first["optimizer_history"][-1]["num_updates"] == second["optimizer_history"][-1]["num_updates"]
+        first, second = (
+            load_checkpoint(run / f"checkpoints/checkpoint_{name}.pt") for run in (one, other)
+        )
+        assert (
+            first["optimizer_history"][-1]["num_updates"]
+            == second["optimizer_history"][-1]["num_updates"]
+        )
         assert first["extra_state"]["best"] == second["extra_state"]["best"]
         for key, value in second["model"].items():
             assert torch.equal(first["model"][key], value), (name, key)
         states = (state["last_optimizer_state"]["state"] for state in (first, second))
         for ours, theirs in zip(*(state.values() for state in states), strict=True):
-            assert all(torch.equal(torch.as_tensor(ours[key]), torch.as_tensor(theirs[key])) for key in theirs)
+            assert all(
+                torch.equal(torch.as_tensor(ours[key]), torch.as_tensor(theirs[key]))
+                for key in theirs
+            )
 
 
 def test_what_a_run_holds(data, trained):
@@ -74,23 +93,40 @@ def test_what_a_run_holds(data, trained):
     assert last["optimizer_history"][-1]["num_updates"] == 12
     curve = read_log(trained / "train.log")
     assert list(curve.train) == [2, 4, 6, 8, 10, 12] and list(curve.valid) == [4, 8, 12]
-    assert curve.valid[4] > curve.valid[8] + 0.1 > curve.valid[12] + 0.2, "the points where it can be killed differ"
+    assert curve.valid[4] > curve.valid[8] + 0.1 > curve.valid[12] + 0.2, (
+        "the points where it can be killed differ"
+    )
     text = (trained / "train.log").read_text("utf-8")
-    assert all(words in text for words in ("Saved checkpoint", "num. shared model params", "norm_psi_distance"))
+    assert all(
+        words in text
+        for words in ("Saved checkpoint", "num. shared model params", "norm_psi_distance")
+    )
     assert (trained / "data").read_text() == f"{data}\n"
     assert (trained / "data.settings").read_bytes() == (data / "settings.txt").read_bytes()
     (record,) = map(json.loads, (trained / "starts.jsonl").read_text().splitlines())
-    assert (record["world_size"], record["tokens_per_update"], record["max_tokens"]) == (1, 400, 400)
+    assert (record["world_size"], record["tokens_per_update"], record["max_tokens"]) == (
+        1,
+        400,
+        400,
+    )
     assert record["ranks_of_this_machine"] == 1 and record["gpus"] == [] and record["torch"]
     assert record["command"] == ["verses_es_en", "--data", str(data), "--run", str(trained), *SHORT]
     assert any((trained / "tensorboard").rglob("events.*"))
 
 
 def test_a_seed_of_the_initial_weights(data, trained, tmp_path):
-    """The same number as common.seed is the same training; another number starts elsewhere with the same batches."""
+    """The same number as common.seed is the same training;
+
+    another number starts elsewhere with the same batches.
+    """
     expected = load_checkpoint(trained / "checkpoints/checkpoint_1_4.pt")["model"]
     for seed, same in ((1, True), (2, False)):
-        assert start(data, tmp_path / f"{seed}", f"model.init_seed={seed}", "optimization.max_update=4") == 0
+        assert (
+            start(
+                data, tmp_path / f"{seed}", f"model.init_seed={seed}", "optimization.max_update=4"
+            )
+            == 0
+        )
         state = load_checkpoint(tmp_path / f"{seed}/checkpoints/checkpoint_last.pt")
         assert state["cfg"]["model"]["init_seed"] == seed
         assert all(torch.equal(state["model"][key], expected[key]) for key in expected) == same
@@ -102,7 +138,12 @@ def test_norms_of_a_model_of_fairseq_are_converted(data, tmp_path, capsys):
     sizes = [
         f"model.{side}_{name}={value}"
         for side in ("encoder", "decoder")
-        for name, value in (("embed_dim", 16), ("ffn_embed_dim", 16), ("layers", 1), ("attention_heads", 2))
+        for name, value in (
+            ("embed_dim", 16),
+            ("ffn_embed_dim", 16),
+            ("layers", 1),
+            ("attention_heads", 2),
+        )
     ]
     norms = "model.convert_norms=['encoder.*=batch,alpha_fwd=0.5']"
     given = ("model._name=transformer_iwslt_de_en", *sizes, norms, "optimization.max_update=2")
@@ -113,11 +154,15 @@ def test_norms_of_a_model_of_fairseq_are_converted(data, tmp_path, capsys):
     specification = ["encoder.*=batch,alpha_fwd=0.5"]
     assert state["cfg"]["model"]["convert_norms"] == specification
     assert OmegaConf.load(tmp_path / "config.yaml").model.convert_norms == specification
-    (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([str(tmp_path / "checkpoints/checkpoint_last.pt")])
+    (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task(
+        [str(tmp_path / "checkpoints/checkpoint_last.pt")]
+    )
     assert [norm.alpha_fwd for norm in running_norms(model)] == [0.5, 0.5]
     capsys.readouterr()
     other = "model.convert_norms=['encoder.*=power']"
-    assert "model.convert_norms ['encoder.*=batch" in refused(capsys, start(data, tmp_path, *given, other))
+    assert "model.convert_norms ['encoder.*=batch" in refused(
+        capsys, start(data, tmp_path, *given, other)
+    )
 
 
 def test_a_second_start_does_nothing(data, trained, capsys):
@@ -126,9 +171,15 @@ def test_a_second_start_does_nothing(data, trained, capsys):
         assert start(data, trained, *also) == 0
         said = capsys.readouterr().err
         assert "already trained; nothing to do" in said
-        assert ("was trained for 12 updates, more than optimization.max_update=10" in said) == ("=10" in str(also))
+        assert ("was trained for 12 updates, more than optimization.max_update=10" in said) == (
+            "=10" in str(also)
+        )
     refused(capsys, start(data, trained, "common.seed=2"), "common.seed 1 -> 2")
-    refused(capsys, start(data, trained, "model.decoder_layerdrop=0.5"), "model.decoder_layerdrop unset -> 0.5")
+    refused(
+        capsys,
+        start(data, trained, "model.decoder_layerdrop=0.5"),
+        "model.decoder_layerdrop unset -> 0.5",
+    )
     assert snapshot(trained) == before
 
 
@@ -136,7 +187,9 @@ def test_a_finished_run_takes_other_settings_of_decoding(data, trained, tmp_path
     """pn average and pn generate read them in its config.yaml."""
     run = shutil.copytree(trained, tmp_path / "run")
     assert start(data, run, "generation.beam=1", "average_last=2") == 0
-    assert "is already trained; now with generation.beam=1, average_last=2" in capsys.readouterr().err
+    assert (
+        "is already trained; now with generation.beam=1, average_last=2" in capsys.readouterr().err
+    )
     before, after = (OmegaConf.load(folder / "config.yaml") for folder in (trained, run))
     assert (after.generation.beam, after.average_last) == (1, 2)
     after.generation.beam, after.average_last = before.generation.beam, before.average_last
@@ -146,39 +199,75 @@ def test_a_finished_run_takes_other_settings_of_decoding(data, trained, tmp_path
 
 
 def test_languages_are_those_of_the_data_unless_they_are_named(data, tmp_path, capsys):
-    words = ["own_text", "--data", str(data), "--run", str(tmp_path / "run"), *SHORT, "optimization.max_update=1"]
+    words = [
+        "own_text",
+        "--data",
+        str(data),
+        "--run",
+        str(tmp_path / "run"),
+        *SHORT,
+        "optimization.max_update=1",
+    ]
     assert verb("train")([*words, "task.target_lang=en"]) == 0
     task = OmegaConf.load(tmp_path / "run/config.yaml").task
     assert (task.source_lang, task.target_lang) == ("es", "en")
     capsys.readouterr()
     assert verb("train")([*words, "--check"]) == 0, "the same settings as in the run"
-    needles = ("prepared from es-en", "the settings say es-de: add task.source_lang=es task.target_lang=en")
+    needles = (
+        "prepared from es-en",
+        "the settings say es-de: add task.source_lang=es task.target_lang=en",
+    )
     refused(capsys, verb("train")([*words, "task.target_lang=de"]), *needles)
     (tmp_path / "lm/bin").mkdir(parents=True)
     (tmp_path / "lm/settings.txt").write_text("task=language_modeling\n")
-    refused(capsys, verb("train")(["own_text", "--data", str(tmp_path / "lm")]), "settings.txt names no languages")
+    refused(
+        capsys,
+        verb("train")(["own_text", "--data", str(tmp_path / "lm")]),
+        "settings.txt names no languages",
+    )
 
 
 @pytest.mark.parametrize(
     ("overrides", "needles"),
     [
-        (("task.source_lang=fr",), ("prepared from es-en", "the settings say fr-en: add task.source_lang=es")),
-        (("dataset.max_tokens=30",), ("train.es has 533 sentences of more than 27 subwords", "silently skip")),
-        (("tokens_per_update=60", "--ranks", "4"), ("train.es", "4 ranks x 15 tokens", "fewer ranks")),
+        (
+            ("task.source_lang=fr",),
+            ("prepared from es-en", "the settings say fr-en: add task.source_lang=es"),
+        ),
+        (
+            ("dataset.max_tokens=30",),
+            ("train.es has 533 sentences of more than 27 subwords", "silently skip"),
+        ),
+        (
+            ("tokens_per_update=60", "--ranks", "4"),
+            ("train.es", "4 ranks x 15 tokens", "fewer ranks"),
+        ),
         (("task.max_target_positions=20",), ("task.max_target_positions",)),
         (("checkpoint.restore_file=other.pt",), ("other.pt", "checkpoint.finetune_from_model")),
         (("checkpoint.finetune_from_model=/none.pt",), ("/none.pt: cannot be read (No such file",)),
     ],
 )
-def test_a_setting_that_does_not_fit_is_refused_before_anything_is_made(overrides, needles, data, tmp_path, capsys):
+def test_a_setting_that_does_not_fit_is_refused_before_anything_is_made(
+    overrides, needles, data, tmp_path, capsys
+):
     """Sentences that are too long for the settings among them: fairseq would silently skip them."""
     refused(capsys, start(data, tmp_path / "run", *overrides), *needles)
     assert not (tmp_path / "run").exists()
 
 
-def test_weights_and_biases_writes_into_the_run_and_has_to_be_installed(monkeypatch, tmp_path, capsys):
+def test_weights_and_biases_writes_into_the_run_and_has_to_be_installed(
+    monkeypatch, tmp_path, capsys
+):
     """As --check says, which needs no data."""
-    command = ["verses_es_en", "--check", "--data", "/nowhere", "--run", str(tmp_path), "common.wandb_project=verses"]
+    command = [
+        "verses_es_en",
+        "--check",
+        "--data",
+        "/nowhere",
+        "--run",
+        str(tmp_path),
+        "common.wandb_project=verses",
+    ]
     monkeypatch.setenv("WANDB_DIR", "")
     monkeypatch.delenv("WANDB_DIR")
     for missing in (None, ModuleType("wandb")):  # the latter is a folder of runs, ./wandb
@@ -189,16 +278,22 @@ def test_weights_and_biases_writes_into_the_run_and_has_to_be_installed(monkeypa
     assert capsys.readouterr().err == "[train] the settings are valid\n"
 
 
-def test_an_error_in_the_training_is_one_line_with_the_traceback_in_the_log(data, tmp_path, capsys, monkeypatch):
+def test_an_error_in_the_training_is_one_line_with_the_traceback_in_the_log(
+    data, tmp_path, capsys, monkeypatch
+):
     def fail(cfg):
         raise RuntimeError("CUDA out of memory.\nmore")
 
     monkeypatch.setattr("fairseq_cli.train.main", fail)
     assert start(data, tmp_path / "run") == 1
     line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith("pn train: error: RuntimeError: CUDA out of memory.") and "resume" in line
+    assert (
+        line.startswith("pn train: error: RuntimeError: CUDA out of memory.") and "resume" in line
+    )
     assert "Traceback" in (tmp_path / "run/train.log").read_text()
-    assert start(data, tmp_path / "run", "model.dropout=0.2") == 1, "the folder accepts another setting"
+    assert start(data, tmp_path / "run", "model.dropout=0.2") == 1, (
+        "the folder accepts another setting"
+    )
 
 
 class Hostile:
@@ -206,19 +301,27 @@ class Hostile:
         return os.system, ("touch executed",)
 
 
-def test_checkpoints_that_cannot_be_resumed_or_started_from(data, trained, tmp_path, capsys, monkeypatch):
+def test_checkpoints_that_cannot_be_resumed_or_started_from(
+    data, trained, tmp_path, capsys, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     run = shutil.copytree(trained, tmp_path / "run")
     last = run / "checkpoints/checkpoint_last.pt"
     state = load_checkpoint(last)
     key = "encoder.embed_tokens.weight"
-    missing = {name: value for name, value in state["model"].items() if not name.startswith("decoder.layers.1.")}
+    missing = {
+        name: value
+        for name, value in state["model"].items()
+        if not name.startswith("decoder.layers.1.")
+    }
     damaged = last.read_bytes()
     for content, needle in (
         (
             {**state, "model": {**state["model"], key: state["model"][key][:-3]}},
-            f"{key} is [373, 128] in the checkpoint and [376, 128] in the model; the checkpoint was trained with "
-            "another vocabulary; use the data that it was trained on, or prepare other text with that data's "
+            f"{key} is [373, 128] in the checkpoint and [376, 128] in the model; the checkpoint "
+            "was trained with "
+            "another vocabulary; use the data that it was trained on, or prepare other text with "
+            "that data's "
             "vocabulary (pn prepare text --like DATA)",
         ),
         ({**state, "model": missing}, "the checkpoint has no decoder.layers.1."),
@@ -228,7 +331,9 @@ def test_checkpoints_that_cannot_be_resumed_or_started_from(data, trained, tmp_p
         last.write_bytes(content) if isinstance(content, bytes) else torch.save(content, last)
         line = refused(capsys, start(data, run, "optimization.max_update=14"))
         assert str(last) in line and needle in line and "weights_only" not in line, line
-        line = refused(capsys, start(data, tmp_path / "new", f"checkpoint.finetune_from_model='{last}'"))
+        line = refused(
+            capsys, start(data, tmp_path / "new", f"checkpoint.finetune_from_model='{last}'")
+        )
         assert str(last) in line and needle in line and not (tmp_path / "new").exists(), line
     assert not (tmp_path / "executed").exists()
 
@@ -240,8 +345,10 @@ def test_checkpoints_that_cannot_be_resumed_or_started_from(data, trained, tmp_p
         ("train.es-en.es.bin", lambda old: old[:-2], "bytes instead of"),
         ("train.es-en.es.idx", lambda old: old[:30], "cut off or damaged"),
         ("valid.es-en.en.idx", lambda old: old[:10], "cut off or damaged"),
-        ("valid.es-en.en.idx", lambda old: old[:9] + b"\xff" + old[10:], "cut off or damaged"),  # of another version
-        ("valid.es-en.en.idx", lambda old: old[:17] + b"\xff" + old[18:], "cut off or damaged"),  # of no type
+        # of another version
+        ("valid.es-en.en.idx", lambda old: old[:9] + b"\xff" + old[10:], "cut off or damaged"),
+        # of no type
+        ("valid.es-en.en.idx", lambda old: old[:17] + b"\xff" + old[18:], "cut off or damaged"),
         ("dict.es.txt", lambda old: b"\n".join(old.splitlines()[:50]), "subword number"),
     ],
 )
@@ -255,11 +362,20 @@ def test_damaged_data_is_named(file, change, needle, data, tmp_path, capsys):
 
 
 def test_a_gradient_that_is_not_finite_says_so_and_where(data, tmp_path, capsys):
-    huge = ("optimization.lr=[1e30]", "lr_scheduler.warmup_updates=1", "lr_scheduler.warmup_init_lr=1e30")
+    huge = (
+        "optimization.lr=[1e30]",
+        "lr_scheduler.warmup_updates=1",
+        "lr_scheduler.warmup_init_lr=1e30",
+    )
     assert start(data, tmp_path / "run", *huge) == 1
     (line,) = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("[")]
-    assert re.match("pn train: error: the loss or its gradients are not finite in update [23] ", line), line
-    assert re.search(r"\((NaN|Inf) first in the output of (en|de)coder\.", line) and "learning rate" in line
+    assert re.match(
+        "pn train: error: the loss or its gradients are not finite in update [23] ", line
+    ), line
+    assert (
+        re.search(r"\((NaN|Inf) first in the output of (en|de)coder\.", line)
+        and "learning rate" in line
+    )
     assert "again" not in line
 
 
@@ -268,13 +384,17 @@ def test_half_precision_on_a_cpu(setting, data, tmp_path):
     few = ("optimization.max_update=3", "dataset.disable_validation=true", setting)
     assert start(data, tmp_path / "run", *few) == 0
     model = load_checkpoint(tmp_path / "run/checkpoints/checkpoint_last.pt")["model"]
-    assert {int(value) for key, value in model.items() if key.endswith("num_batches_tracked")} == {3}
+    assert {int(value) for key, value in model.items() if key.endswith("num_batches_tracked")} == {
+        3
+    }
     for key, value in model.items():
         if key.endswith(("running_psi2", ".nu")):
-            assert value.dtype == torch.float32 and not torch.equal(value, value.bfloat16().float()), key
+            assert value.dtype == torch.float32 and not torch.equal(
+                value, value.bfloat16().float()
+            ), key
 
 
-# --- Interruptions ----------------------------------------------------------------------------------------------------
+# --- Interruptions ---
 
 
 class Killed(BaseException):
@@ -282,12 +402,17 @@ class Killed(BaseException):
 
 
 def kill_at(point: int, patch: pytest.MonkeyPatch) -> None:
-    """Raise Killed at a point of the saving of checkpoints: within the writing or copying of a file, before a renaming.
+    """Raise Killed at a point of the saving of checkpoints: within the writing or copying of a
+    file, before a renaming.
 
     After a renaming there is nothing but the next point without its cut-off file.
     """
     passed = 0
-    save, copy, rename = checkpoint_utils._torch_persistent_save, shutil.copyfile, PathManager.rename
+    save, copy, rename = (
+        checkpoint_utils._torch_persistent_save,
+        shutil.copyfile,
+        PathManager.rename,
+    )
 
     def at(what=lambda: None):
         nonlocal passed
@@ -316,17 +441,24 @@ def kill_at(point: int, patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("point", range(1, 19))
 def test_a_kill_at_any_point_of_saving_changes_no_bit(point, data, trained, tmp_path, capsys):
-    """Each of the three checkpoints is written once and copied twice, to the best and the last one: 6 points."""
+    """Each of the three checkpoints is written once and copied twice, to the best and the last one:
+
+    6 points.
+    """
     run = tmp_path / "run"
     with pytest.MonkeyPatch.context() as patch:
         kill_at(point, patch)
         with pytest.raises(Killed):
-            pytest.fail(f"the training ended with exit code {start(data, run)} before point {point}")
+            pytest.fail(
+                f"the training ended with exit code {start(data, run)} before point {point}"
+            )
         logging.getLogger("fairseq_cli.train").handlers.clear()
     assert start(data, run) == 0
     printed = capsys.readouterr().err
     # The last copy of a save is checkpoint_last.pt.
-    assert ("resuming from" in printed) is (point > 6) and (point <= 6 or f"update {(point - 1) // 6 * 4}" in printed)
+    assert ("resuming from" in printed) is (point > 6) and (
+        point <= 6 or f"update {(point - 1) // 6 * 4}" in printed
+    )
     same_end(run, trained)
     assert {path.name for path in run.rglob("checkpoints/*")} == {
         path.name for path in trained.rglob("checkpoints/*")
@@ -334,33 +466,56 @@ def test_a_kill_at_any_point_of_saving_changes_no_bit(point, data, trained, tmp_
 
 
 def command(data: Path, run: Path, *overrides: str) -> list[str]:
-    words = ("bash", SCRIPTS / "train.sh", "verses_es_en", "--data", data, "--run", run, *SHORT, *overrides)
+    words = (
+        "bash",
+        SCRIPTS / "train.sh",
+        "verses_es_en",
+        "--data",
+        data,
+        "--run",
+        run,
+        *SHORT,
+        *overrides,
+    )
     return list(map(str, words))
 
 
 @pytest.mark.slow
-def test_sigkill_in_the_middle_of_training_and_resuming_ends_in_the_same_bits(data, trained, tmp_path, capsys):
+def test_sigkill_in_the_middle_of_training_and_resuming_ends_in_the_same_bits(
+    data, trained, tmp_path, capsys
+):
     run = tmp_path / "run"
     with (tmp_path / "stderr").open("w") as errors:
-        process = subprocess.Popen(command(data, run), env=environment(), stderr=errors, start_new_session=True)
+        process = subprocess.Popen(
+            command(data, run), env=environment(), stderr=errors, start_new_session=True
+        )
         last = run / "checkpoints/checkpoint_last.pt"
         wait_for(last.exists, process)
         os.killpg(process.pid, signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL, "it ended before it could be killed"
     # A line of progress, and nothing of what fairseq and hydra print.
-    assert all(line.startswith("[train] ") for line in (tmp_path / "stderr").read_text().splitlines())
+    assert all(
+        line.startswith("[train] ") for line in (tmp_path / "stderr").read_text().splitlines()
+    )
     assert start(data, run) == 0
     assert "resuming from checkpoint_last.pt, update" in capsys.readouterr().err
     same_end(run, trained)
 
 
 @pytest.mark.parametrize(
-    ("number", "during"), [(signal.SIGINT, "training"), (signal.SIGTERM, "imports")], ids=["SIGINT", "SIGTERM"]
+    ("number", "during"),
+    [(signal.SIGINT, "training"), (signal.SIGTERM, "imports")],
+    ids=["SIGINT", "SIGTERM"],
 )
 def test_a_signal_ends_it_with_one_line(number, during, data, tmp_path):
     """Also where SIGINT was ignored, as in the background of a shell that is not interactive."""
     process = subprocess.Popen(
-        command(data, tmp_path / "run", "optimization.max_update=4000", "checkpoint.save_interval_updates=1"),
+        command(
+            data,
+            tmp_path / "run",
+            "optimization.max_update=4000",
+            "checkpoint.save_interval_updates=1",
+        ),
         **{"env": environment(), "stderr": subprocess.PIPE, "text": True},
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
     )
@@ -378,14 +533,22 @@ def test_a_signal_ends_it_with_one_line(number, during, data, tmp_path):
 
 @pytest.mark.slow
 def test_a_disk_that_is_full_while_a_checkpoint_is_saved(data, trained, tmp_path):
-    """A file system with room for one checkpoint and a half; the second one is the copy that fairseq calls best."""
+    """A file system with room for one checkpoint and a half;
+
+    the second one is the copy that fairseq calls best.
+    """
     size = (trained / "checkpoints/checkpoint_last.pt").stat().st_size * 3 // 2
     inside = f'mount -t tmpfs -o size={size} tmpfs "$0" && exec "$@"'
     namespace = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c")
-    if not shutil.which("unshare") or subprocess.run([*namespace, inside, tmp_path, "true"]).returncode:
+    if (
+        not shutil.which("unshare")
+        or subprocess.run([*namespace, inside, tmp_path, "true"]).returncode
+    ):
         pytest.skip("this machine lets nobody mount a file system in a namespace")
     words = [*namespace, inside, tmp_path, *command(data, tmp_path / "run")]
     result = subprocess.run(words, env=environment(), capture_output=True, text=True)
     (line,) = [line for line in result.stderr.splitlines() if not line.startswith("[train] ")]
-    assert result.returncode == 1 and line.startswith(f"pn train: error: {tmp_path / 'run/checkpoints'}/checkpoint_")
+    assert result.returncode == 1 and line.startswith(
+        f"pn train: error: {tmp_path / 'run/checkpoints'}/checkpoint_"
+    )
     assert ".pt: the disk is full" in line and line.endswith("run the same command again to resume")

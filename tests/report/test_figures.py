@@ -26,7 +26,9 @@ def subjects_of(runs):
 def boxes(axis):
     """The boxes of a panel: medians from left to right."""
     lines = [line for line in axis.lines if line.get_linewidth() == 1.6]
-    return [line.get_ydata()[0] for line in sorted(lines, key=lambda line: np.nanmean(line.get_xdata()))]
+    return [
+        line.get_ydata()[0] for line in sorted(lines, key=lambda line: np.nanmean(line.get_xdata()))
+    ]
 
 
 def test_boxes_are_fifths_of_training_of_the_first_norm(runs):
@@ -34,7 +36,13 @@ def test_boxes_are_fifths_of_training_of_the_first_norm(runs):
     fifths = [np.median([20 * n + 10, 20 * n + 20]) for n in range(5)]
     for axis in figure.axes:
         assert boxes(axis) == [median for median in fifths for _ in runs]
-        assert [label.get_text() for label in axis.get_xticklabels()] == ["20", "40", "60", "80", "100"]
+        assert [label.get_text() for label in axis.get_xticklabels()] == [
+            "20",
+            "40",
+            "60",
+            "80",
+            "100",
+        ]
     drawn = [line.get_ydata() for line in figure.axes[1].lines if line.get_linestyle() == ":"]
     np.testing.assert_allclose(drawn, [(0.0505, 0.735, 1.023, 1.349, 1.373)])
 
@@ -43,7 +51,9 @@ def test_boxes_are_fifths_of_training_of_the_first_norm(runs):
 def test_the_fourth_figure_takes_the_statistic_that_a_norm_normalizes_by(layer, factors, runs):
     """Variances of BN and second moments of PN-V; in the second layer the other way round."""
     name = f"encoder.layers.{layer}.self_attn_layer_norm"
-    figure = FIGURES[4].draw([read_subject(run, run.name, run.name, name) for run in read_runs(runs)])
+    figure = FIGURES[4].draw(
+        [read_subject(run, run.name, run.name, name) for run in read_runs(runs)]
+    )
     for axis, unit in zip(figure.axes, (1, 100 * 50), strict=True):
         assert boxes(axis)[:2] == [15 * factor * unit for factor in factors]
 
@@ -64,15 +74,18 @@ def test_many_runs_can_be_told_apart(tmp_path):
 
 
 def test_gradients_are_of_the_summed_loss_and_summed_over_tokens(runs):
-    """As the paper's marks; the probe has gradients of the mean loss, averaged over 100 tokens of 50 samples, or over 4
-    of 2, as of a translation model beside images."""
+    """As the paper's marks; the probe has gradients of the mean loss, averaged over 100 tokens of
+    50 samples, or over 4 of 2, as of a translation model beside images.
+    """
     subjects = subjects_of(runs)
     subjects[1].series = subjects[1].series.assign(tokens=4.0, sample_size=2.0)
     figure = FIGURES[3].draw(subjects)
     marks = [line for line in figure.axes[0].lines if line.get_linestyle() == ":"]
     np.testing.assert_allclose(marks[1].get_ydata(), [0.0084, 0.0086, 0.0067, 0.0074, 0.0076])
     ticks = figure.axes[0].get_xticks()
-    assert all(list(mark.get_xdata()) == list(ticks) for mark in marks), "lines are not shifted beside the boxes"
+    assert all(list(mark.get_xdata()) == list(ticks) for mark in marks), (
+        "lines are not shifted beside the boxes"
+    )
     assert figure.axes[0].get_xlabel().endswith("of 1 run)")
     assert boxes(figure.axes[0])[:2] == [15 * 100 * 50, 15 * 4 * 2]
 
@@ -83,7 +96,9 @@ def test_batch_size(tmp_path):
     figure = FIGURES[5].draw(subjects)
     ours, paper = figure.axes
     lines = {
-        line.get_label(): line.get_xydata().tolist() for line in ours.lines if not line.get_label().startswith("_")
+        line.get_label(): line.get_xydata().tolist()
+        for line in ours.lines
+        if not line.get_label().startswith("_")
     }
     assert lines["pn"] == [[512, 24]]
     ln = np.array(lines["ln"])  # no line across the sizes that were not trained
@@ -102,7 +117,9 @@ def test_spectra(tmp_path):
     right, _ = np.linalg.qr(generator.normal(size=(4, 4)))
     weight = torch.tensor(left @ np.diag([8.0, 4.0, 2.0, 1.0]) @ right)
     torch.save({"model": {"encoder.embed_tokens.weight": weight}}, tmp_path / "checkpoint_last.pt")
-    torch.save({"model": {"decoder.embed_tokens.weight": 3 * weight}}, tmp_path / "language_model.pt")
+    torch.save(
+        {"model": {"decoder.embed_tokens.weight": 3 * weight}}, tmp_path / "language_model.pt"
+    )
     torch.save({"model": {"output.weight": weight}}, tmp_path / "without.pt")
     files = ("checkpoint_last.pt", "language_model.pt", "without.pt")
     *seeds, without = (Subject(file, "ln", "ln", checkpoint=tmp_path / file) for file in files)
@@ -132,7 +149,8 @@ def test_the_papers_gains_stand_at_their_layers(runs):
     """Where only layers 4 and 6 were recorded."""
     (subject,) = subjects_of(runs[:1])
     names = {
-        f"encoder.layers.{n}.self_attn_layer_norm": f"encoder.layers.{m}.final_layer_norm" for n, m in ((0, 3), (1, 5))
+        f"encoder.layers.{n}.self_attn_layer_norm": f"encoder.layers.{m}.final_layer_norm"
+        for n, m in ((0, 3), (1, 5))
     }
     subject.probe["norm"] = subject.probe["norm"].map(names)
     figure = FIGURES[7].draw([subject])
@@ -164,21 +182,33 @@ def test_what_a_run_lacks_is_said_and_old_figures_are_removed(runs, tmp_path, ca
     scored = with_score(make_run(tmp_path / "scored"), 20)
     main([str(scored), str(runs[0]), "--output", str(out), "--labels", "a", "b"])
     (name, _) = (read.name for read in read_runs([scored, runs[0]]))
-    assert f"Figure 2 is without {name}: not every run has a --norm-probe file" in capsys.readouterr().err
-    assert {path.name for path in out.glob("*.png")} == {f"figure-{number}.png" for number in (2, 3, 4, 5, 7, 8)}
+    assert (
+        f"Figure 2 is without {name}: not every run has a --norm-probe file"
+        in capsys.readouterr().err
+    )
+    assert {path.name for path in out.glob("*.png")} == {
+        f"figure-{number}.png" for number in (2, 3, 4, 5, 7, 8)
+    }
     assert not (out / "figure-6.pdf").exists()
 
 
 def test_runs_that_differ_by_their_seed_or_mini_batch_are_a_line(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setitem(
-        FIGURES, 5, FIGURES[5]._replace(draw=lambda subjects: drawn.extend(subjects) or pyplot.figure())
+        FIGURES,
+        5,
+        FIGURES[5]._replace(draw=lambda subjects: drawn.extend(subjects) or pyplot.figure()),
     )
     changes = [{}, {"dataset__max_tokens": 512}, {"model__layer_scale_groups": 0}]
-    runs = [with_score(make_run(tmp_path / str(n), "pn", n, **one), 20) for n, one in enumerate(changes, 1)]
+    runs = [
+        with_score(make_run(tmp_path / str(n), "pn", n, **one), 20)
+        for n, one in enumerate(changes, 1)
+    ]
     main([*map(str, runs), "--output", str(tmp_path / "out")])
     lines = ["PN", "PN", "PN (layer_scale_groups=0)"]
-    assert [(one.tokens, one.line) for one in drawn] == list(zip((2048, 512, 2048), lines, strict=True))
+    assert [(one.tokens, one.line) for one in drawn] == list(
+        zip((2048, 512, 2048), lines, strict=True)
+    )
     drawn.clear()
     main([*map(str, runs), "--output", str(tmp_path / "out"), "--labels", "x", "x", "y"])
     assert [one.line for one in drawn] == ["x", "x", "y"]
@@ -189,7 +219,10 @@ def test_runs_that_differ_by_their_seed_or_mini_batch_are_a_line(tmp_path, monke
     [
         (("bn", "pnv", "--labels", "one"), "2 runs but 1 --labels"),
         (("bn",), "series cannot be read"),
-        (("pnv", "--norm", "encoder.layers.1.self_attn_norm"), "did you mean 'encoder.layers.1.self_attn_layer_norm'"),
+        (
+            ("pnv", "--norm", "encoder.layers.1.self_attn_norm"),
+            "did you mean 'encoder.layers.1.self_attn_layer_norm'",
+        ),
         (("pnv", "--output", "bn/train.log"), "bn/train.log: File exists"),
         (("pnv", "damaged"), "damaged/checkpoint_last.pt"),
         (("empty",), "nothing to draw: Figure 2: no run has a --norm-probe file; Figure 3"),

@@ -9,9 +9,12 @@ from pn_fairseq.pipeline import experiments, reproduce
 from ..scripts_helpers import assert_refused, in_process
 
 #: Corpus, folder, seed and norm of every run of compare_norms.
-PLANNED = [(part.corpus, part.folder, seed, norm)
-           for part in experiments.read_study("compare_norms").parts
-           for seed in part.seeds for norm in part.norms]  # fmt: skip
+PLANNED = [
+    (part.corpus, part.folder, seed, norm)
+    for part in experiments.read_study("compare_norms").parts
+    for seed in part.seeds
+    for norm in part.norms
+]
 
 
 @pytest.fixture
@@ -24,8 +27,12 @@ def trainings(*arguments, **environ) -> dict[str, list[str]]:
     """The words of each training of a dry run, by the name of its run."""
     done = in_process("reproduce", *arguments, "--dry-run", **environ)
     assert done.returncode == 0, done.stderr
-    commands = [shlex.split(line) for line in done.stdout.splitlines() if line.startswith("pn train")]
-    by_run = {"/".join(words[words.index("--run") + 1].split("/")[-2:]): words for words in commands}
+    commands = [
+        shlex.split(line) for line in done.stdout.splitlines() if line.startswith("pn train")
+    ]
+    by_run = {
+        "/".join(words[words.index("--run") + 1].split("/")[-2:]): words for words in commands
+    }
     assert len(by_run) == len(commands)
     return by_run
 
@@ -33,12 +40,18 @@ def trainings(*arguments, **environ) -> dict[str, list[str]]:
 def test_every_norm_is_compared_and_no_run_is_made_twice():
     assert len(set(PLANNED)) == len(PLANNED)
     every = "ln bn pnv pn brn mabn un rbn prepbn none lns dn ada rms sn gn dyt derf".split()
-    assert {norm.partition("+")[0] for corpus, _, _, norm in PLANNED if corpus == "verses"} == {*every}
+    assert {norm.partition("+")[0] for corpus, _, _, norm in PLANNED if corpus == "verses"} == {
+        *every
+    }
     for norm in every:
-        assert [seed for corpus, _, seed, name in PLANNED if (corpus, name) == ("verses_lm", norm)] == [1, 2, 3]
+        assert [
+            seed for corpus, _, seed, name in PLANNED if (corpus, name) == ("verses_lm", norm)
+        ] == [1, 2, 3]
 
 
-@pytest.mark.parametrize(("study", "runs"), [("compare_adanorm", (7 + 4) * 3 + 3), ("compare_placements", 12 * 3 + 13)])
+@pytest.mark.parametrize(
+    ("study", "runs"), [("compare_adanorm", (7 + 4) * 3 + 3), ("compare_placements", 12 * 3 + 13)]
+)
 def test_the_other_studies_are_planned(study, runs, unchecked):
     assert len(trainings("--study", study)) == runs
 
@@ -48,8 +61,12 @@ def test_commands_of_each_corpus(unchecked, tmp_path):
     assert len(of_runs) == len(PLANNED)
     assert sum(name.startswith("verses_lm/transformer_lm_") for name in of_runs) == 54
     settings = "model._name=transformer_pn_tiny common.seed=3"
-    assert " ".join(of_runs["verses/pn+layer_scale_groups=0_seed3"]).endswith(f"{settings} model.layer_scale_groups=0")
-    assert " ".join(of_runs["verses_lr0.01/pn_seed3"]).endswith(f"{settings} optimization.lr=[0.01]")
+    assert " ".join(of_runs["verses/pn+layer_scale_groups=0_seed3"]).endswith(
+        f"{settings} model.layer_scale_groups=0"
+    )
+    assert " ".join(of_runs["verses_lr0.01/pn_seed3"]).endswith(
+        f"{settings} optimization.lr=[0.01]"
+    )
 
 
 def test_each_system_is_trained_in_both_kinds_of_batches(tmp_path):
@@ -58,7 +75,9 @@ def test_each_system_is_trained_in_both_kinds_of_batches(tmp_path):
     assert len(of_runs) == 5 * 2 * 3 + 5 * 2  # three seeds, and two more in batches by length
     for name, words in of_runs.items():
         assert f"model.norm_probe='{tmp_path}/{name}/norm_probe'" in words
-        assert ("task._name=translation_random_batches" in words) == name.startswith("masks_random/")
+        assert ("task._name=translation_random_batches" in words) == name.startswith(
+            "masks_random/"
+        )
         assert ("model.norm_ignore_mask=true" in words) == ("+norm_ignore_mask" in name)
     assert not any("norm_ignore_mask" in name for name in of_runs if "/ln" in name)
 
@@ -96,7 +115,12 @@ def test_a_study_of_your_own(unchecked, tmp_path):
     """A seed is whole before the next one begins."""
     (tmp_path / "mine.yaml").write_text(STUDY)
     of_runs = trainings("--study", tmp_path / "mine.yaml", "--runs", tmp_path, "--ranks", 2)
-    assert [*of_runs] == ["a/pn_seed1", "verses/ln_seed1", "verses/pn+dropout=0.2_seed1", "a/pn_seed2"]
+    assert [*of_runs] == [
+        "a/pn_seed1",
+        "verses/ln_seed1",
+        "verses/pn+dropout=0.2_seed1",
+        "a/pn_seed2",
+    ]
     assert of_runs["a/pn_seed2"][-3:] == ["optimization.max_update=3", "--ranks", "2"]
 
 
@@ -105,12 +129,20 @@ def test_a_study_of_your_own(unchecked, tmp_path):
     [
         ("about: a", ("is not a study", "parts")),
         ("about: a\nparts: [{corpus: verses, seeds: [1]}]", ("is not a study", "norms")),
-        ("about: a\nparts: [{corpus: verses, seeds: [1], norms: [pn], seed: 1}]", ("is not a study", "'seed'")),
+        (
+            "about: a\nparts: [{corpus: verses, seeds: [1], norms: [pn], seed: 1}]",
+            ("is not a study", "'seed'"),
+        ),
         ("about: a\nparts: [{corpus: verses, seeds: 1, norms: [pn]}]", ("is not a study", "seeds")),
-        ("about: a\nparts: [{corpus: verses, seeds: [1], norms: [pm]}]", ("unknown norm 'pm', did you mean 'pn'?",)),
+        (
+            "about: a\nparts: [{corpus: verses, seeds: [1], norms: [pm]}]",
+            ("unknown norm 'pm', did you mean 'pn'?",),
+        ),
         ("about: [", ("cannot be read as settings",)),
     ],
 )
 def test_mistakes_in_studies(study, needles, tmp_path, unchecked):
     (tmp_path / "mine.yaml").write_text(study)
-    assert_refused(in_process("reproduce", "--study", tmp_path / "mine.yaml", "--dry-run"), *needles)
+    assert_refused(
+        in_process("reproduce", "--study", tmp_path / "mine.yaml", "--dry-run"), *needles
+    )

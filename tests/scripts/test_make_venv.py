@@ -1,4 +1,6 @@
-"""scripts/make_venv.sh: what it refuses, when it does something, and where torch and its dependencies come from."""
+"""scripts/make_venv.sh: what it refuses, when it does something, and where torch and its
+dependencies come from.
+"""
 
 import hashlib
 import re
@@ -34,14 +36,18 @@ def made(tmp_path):
     interpreter.chmod(0o755)
     made_from = (checkout / "constraints.txt").read_bytes() + (checkout / "setup.py").read_bytes()
     made_from += f"{checkout} no-such-python {torch}\n".encode()
-    sources = b"".join(file.read_bytes() for file in sorted((checkout / "pn_fairseq/kernels/cpp").iterdir()))
+    sources = b"".join(
+        file.read_bytes() for file in sorted((checkout / "pn_fairseq/kernels/cpp").iterdir())
+    )
     (venv / ".pn_fairseq").write_text(
         f"python=no-such-python\ntorch={torch}\nmade_from={hashlib.sha256(made_from).hexdigest()}\n"
         f"kernels={hashlib.sha256(sources).hexdigest()}\n"
     )
 
     def make(**changes):
-        return run("bash", checkout / "scripts/make_venv.sh", VENV=str(venv), check=False, **changes)
+        return run(
+            "bash", checkout / "scripts/make_venv.sh", VENV=str(venv), check=False, **changes
+        )
 
     def calls():
         lines = log.read_text().splitlines() if log.exists() else []
@@ -55,7 +61,9 @@ def test_it_does_nothing_until_something_changes(made):
     for variables in ({}, {"TORCH": made.torch, "PYTHON": "no-such-python"}):
         done = made.make(**variables)
         assert (done.returncode, done.stderr, made.calls()) == (0, "", [])
-    assert_refused(made.make(TORCH="torch==2.12.0"), "no-such-python", "3.11 to 3.13", "apt-get install")
+    assert_refused(
+        made.make(TORCH="torch==2.12.0"), "no-such-python", "3.11 to 3.13", "apt-get install"
+    )
     with (made.checkout / "constraints.txt").open("a") as file:
         file.write("# changed\n")
     assert_refused(made.make(), "no-such-python")
@@ -67,7 +75,10 @@ def test_changed_sources_are_compiled_again(made):
     done = made.make()
     assert done.returncode == 0 and "compiling fairseq and the C++ kernels" in done.stderr
     *compiled, packages = made.calls()
-    assert {call.split()[-1].partition("=")[0] for call in compiled} == {"--requirement", "--editable"}
+    assert {call.split()[-1].partition("=")[0] for call in compiled} == {
+        "--requirement",
+        "--editable",
+    }
     assert all("--no-deps --no-build-isolation" in call for call in compiled)
     assert packages.startswith("-m pip ") and packages.endswith(" pn-fairseq[fairseq,test]")
     assert made.make().stderr == "" and made.calls() == []
@@ -78,7 +89,8 @@ def test_the_newest_supported_interpreter_is_taken(tmp_path):
     for name in ("python3.12", "python3.11"):
         (tmp_path / name).write_text('#!/bin/sh\ncase "$*" in *venv*) exit 1 ;; esac\n')
         (tmp_path / name).chmod(0o755)
-    (tmp_path / "python3.13").write_text("#!/bin/sh\nexit 127\n")  # as of pyenv, which has it not chosen
+    # as of pyenv, which has it not chosen
+    (tmp_path / "python3.13").write_text("#!/bin/sh\nexit 127\n")
     (tmp_path / "python3.13").chmod(0o755)
     path = f"{tmp_path}:{environment()['PATH']}"
     done = run("bash", SCRIPTS / "make_venv.sh", VENV=str(tmp_path / "new"), PATH=path, check=False)
@@ -87,11 +99,20 @@ def test_the_newest_supported_interpreter_is_taken(tmp_path):
 
 
 def test_what_another_has_made_stays_as_it_is(made, tmp_path):
-    """The second checkout's script is this one's; a mark without ``checkout=`` is that of an earlier version."""
-    venv, checkout, mark = tmp_path / "venv", made.checkout, (tmp_path / "venv/.pn_fairseq").read_text()
+    """The second checkout's script is this one's;
+
+    a mark without ``checkout=`` is that of an earlier version.
+    """
+    venv, checkout, mark = (
+        tmp_path / "venv",
+        made.checkout,
+        (tmp_path / "venv/.pn_fairseq").read_text(),
+    )
     (tmp_path / "link").symlink_to("venv")
     (tmp_path / "dangling").symlink_to("nowhere")
-    cases = [(name, "", f"/{name.rstrip('/')}' is a link to '") for name in ("link", "link/", "dangling")]
+    cases = [
+        (name, "", f"/{name.rstrip('/')}' is a link to '") for name in ("link", "link/", "dangling")
+    ]
     cases += [("venv", f"checkout={checkout}\n", f"of the checkout '{checkout}'")]
     shutil.copytree(venv, checkout / ".venv")
     (tmp_path / "thesis").mkdir()
@@ -102,7 +123,9 @@ def test_what_another_has_made_stays_as_it_is(made, tmp_path):
         (venv / ".pn_fairseq").write_text(line + mark)
         refused = run("bash", SCRIPTS / "make_venv.sh", VENV=f"{tmp_path}/{name}", check=False)
         assert_refused(refused, message, "choose another VENV")
-        assert (venv / ".pn_fairseq").read_text() == line + mark and (checkout / ".venv/bin/python").exists()
+        assert (venv / ".pn_fairseq").read_text() == line + mark and (
+            checkout / ".venv/bin/python"
+        ).exists()
     assert (tmp_path / "thesis/chapter 1").read_text() == "years of work"
     refused = made.make(TORCH="torch==2.12.0")  # its own: refused for want of an interpreter only
     assert_refused(refused, "no-such-python")
@@ -110,8 +133,15 @@ def test_what_another_has_made_stays_as_it_is(made, tmp_path):
 
 @pytest.mark.parametrize("reachable", [True, False])
 def test_only_torch_is_asked_of_its_own_index(tmp_path, reachable):
-    """With an interpreter that writes down its arguments, and a pip that reaches that index or does not."""
-    fake, log, checkout = tmp_path / "python", tmp_path / "log", make_checkout(tmp_path / "checkout")
+    """With an interpreter that writes down its arguments,
+
+    and a pip that reaches that index or does not.
+    """
+    fake, log, checkout = (
+        tmp_path / "python",
+        tmp_path / "log",
+        make_checkout(tmp_path / "checkout"),
+    )
     fake.write_text(
         f"""#!/bin/sh
         echo "$*" >>'{log}'
@@ -122,7 +152,12 @@ def test_only_torch_is_asked_of_its_own_index(tmp_path, reachable):
         """.replace("\n        ", "\n")
     )
     fake.chmod(0o755)
-    variables = {"PYTHON": str(fake), "TORCH": "cpu", "TORCH_INDEX": "https://torch.org", "VENV": f"{tmp_path}/venv"}
+    variables = {
+        "PYTHON": str(fake),
+        "TORCH": "cpu",
+        "TORCH_INDEX": "https://torch.org",
+        "VENV": f"{tmp_path}/venv",
+    }
     done = run("bash", checkout / "scripts/make_venv.sh", **variables)
     steps = [line.partition(" ")[2] for line in done.stderr.splitlines()]
     wanted = "torch==2.13.0+cpu --no-deps --retries 1 --timeout 15 --index-url https://torch.org"
@@ -137,35 +172,49 @@ def test_only_torch_is_asked_of_its_own_index(tmp_path, reachable):
 
 
 #: What torch 2.13.0+cpu needs.
-NEEDED = (
-    "filelock typing-extensions>=4.10.0 setuptools>=77.0.3 sympy>=1.13.3 networkx>=2.5.1 jinja2 fsspec>=0.8.5".split()
-)
+NEEDED = ["filelock", "typing-extensions>=4.10.0", "setuptools>=77.0.3", "sympy>=1.13.3"]
+NEEDED += ["networkx>=2.5.1", "jinja2", "fsspec>=0.8.5"]
 
 
 @pytest.mark.slow
 def test_torch_for_cpus_from_an_index_that_has_nothing_else(tmp_path):
-    """A fresh environment, the pinned pip, a small stand-in for torch. A fairseq that does not exist ends it then.
+    """A fresh environment, the pinned pip, a small stand-in for torch. A fairseq that does not
+    exist ends it then.
 
     The stand-in has a version that the usual index does not have.
     """
     checkout, venv = make_checkout(tmp_path / "checkout"), tmp_path / "venv"
     pins = (checkout / "constraints.txt").read_text()
-    pins = pins.replace("\ntorch==2.13.0\n", "\ntorch==2.13.99\n").replace("fairseq-fixed==", "fairseq-fixed==99.")
+    pins = pins.replace("\ntorch==2.13.0\n", "\ntorch==2.13.99\n").replace(
+        "fairseq-fixed==", "fairseq-fixed==99."
+    )
     (checkout / "constraints.txt").write_text(pins)
     (tmp_path / "index/torch").mkdir(parents=True)
     metadata = "Metadata-Version: 2.1\nName: torch\nVersion: 2.13.99+cpu\n"
-    (tmp_path / "index/torch/index.html").write_text('<a href="torch-2.13.99+cpu-py3-none-any.whl">torch</a>')
+    (tmp_path / "index/torch/index.html").write_text(
+        '<a href="torch-2.13.99+cpu-py3-none-any.whl">torch</a>'
+    )
     with zipfile.ZipFile(tmp_path / "index/torch/torch-2.13.99+cpu-py3-none-any.whl", "w") as wheel:
         info = "torch-2.13.99+cpu.dist-info"
-        wheel.writestr(f"{info}/METADATA", metadata + "".join(f"Requires-Dist: {name}\n" for name in NEEDED))
-        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(
+            f"{info}/METADATA", metadata + "".join(f"Requires-Dist: {name}\n" for name in NEEDED)
+        )
+        wheel.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
         wheel.writestr(f"{info}/RECORD", "")
     variables = {"VENV": str(venv), "TORCH": "cpu", "TORCH_INDEX": f"file://{tmp_path}/index"}
     done = run("bash", checkout / "scripts/make_venv.sh", check=False, **variables)
     last = done.stderr.splitlines()[-1]
     assert done.returncode == 2 and "pip could not install 'fairseq and pn_fairseq'" in last
-    assert "[make_venv] 2/4 installing torch==2.13.99+cpu" in done.stderr and "CUDA" not in done.stderr
-    listed = subprocess.check_output([venv / "bin/python", "-m", "pip", "list", "--format=freeze"], text=True).split()
-    pinned = [line for line in pins.splitlines() if line.startswith(("pip==", "setuptools==", "jinja2=="))]
+    assert (
+        "[make_venv] 2/4 installing torch==2.13.99+cpu" in done.stderr and "CUDA" not in done.stderr
+    )
+    listed = subprocess.check_output(
+        [venv / "bin/python", "-m", "pip", "list", "--format=freeze"], text=True
+    ).split()
+    pinned = [
+        line for line in pins.splitlines() if line.startswith(("pip==", "setuptools==", "jinja2=="))
+    ]
     assert {"torch==2.13.99+cpu", *pinned} <= {line.replace("Jinja2", "jinja2") for line in listed}
     assert not any(line.startswith(("triton==", "nvidia")) for line in listed)

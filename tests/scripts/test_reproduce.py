@@ -53,12 +53,18 @@ def test_dry_run_prints_every_command(name, unchecked):
     for norm in ("bn", "pn"):
         for seed in (1, 7):
             run = f"{runs}/{norm}_seed{seed}"
-            settings = f"model._name=transformer_{norm}_{size} common.seed={seed} optimization.max_update=9"
+            settings = (
+                f"model._name=transformer_{norm}_{size} common.seed={seed} "
+                f"optimization.max_update=9"
+            )
             expected.append(f"pn train {config} --data runs/data/{config} --run {run} {settings}")
             expected += [f"pn {step} --run {run}" for step in ("average", "generate", "score")]
     folders = " ".join(f"{runs}/{norm}_seed{seed}" for norm in ("bn", "pn") for seed in (1, 7))
     expected.append(f"pn report {folders} --output {runs}/report")
-    assert dry_run(name, "optimization.max_update=9", "--norms", " bn  pn", "--seeds", "1 7") == expected
+    assert (
+        dry_run(name, "optimization.max_update=9", "--norms", " bn  pn", "--seeds", "1 7")
+        == expected
+    )
     assert (ROOT / f"configs/{config}.yaml").is_file()
 
 
@@ -70,9 +76,19 @@ def trained(lines: list[str]) -> dict[str, str]:
 def test_rows_of_a_table(unchecked):
     lines = dry_run("iwslt14", "common.fp16=true", "--table", "powernorm-4", "--seeds", "1")
     release, one_group = "norm_variant=release", "layer_scale_groups=1"
-    rows = {"bn": release, "brn": one_group, "mabn": one_group, "ln": "", "gn": "", "pnv": "", "pn": release}
+    rows = {
+        "bn": release,
+        "brn": one_group,
+        "mabn": one_group,
+        "ln": "",
+        "gn": "",
+        "pnv": "",
+        "pn": release,
+    }
     assert trained(lines) == {
-        f"{name}+{setting}_seed1" if setting else f"{name}_seed1": f"model._name=transformer_{name}_iwslt common.seed=1"
+        f"{name}+{setting}_seed1"
+        if setting
+        else f"{name}_seed1": f"model._name=transformer_{name}_iwslt common.seed=1"
         + (f" model.{setting}" if setting else "")
         + " common.fp16=true"
         for name, setting in rows.items()
@@ -84,8 +100,9 @@ def test_rows_of_a_table(unchecked):
 
 @pytest.mark.parametrize("name", reproduce.CORPORA)
 def test_help_lists_the_tables_and_each_is_planned(name, unchecked):
-    """Its rows, with a configuration that exists; of every corpus that has prepared data. Of the options of the
-    preparation it lists those of the corpus."""
+    """Its rows, with a configuration that exists; of every corpus that has prepared data. Of the
+    options of the preparation it lists those of the corpus.
+    """
     text = in_process(name, "--help").stdout
     assert ("--archive" in text) == ("--archive" in RECIPES[name].OPTIONS)
     listed = re.search(r"--table NAME(?s:.*?)NAME:(?s:(.*?))\n  --", text)
@@ -105,32 +122,54 @@ def test_help_lists_the_tables_and_each_is_planned(name, unchecked):
 
 
 def test_the_settings_of_a_table_are_checked():
-    """From the command line to the configuration and the norms; tests/test_configs.py has the rows of all tables."""
+    """From the command line to the configuration and the norms;
+
+    tests/test_configs.py has the rows of all tables.
+    """
     dry_run("iwslt14", "--table", "adanorm-4-code", "--seeds", "1")
 
 
 def test_tables_have_the_norms_and_options_of_the_papers(unchecked):
     text = ("--seeds", "1")
-    bn = trained(dry_run("wmt14", "--table", "powernorm-1-wmt14", *text))["bn+norm_variant=release+norm_sync=on_seed1"]
+    bn = trained(dry_run("wmt14", "--table", "powernorm-1-wmt14", *text))[
+        "bn+norm_variant=release+norm_sync=on_seed1"
+    ]
     assert bn.endswith("model.norm_variant=release model.norm_sync=on")
     lines = dry_run("ptb", "--corpus", "/texts", *text)
-    scaled = {name.split("+")[0] for name, settings in trained(lines).items() if "layer_scale_groups=1" in settings}
+    scaled = {
+        name.split("+")[0]
+        for name, settings in trained(lines).items()
+        if "layer_scale_groups=1" in settings
+    }
     assert scaled == {"bn", "brn", "mabn"} and len(trained(lines)) == 7
     rows = trained(dry_run("iwslt14", "--table", "adanorm-3", *text))
     assert rows["dn+decoder_norm=detach+norm_options.detach=std_seed1"] == (
-        "model._name=transformer_dn_iwslt common.seed=1 model.decoder_norm=detach model.norm_options.detach=std"
+        "model._name=transformer_dn_iwslt common.seed=1 model.decoder_norm=detach "
+        "model.norm_options.detach=std"
     )
 
 
 def test_language_models_are_trained_for_every_model_and_norm(unchecked):
-    lines = dry_run("verses_lm", "optimization.max_update=9", "--norms", "pn ln+layer_scale_groups=1", "--seeds", "3")
+    lines = dry_run(
+        "verses_lm",
+        "optimization.max_update=9",
+        "--norms",
+        "pn ln+layer_scale_groups=1",
+        "--seeds",
+        "3",
+    )
     expected, folders = ["pn prepare verses_lm --dest runs/data/verses_lm_en"], []
     for model in ("transformer_lm", "tensorized_lm"):
         for norm, arch in (("pn", "pn_tiny"), ("ln+layer_scale_groups=1", "ln_tiny")):
             folders.append(f"runs/verses_lm_en/{model}_{norm}_seed3")
             setting = "model.layer_scale_groups=1 " if "+" in norm else ""
-            settings = f"model._name={model}_{arch} common.seed=3 {setting}optimization.max_update=9"
-            expected.append(f"pn train verses_lm_en --data runs/data/verses_lm_en --run {folders[-1]} {settings}")
+            settings = (
+                f"model._name={model}_{arch} common.seed=3 {setting}optimization.max_update=9"
+            )
+            expected.append(
+                f"pn train verses_lm_en --data runs/data/verses_lm_en --run {folders[-1]} "
+                f"{settings}"
+            )
             expected += [f"pn {step} --run {folders[-1]}" for step in ("average", "evaluate-lm")]
     assert lines == [*expected, f"pn report {' '.join(folders)} --output runs/verses_lm_en/report"]
     one = ("--norms", "pn", "--seeds", "1")
@@ -141,7 +180,17 @@ def test_language_models_are_trained_for_every_model_and_norm(unchecked):
 
 
 def test_dry_run_can_be_pasted_into_a_shell(unchecked, tmp_path):
-    lines = dry_run("iwslt14", "--archive", "my talks.tgz", "--runs", tmp_path / "a b", "--norms", "pn", "--seeds", "1")
+    lines = dry_run(
+        "iwslt14",
+        "--archive",
+        "my talks.tgz",
+        "--runs",
+        tmp_path / "a b",
+        "--norms",
+        "pn",
+        "--seeds",
+        "1",
+    )
     assert shlex.split(lines[0])[-2:] == ["--archive", "my talks.tgz"]
     assert "a b/pn_seed1" in shlex.split(lines[1])
     assert not (tmp_path / "a b").exists()
@@ -168,7 +217,9 @@ esac
 
 @pytest.fixture
 def calls(tmp_path, monkeypatch):
-    """The steps are a stub, which records its arguments in this file; the checks of the trainings are recorded, too."""
+    """The steps are a stub, which records its arguments in this file; the checks of the
+    trainings are recorded, too.
+    """
     stub, file = tmp_path / "stub", tmp_path / "calls"
     stub.write_text(STUB)
     stub.chmod(0o755)
@@ -190,14 +241,22 @@ def made(calls, *arguments, **environ) -> tuple[subprocess.CompletedProcess, lis
     result = in_process("iwslt14", *TWO, *arguments, **environ)
     first, *lines = calls.read_text().splitlines()
     # The settings are checked before the data is prepared.
-    assert first == " ".join(["train iwslt14_de_en --check model._name=transformer_ln_iwslt", *arguments])
+    assert first == " ".join(
+        ["train iwslt14_de_en --check model._name=transformer_ln_iwslt", *arguments]
+    )
     # "train iwslt14_de_en --data ... --run R ..." -> "train ln_seed1"
     lines = [line for line in lines if "--check" not in line]
-    return result, [f"{line.split()[0]} {line.split('--run ')[-1].split()[0].split('/')[-1]}" for line in lines]
+    return result, [
+        f"{line.split()[0]} {line.split('--run ')[-1].split()[0].split('/')[-1]}" for line in lines
+    ]
 
 
 TWO = ("--norms", "ln,pn", "--seeds", "1")
-ALL = [f"{step} {run}" for run in ("ln_seed1", "pn_seed1") for step in ("train", "average", "generate", "score")]
+ALL = [
+    f"{step} {run}"
+    for run in ("ln_seed1", "pn_seed1")
+    for step in ("train", "average", "generate", "score")
+]
 
 
 RUNS = Path("runs/iwslt14_de_en")
@@ -226,8 +285,10 @@ def test_a_failed_training_is_noted_though_it_left_no_folder(calls):
 
 def test_each_norm_with_settings_is_checked_before_the_preparation(calls):
     norms = ("--norms", "ln,ln+encoder_layers=2,pn+dropout=0.1", "--seeds", "1,2")
-    checks = [f"train iwslt14_de_en --check model._name=transformer_{words}" for words in
-              ("ln_iwslt model.encoder_layers=2", "pn_iwslt model.dropout=0.1")]  # fmt: skip
+    checks = [
+        f"train iwslt14_de_en --check model._name=transformer_{words}"
+        for words in ("ln_iwslt model.encoder_layers=2", "pn_iwslt model.dropout=0.1")
+    ]
     assert in_process("iwslt14", *norms).returncode == 0
     assert calls.read_text().splitlines()[:2] == checks
     calls.unlink()
@@ -242,13 +303,23 @@ def shell(monkeypatch):
 
 
 def test_the_messages_of_a_step_are_complete(shell, tmp_path, capfdbinary):
-    """Also where they come after its end, from a process that it has started. They are whole lines."""
-    code = reproduce.execute(["(sleep 0.5; printf fai >&2; sleep 0.1; printf led >&2) & exit 7"], tmp_path / "messages")
-    assert code == 7 and (tmp_path / "messages").read_bytes() == capfdbinary.readouterr().err == b"failed\n"
+    """Also where they come after its end, from a process that it has started.
+
+    They are whole lines.
+    """
+    code = reproduce.execute(
+        ["(sleep 0.5; printf fai >&2; sleep 0.1; printf led >&2) & exit 7"], tmp_path / "messages"
+    )
+    assert (
+        code == 7
+        and (tmp_path / "messages").read_bytes() == capfdbinary.readouterr().err == b"failed\n"
+    )
 
 
 def test_what_a_step_writes_is_read_to_its_end_though_nobody_takes_it(shell, tmp_path):
-    """A closed stderr, as of `| head`, and a full disk: the step must be able to write more than a pipe holds."""
+    """A closed stderr, as of `| head`, and a full disk: the step must be able to write more than
+    a pipe holds.
+    """
     step = ["head -c 300000 /dev/zero | tr '\\0' x >&2; exit 3"]
     full = io.TextIOWrapper(open("/dev/full", "wb", buffering=0))  # noqa: SIM115
     with full, contextlib.redirect_stderr(full):
@@ -261,7 +332,9 @@ def test_what_a_step_writes_is_read_to_its_end_though_nobody_takes_it(shell, tmp
 def test_a_step_that_a_signal_ends(calls, monkeypatch, number, code):
     # A background job inherits that SIGINT is ignored.
     kill = ["env", "--default-signal", "bash", "-c", f"kill -{number} $$"]
-    monkeypatch.setattr(reproduce, "program", lambda step: kill if step[0] == "average" else ["true"])
+    monkeypatch.setattr(
+        reproduce, "program", lambda step: kill if step[0] == "average" else ["true"]
+    )
     result = in_process("iwslt14", *TWO)
     assert result.returncode == (1 if number == "KILL" else code)
     assert (RUNS / "ln_seed1/failed").exists() is (number == "KILL")
@@ -276,12 +349,19 @@ def test_without_data_or_report_it_is_an_error(calls, fails, count):
     assert result.returncode == 2 and len(made_of) == count
 
 
-# test_a_step_that_a_signal_ends has SIGINT, which the step gets as well, and test_train.py sends it to a process.
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
+# test_a_step_that_a_signal_ends has SIGINT, which the step gets as well, and test_train.py sends it
+# to a process.
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
+)
 def test_an_interruption_ends_it_all(calls, tmp_path, number):
-    driver = "import sys; from pn_fairseq import __main__; from pn_fairseq.pipeline import reproduce; "
+    driver = (
+        "import sys; from pn_fairseq import __main__; from pn_fairseq.pipeline import reproduce; "
+    )
     driver += "from pn_fairseq.pipeline import train; train.main = lambda argv: 0; "
-    driver += f"reproduce.program = lambda step: ['{tmp_path}/stub', *step]; sys.exit(__main__.main())"
+    driver += (
+        f"reproduce.program = lambda step: ['{tmp_path}/stub', *step]; sys.exit(__main__.main())"
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", driver, "reproduce", "iwslt14"],
         env=environment(HANG="generate"),
@@ -291,8 +371,15 @@ def test_an_interruption_ends_it_all(calls, tmp_path, number):
     os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 128 + number
-    assert stderr.splitlines()[-1] == "pn reproduce: interrupted; run the same command again to resume"
-    assert [line.split()[0] for line in calls.read_text().splitlines()] == ["prepare", "train", "average", "generate"]
+    assert (
+        stderr.splitlines()[-1] == "pn reproduce: interrupted; run the same command again to resume"
+    )
+    assert [line.split()[0] for line in calls.read_text().splitlines()] == [
+        "prepare",
+        "train",
+        "average",
+        "generate",
+    ]
 
 
 # --- a configuration, with your own data ---
@@ -306,11 +393,18 @@ def test_a_configuration_with_own_data(data, calls):
     planned = own(data, "--dry-run", "--seeds", "5")
     assert planned.returncode == 0 and "pn prepare" not in planned.stdout
     settings = "model._name=transformer_pn_tiny common.seed=5"
-    assert f"pn train verses_es_en --data {data} --run sweep/pn_seed5 {settings}" in planned.stdout.splitlines()
+    assert (
+        f"pn train verses_es_en --data {data} --run sweep/pn_seed5 {settings}"
+        in planned.stdout.splitlines()
+    )
     assert own(data, *TWO, "optimization.max_update=3").returncode == 0
     lines = [line for line in calls.read_text().splitlines() if "--check" not in line]
-    assert [line.split()[0] for line in lines] == ["train", "average", "generate", "score"] * 2 + ["report"]
-    assert lines[0].endswith("model._name=transformer_ln_tiny common.seed=1 optimization.max_update=3")
+    assert [line.split()[0] for line in lines] == ["train", "average", "generate", "score"] * 2 + [
+        "report"
+    ]
+    assert lines[0].endswith(
+        "model._name=transformer_ln_tiny common.seed=1 optimization.max_update=3"
+    )
 
 
 @pytest.mark.parametrize("option", [[], ["--dry-run"]])
@@ -321,19 +415,32 @@ def test_conflicts_are_found_before_anything_runs(data, tmp_path, monkeypatch, o
     (french / "bin").mkdir(parents=True)
     (french / "settings.txt").write_text("source=fr\ntarget=en\n")
     one = ("--norms", "pn", "--seeds", "1")
-    assert_refused(own(french, *option, *one), "fr-en", "es-en", "add task.source_lang=fr task.target_lang=en")
+    assert_refused(
+        own(french, *option, *one), "fr-en", "es-en", "add task.source_lang=fr task.target_lang=en"
+    )
     refused = in_process("verses", "--data", french, "task.source_lang=fr", *option, *one)
-    assert refused.returncode == 2 and "(source=fr, not es)" in refused.stderr and "another" in refused.stderr
+    assert (
+        refused.returncode == 2
+        and "(source=fr, not es)" in refused.stderr
+        and "another" in refused.stderr
+    )
     refused = in_process("verses", "--data", data, *option, *one)
     assert refused.returncode == 2 and "(bpe=300, not 4000)" in refused.stderr
     assert_refused(own(tmp_path, *option, *one), "is not prepared data (--data)")
     (tmp_path / "sweep/pn_seed1").mkdir(parents=True)
-    (tmp_path / "sweep/pn_seed1/config.yaml").write_text("model: {_name: transformer_pn_tiny, dropout: 0.5}\n")
-    assert_refused(own(data, *option, *one), "pn_seed1' was started with different settings", "use another --run")
+    (tmp_path / "sweep/pn_seed1/config.yaml").write_text(
+        "model: {_name: transformer_pn_tiny, dropout: 0.5}\n"
+    )
+    assert_refused(
+        own(data, *option, *one),
+        "pn_seed1' was started with different settings",
+        "use another --run",
+    )
 
 
 @pytest.mark.parametrize(
-    ("limit", "named"), [("optimization.max_update=60", "60 updates"), ("optimization.max_epoch=2", "2 epochs")]
+    ("limit", "named"),
+    [("optimization.max_update=60", "60 updates"), ("optimization.max_epoch=2", "2 epochs")],
 )
 def test_a_run_that_is_longer_than_the_others_is_named_at_once(limit, named, data, tmp_path):
     from omegaconf import OmegaConf
@@ -346,11 +453,18 @@ def test_a_run_that_is_longer_than_the_others_is_named_at_once(limit, named, dat
     (run / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
     planned = own(data, "--dry-run", "--norms", "pn", "--seeds", "1,2", limit)
     assert planned.returncode == 0 and "note:" not in planned.stderr
-    (run / "train.log").write_text("Saved checkpoint a (epoch 3 @ 150 updates, score 4.2) (writing took 1 seconds)\n")
+    (run / "train.log").write_text(
+        "Saved checkpoint a (epoch 3 @ 150 updates, score 4.2) (writing took 1 seconds)\n"
+    )
     said = own(data, "--dry-run", "--norms", "pn", "--seeds", "1,2", limit).stderr
-    assert f"note: '{run}' was trained for " in said and f", more than {limit}: it stays as it is" in said
+    assert (
+        f"note: '{run}' was trained for " in said
+        and f", more than {limit}: it stays as it is" in said
+    )
     assert f"is not comparable with runs of {named}" in said
-    longer = own(data, "--dry-run", "--norms", "pn", "--seeds", "1,2", limit.partition("=")[0] + "=150")
+    longer = own(
+        data, "--dry-run", "--norms", "pn", "--seeds", "1,2", limit.partition("=")[0] + "=150"
+    )
     assert "note:" not in longer.stderr
 
 
@@ -362,4 +476,6 @@ def test_a_conflict_is_one_line_of_a_process(tmp_path):
     words = ("-m", "pn_fairseq", "reproduce", "verses_es_en", "--data", tmp_path, "--dry-run")
     result = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.startswith("pn reproduce: error: ") and result.stderr.count("\n") == 1, result.stderr
+    assert result.stderr.startswith("pn reproduce: error: ") and result.stderr.count("\n") == 1, (
+        result.stderr
+    )

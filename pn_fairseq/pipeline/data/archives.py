@@ -23,8 +23,15 @@ CHUNK = 1 << 20
 #: Some servers refuse Python's own.
 AGENT = "Mozilla/5.0"
 #: What a server and the way to it may raise, also in the middle of a file.
-NETWORK = (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError, ssl.SSLError)
-#: Bytes that an archive may unpack, in all. The largest text used here, WMT14's Common Crawl, has about 700 MB.
+NETWORK = (
+    urllib.error.URLError,
+    http.client.HTTPException,
+    ConnectionError,
+    TimeoutError,
+    ssl.SSLError,
+)
+#: Bytes that an archive may unpack, in all. The largest text used here, WMT14's Common Crawl, has
+#: about 700 MB.
 LIMIT = 4 << 30
 #: What is raised for a damaged archive.
 DAMAGE = (
@@ -38,7 +45,11 @@ def _address(url: str, mirror: str | None) -> str:
     name = url.rsplit("/", 1)[-1]
     if not mirror:
         return url
-    return f"{mirror.rstrip('/')}/{name}" if "://" in mirror else (Path(mirror).absolute() / name).as_uri()
+    return (
+        f"{mirror.rstrip('/')}/{name}"
+        if "://" in mirror
+        else (Path(mirror).absolute() / name).as_uri()
+    )
 
 
 def _size(path: Path) -> int:
@@ -46,13 +57,21 @@ def _size(path: Path) -> int:
 
 
 def _transfer(address: str, partial: Path) -> None:
-    """Append the bytes that ``partial`` does not have yet; a server that cannot do that sends the whole file."""
+    """Append the bytes that ``partial`` does not have yet;
+
+    a server that cannot do that sends the whole file.
+    """
     begin = _size(partial)
     headers = {"User-Agent": AGENT, **({"Range": f"bytes={begin}-"} if begin else {})}
-    with urllib.request.urlopen(urllib.request.Request(address, headers=headers), timeout=60) as answer:
+    with urllib.request.urlopen(
+        urllib.request.Request(address, headers=headers), timeout=60
+    ) as answer:
         total = int(answer.headers["Content-Length"] or 0)
         mode = "ab" if answer.status == 206 else "wb"
-        with partial.open(mode) as file, progress(total=total, desc=partial.stem, unit="B", unit_scale=True) as bar:
+        with (
+            partial.open(mode) as file,
+            progress(total=total, desc=partial.stem, unit="B", unit_scale=True) as bar,
+        ):
             while block := answer.read(CHUNK):
                 file.write(block)
                 bar.update(len(block))
@@ -61,7 +80,8 @@ def _transfer(address: str, partial: Path) -> None:
 
 
 def fetch(url: str, file: Path, known: str = "", mirror: str | None = None) -> None:
-    """Download a file, unless it is there. Where a connection broke, it is resumed as long as something comes.
+    """Download a file, unless it is there. Where a connection broke, it is resumed as long as
+    something comes.
 
     Args:
         url: address.
@@ -80,20 +100,30 @@ def fetch(url: str, file: Path, known: str = "", mirror: str | None = None) -> N
         except NETWORK as error:
             size = _size(partial)
             if getattr(error, "code", None) == 416 and size:
-                partial.unlink()  # the server has no more than is here: it may be the end of another version
+                # the server has no more than is here: it may be the end of another version
+                partial.unlink()
             elif size <= before:
                 kept = f"; {size} bytes are kept for the next run" if size else ""
-                advice = "check the network and retry, or get the file elsewhere and name its folder (--mirror)"
+                advice = (
+                    "check the network and retry, or get the file elsewhere and name its folder "
+                    "(--mirror)"
+                )
                 raise UserError(f"{address}: {error}{kept}; {advice}") from None
     algorithm = "md5" if len(known) == 32 else "sha256"
     if known and (digest := checksum(file, algorithm)) != known.lower():
         file.unlink()
         advice = "it was removed; run the same command again, or put the right file there"
-        raise UserError(f"{file} ({address}) is another file: its {algorithm} is {digest}, not {known}; {advice}")
+        raise UserError(
+            f"{file} ({address}) is another file: its {algorithm} is {digest}, not {known}; "
+            f"{advice}"
+        )
 
 
 def _check(archive: Path, members: Sequence[str], sizes: Mapping[str, int]) -> None:
-    """Refuse an archive without these members, or with too many bytes in them. ``sizes``: of its plain files."""
+    """Refuse an archive without these members, or with too many bytes in them.
+
+    ``sizes``: of its plain files.
+    """
     if missing := [name for name in members if name not in sizes]:
         content = ", ".join([*sizes][:12]) or "nothing"
         raise UserError(f"{archive} has no {' and '.join(missing)}; it begins with {content}")
@@ -104,23 +134,36 @@ def _check(archive: Path, members: Sequence[str], sizes: Mapping[str, int]) -> N
 def unpack(archive: Path, folder: Path, members: Sequence[str]) -> list[Path]:
     """Extract these members of a tar or zip archive, by their paths, into a folder.
 
-    The archive is not trusted: members must be plain files that stay in the folder, of at most :data:`LIMIT` bytes in
-    all. A tar archive is read to its end, where the checksum of a compressed one is, before anything is written.
+    The archive is not trusted: members must be plain files that stay in the folder, of at most
+    :data:`LIMIT` bytes in all. A tar archive is read to its end, where the checksum of a compressed
+    one is, before anything is written.
     """
     try:
         if archive.suffix == ".zip":
             with zipfile.ZipFile(archive) as file:
-                _check(archive, members, {member.filename: member.file_size for member in file.infolist()})
+                _check(
+                    archive,
+                    members,
+                    {member.filename: member.file_size for member in file.infolist()},
+                )
                 file.extractall(folder, members)
         else:
             with tarfile.open(archive) as file:
                 content = {os.path.normpath(member.name): member for member in file}
                 while file.fileobj.read(CHUNK):
                     pass
-                _check(archive, members, {name: member.size for name, member in content.items() if member.isreg()})
-                file.extractall(folder, [content[name] for name in content if name in members], filter="data")
+                _check(
+                    archive,
+                    members,
+                    {name: member.size for name, member in content.items() if member.isreg()},
+                )
+                file.extractall(
+                    folder, [content[name] for name in content if name in members], filter="data"
+                )
     except DAMAGE as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         advice = "remove it and get it again (without --archive the same command does)"
-        raise UserError(f"{archive} is not an archive, or is damaged or cut off ({reason}); {advice}") from None
+        raise UserError(
+            f"{archive} is not an archive, or is damaged or cut off ({reason}); {advice}"
+        ) from None
     return [folder / member for member in members]

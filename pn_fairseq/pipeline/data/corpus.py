@@ -27,12 +27,17 @@ class Corpus:
         if "transformer" not in self.models:
             return [["train"], ["average"], ["evaluate-lm"]]
         options = [[] if subset == "test" else ["--subset", subset] for subset in self.subsets]
-        return [["train"], ["average"], *([verb, *subset] for subset in options for verb in ("generate", "score"))]
+        return [
+            ["train"],
+            ["average"],
+            *([verb, *subset] for subset in options for verb in ("generate", "score")),
+        ]
 
     @property
     def tables(self) -> dict[str, Table]:
         """The published tables of the corpus."""
-        from pn_fairseq.common.published import LM_TABLES, PAPER  # which takes longer than the help texts may
+        # which takes longer than the help texts may
+        from pn_fairseq.common.published import LM_TABLES, PAPER
 
         stem, every = Path(self.config).stem, {**PAPER, **LM_TABLES}
         return {name: table for name, table in every.items() if table.config.startswith(stem)}

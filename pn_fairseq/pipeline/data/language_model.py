@@ -1,8 +1,10 @@
-"""Data of language models: three texts, a sentence or paragraph per line, as fairseq's binary data with one dictionary.
+"""Data of language models: three texts, a sentence or paragraph per line, as fairseq's binary data
+with one dictionary.
 
-raw/ has the text as it came, tok/ tokens with one blank between them, as they are counted; a token is a word of tok/,
-or the end of a line. With unit=byte a word is a byte, in two hexadecimal digits, and the end of a line is the byte 0A.
-counts.txt has the tokens and lines of each split, the vocabulary, and the share of <unk>.
+raw/ has the text as it came, tok/ tokens with one blank between them, as they are counted; a token
+is a word of tok/, or the end of a line. With unit=byte a word is a byte, in two hexadecimal digits,
+and the end of a line is the byte 0A. counts.txt has the tokens and lines of each split, the
+vocabulary, and the share of <unk>.
 """
 
 from __future__ import annotations
@@ -41,11 +43,19 @@ def prepare(data: Preparation, texts: Sequence[Path], expect: Sequence[int] = ()
         return
     data.transform("tokenizing", "raw", "tok", lambda *_: _tokenizer(data.settings))
     tok = {split: data.dest / f"tok/{split}.txt" for split in SPLITS}
-    counts = {split: sum(len(line.split()) + 1 for line in pairs.lines(path)) for split, path in tok.items()}
+    counts = {
+        split: sum(len(line.split()) + 1 for line in pairs.lines(path))
+        for split, path in tok.items()
+    }
     if expect and list(counts.values()) != list(expect):
-        here, published = (" / ".join(f"{count:,}" for count in numbers) for numbers in (counts.values(), expect))
+        here, published = (
+            " / ".join(f"{count:,}" for count in numbers) for numbers in (counts.values(), expect)
+        )
         name = data.settings.corpus
-        raise UserError(f"this is not {name}: train, valid and test have {here} tokens, and {name} has {published}")
+        raise UserError(
+            f"this is not {name}: train, valid and test have {here} tokens, and {name} has "
+            f"{published}"
+        )
     flags = ["--only-source", "--thresholdsrc", str(data.settings.min_count)]
     flags += [f"--{split}pref=tok/{split}.txt" for split in SPLITS]
     make_bin(data.dest, data.workers, flags, {split: f"tok/{split}.txt" for split in SPLITS})
@@ -63,12 +73,20 @@ def _tokenizer(settings: LanguageModelSettings) -> Work:
 
 
 def _bytes(text: bytes) -> bytes:
-    return b"".join(line.hex(" ").encode() + b"\n" for line in text.removesuffix(b"\n").split(b"\n"))
+    return b"".join(
+        line.hex(" ").encode() + b"\n" for line in text.removesuffix(b"\n").split(b"\n")
+    )
 
 
 def _unknown(folder: Path) -> dict[str, object]:
-    """Size of fairseq's dictionary without its own symbols, and the share of each split that is <unk>."""
+    """Size of fairseq's dictionary without its own symbols,
+
+    and the share of each split that is <unk>.
+    """
     types = [line.split() for line in (folder / "dict.txt").read_text("utf-8").splitlines()]
     vocabulary = [word for word, _ in types if not word.startswith("madeupword")]
     shares = {text.removesuffix(".txt"): share for text, share in unknown_shares(folder).items()}
-    return {"vocabulary": len(vocabulary), **{f"{split}.unk_percent": share for split, share in shares.items()}}
+    return {
+        "vocabulary": len(vocabulary),
+        **{f"{split}.unk_percent": share for split, share in shares.items()},
+    }

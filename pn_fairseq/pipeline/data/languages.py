@@ -7,7 +7,8 @@ from langcodes.tag_parser import LanguageTagError
 
 
 def language_of(tag: str) -> str:
-    """The language of a tag, as Moses and sacrebleu name it: ``zh`` for ``zho_Hans``, ``zh_CN`` and ``zh-TW``.
+    """The language of a tag, as Moses and sacrebleu name it: ``zh`` for ``zho_Hans``, ``zh_CN`` and
+    ``zh-TW``.
 
     A text that is no language tag is returned as it is.
     """
@@ -17,7 +18,8 @@ def language_of(tag: str) -> str:
         return tag
 
 
-#: Language -> the package that sacrebleu needs to tokenize it, and the module that shows whether it is installed.
+#: Language -> the package that sacrebleu needs to tokenize it, and the module that shows whether it
+#: is installed.
 _PACKAGES = {"ja": ("sacrebleu[ja]", "MeCab"), "ko": ("sacrebleu[ko]", "mecab_ko")}
 
 

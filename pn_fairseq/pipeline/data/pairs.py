@@ -30,12 +30,18 @@ def existing(path: Path) -> Path:
     if not files:
         raise UserError(f"there is no {path}, plain or compressed ({', '.join(COMPRESSED)})")
     if len(files) > 1:
-        say("prepare", f"note: {files[0]} is used, and not {', '.join(file.name for file in files[1:])} beside it")
+        say(
+            "prepare",
+            f"note: {files[0]} is used, and not {', '.join(file.name for file in files[1:])} "
+            "beside it",
+        )
     return files[0]
 
 
 def lines(path: Path, errors: str = "strict") -> Iterator[str]:
-    """The lines of a UTF-8 file, plain or compressed, with their ends; they end at line feeds only."""
+    """The lines of a UTF-8 file, plain or compressed, with their ends; they end at line feeds
+    only.
+    """
     path, number = existing(path), 0
     with path.open("rb") as file:
         head = file.read(8)
@@ -46,20 +52,25 @@ def lines(path: Path, errors: str = "strict") -> Iterator[str]:
                 number += 1
                 yield line.decode("utf-8", errors)
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: line {number} is not UTF-8 ({error.reason}); convert the file first") from None
+        raise UserError(
+            f"{path}: line {number} is not UTF-8 ({error.reason}); convert the file first"
+        ) from None
     except DAMAGE:
         raise UserError(f"{path} is damaged or cut off; get it again") from None
 
 
 def as_bytes(path: Path) -> Iterator[str]:
-    """Lines of any bytes: those that are not UTF-8 are surrogates, which :func:`append` writes as the same bytes."""
+    """Lines of any bytes: those that are not UTF-8 are surrogates, which :func:`append` writes
+    as the same bytes.
+    """
     return lines(path, "surrogateescape")
 
 
 def as_is(path: Path) -> Iterator[str]:
     """Text with one sentence per line, unchanged, without a byte order mark.
 
-    A carriage return in the middle of a line is refused: some tools take it for the end of the line.
+    A carriage return in the middle of a line is refused: some tools take it for the end of the
+    line.
     """
     for number, line in enumerate(lines(path), 1):
         if number == 1 and line.startswith(BOM):
@@ -78,7 +89,8 @@ def without_carriage_returns(path: Path) -> Iterator[str]:
 
 def tokens(path: Path) -> Iterator[str]:
     """Text that comes tokenized, with one blank between the tokens."""
-    return (" ".join(line.split()) for line in lines(path))  # at all white space of Unicode, where fairseq cuts, too
+    # at all white space of Unicode, where fairseq cuts, too
+    return (" ".join(line.split()) for line in lines(path))
 
 
 def own_tokens(path: Path) -> Iterator[str]:
@@ -90,15 +102,19 @@ def lower_cased_tokens(path: Path) -> Iterator[str]:
     """The same; upper case is refused."""
     for number, line in enumerate(own_tokens(path), 1):
         if line != line.lower():
-            raise UserError(f"{path}: line {number} has upper case: lower-case the text, or keep it (--keep-case)")
+            raise UserError(
+                f"{path}: line {number} has upper case: lower-case the text, or keep it "
+                "(--keep-case)"
+            )
         yield line
 
 
 def strip_tags(path: Path) -> Iterator[str]:
     """The sentences of IWSLT's train.tags.*, as in fairseq's recipe.
 
-    Lines with <url>, <talkid> or <keywords> go; of titles and descriptions the tags go and the text stays. Entities
-    such as &amp; stay as they are. White space at the ends goes, and a carriage return becomes a blank.
+    Lines with <url>, <talkid> or <keywords> go; of titles and descriptions the tags go and the text
+    stays. Entities such as &amp; stay as they are. White space at the ends goes, and a carriage
+    return becomes a blank.
     """
     for line in lines(path):
         if not any(tag in line for tag in ("<url>", "<talkid>", "<keywords>")):
@@ -106,10 +122,12 @@ def strip_tags(path: Path) -> Iterator[str]:
 
 
 def segments(path: Path, blanks: str | None = None) -> Iterator[str]:
-    """The sentences of IWSLT's and WMT's test sets: the text of ``<seg id="N">...</seg>``. Entities stay as they are.
+    """The sentences of IWSLT's and WMT's test sets: the text of ``<seg id="N">...</seg>``. Entities
+    stay as they are.
 
     Args:
-        blanks: what is removed at both ends of a sentence (None: all white space). A carriage return becomes a blank.
+        blanks: what is removed at both ends of a sentence (None: all white space). A carriage
+            return becomes a blank.
     """
     for number, line in enumerate(lines(path), 1):
         if "<seg" in line:
@@ -119,7 +137,9 @@ def segments(path: Path, blanks: str | None = None) -> Iterator[str]:
 
 
 def append(reader: Reader, path: Path, output: Path) -> int:
-    """Append the sentences of a published file to a file of text, one a line, and return their number."""
+    """Append the sentences of a published file to a file of text, one a line, and return their
+    number.
+    """
     count = empty = escaped = 0
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.open("ab") as file:
@@ -131,19 +151,24 @@ def append(reader: Reader, path: Path, output: Path) -> int:
     if not count:
         raise UserError(f"{path} is empty, or no text that can be read here")
     if escaped:
-        what = "Moses' entities, such as &apos;: text that is tokenized already is taken as it is by --tokenized"
+        what = (
+            "Moses' entities, such as &apos;: text that is tokenized already is taken as it is by "
+            "--tokenized"
+        )
         say("prepare", f"note: {escaped} of the {count} lines of {path} have {what}")
     if empty:
         say("prepare", f"note: {empty} of the {count} lines of {path} are empty")
     return count
 
 
-def objection(source: list[str], target: list[str], least: float, most: float, ratio: float) -> str | None:
+def objection(
+    source: list[str], target: list[str], least: float, most: float, ratio: float
+) -> str | None:
     """Why a pair of sentences, as tokens, is removed; None if it is kept.
 
-    The rule of Moses' clean-corpus-n.perl: both sides must have ``least`` to ``most`` tokens between white space, and
-    no empty side, neither may have more than ``ratio`` times the tokens of the other, and no token more than 1000
-    characters.
+    The rule of Moses' clean-corpus-n.perl: both sides must have ``least`` to ``most`` tokens
+    between white space, and no empty side, neither may have more than ``ratio`` times the tokens of
+    the other, and no token more than 1000 characters.
     """
     lengths = len(source), len(target)
     if 0 in lengths:

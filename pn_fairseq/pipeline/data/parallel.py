@@ -1,8 +1,9 @@
-"""Text by all cores: a file is cut at line ends, processes change the pieces, and the results are joined in order.
+"""Text by all cores: a file is cut at line ends, processes change the pieces, and the results are
+joined in order.
 
-A line ends at a line feed and nowhere else; carriage returns and Unicode's other line ends are white space, as they are
-for Moses' scripts. Every function turns a line into exactly one line, so the result does not depend on the number of
-processes.
+A line ends at a line feed and nowhere else; carriage returns and Unicode's other line ends are
+white space, as they are for Moses' scripts. Every function turns a line into exactly one line, so
+the result does not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from pathlib import Path
 from pn_fairseq.common.command import UserError
 from pn_fairseq.common.files import atomic_write, scratch_folder
 
-#: Bytes of text in a piece: large against the cost of handing it over (and of starting a Perl script), small against a
-#: corpus, so that no core is idle at its end.
+#: Bytes of text in a piece: large against the cost of handing it over (and of starting a Perl
+#: script), small against a corpus, so that no core is idle at its end.
 PIECE = 1 << 18
 
 #: Some lines -> as many lines.
@@ -51,7 +52,8 @@ def pieces(path: Path) -> list[tuple[int, int]]:
 def _start_worker(work: Work) -> None:
     global _work
     _work = work  # a forked process has the function, which in most cases cannot be pickled
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its workers
+    # Ctrl-C reaches the whole group; the parent ends its workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def end_with_parent() -> None:
@@ -62,8 +64,9 @@ def _start_worker(work: Work) -> None:
 
 
 def _change(source: Path, begin: int, end: int, result: Path) -> Path:
-    """Write what the function makes of a piece to a file: a worker that is killed while it sends a large message would
-    hang the pool. The last line of a file gets its line feed if it has none."""
+    """Write what the function makes of a piece to a file: a worker that is killed while it sends a
+    large message would hang the pool. The last line of a file gets its line feed if it has none.
+    """
     with source.open("rb") as file:
         file.seek(begin)
         text = file.read(end - begin)
@@ -74,7 +77,9 @@ def _change(source: Path, begin: int, end: int, result: Path) -> Path:
         raise UserError(f"{source}: {error}") from None
     before, after = text.count(b"\n"), changed.count(b"\n")
     if before != after:
-        raise UserError(f"{source}: {before} lines went into a step and {after} came out: sentences were lost")
+        raise UserError(
+            f"{source}: {before} lines went into a step and {after} came out: sentences were lost"
+        )
     result.write_bytes(changed)
     return result
 
@@ -83,7 +88,10 @@ def transform(source: Path, output: Path, work: Work, workers: int, label: str =
     """Write each line of ``source``, changed by ``work``, to ``output``."""
     cuts, fork = pieces(source), multiprocessing.get_context("fork")
     output.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(output) as file, scratch_folder(output.with_name(f"{output.name}.pieces")) as folder:
+    with (
+        atomic_write(output) as file,
+        scratch_folder(output.with_name(f"{output.name}.pieces")) as folder,
+    ):
         pool = ProcessPoolExecutor(max(1, min(workers, len(cuts))), fork, _start_worker, (work,))
         try:
             results = [pool.submit(_change, source, *cut, folder / str(cut[0])) for cut in cuts]
@@ -91,7 +99,9 @@ def transform(source: Path, output: Path, work: Work, workers: int, label: str =
                 file.write(result.result().read_bytes())
                 result.result().unlink()
         except BrokenProcessPool:
-            raise UserError("a worker process was ended; if memory was short, use fewer --workers") from None
+            raise UserError(
+                "a worker process was ended; if memory was short, use fewer --workers"
+            ) from None
         finally:
             for process in multiprocessing.active_children():
                 process.kill()

@@ -1,10 +1,11 @@
 """The steps of a preparation, which the recipes call in their order.
 
-They fill the folders raw, tok, bpe and bin, which ``pn prepare CORPUS --help`` describes, with the same sentences, line
-by line, and write
+They fill the folders raw, tok, bpe and bin, which ``pn prepare CORPUS --help`` describes, with the
+same sentences, line by line, and write
   settings.txt  what it was made with, name=value, then the checksums of the text (settings.py)
-  counts.txt    name=value: SPLIT, the pairs in it; train.read and train.removed if there was cleaning
-  removed.tsv   (with cleaning) each removed pair: split, line in text/, reason, tokens of both sides
+  counts.txt    name=value: SPLIT, the pairs in it; train.read and train.removed if there was
+  cleaning removed.tsv   (with cleaning) each removed pair: split, line in text/, reason, tokens of
+  both sides
 """
 
 from __future__ import annotations
@@ -21,7 +22,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 from pn_fairseq.common.command import UserError, absolute, say, whole
-from pn_fairseq.common.files import checksum, count_lines, read_settings, write_lines, write_settings
+from pn_fairseq.common.files import (
+    checksum,
+    count_lines,
+    read_settings,
+    write_lines,
+    write_settings,
+)
 from pn_fairseq.pipeline import stamp
 from pn_fairseq.pipeline.data import archives, pairs, subwords, tokens
 from pn_fairseq.pipeline.data.binarize import SPLITS, make_bin, unknown_shares
@@ -30,9 +37,18 @@ from pn_fairseq.pipeline.data.restored import note_on
 from pn_fairseq.pipeline.data.settings import MOSES, NONE, LanguageModelSettings, Settings, check
 
 #: Options of several recipes: flag -> arguments of argparse's ``add_argument``.
-CORPUS = {"--corpus": {"metavar": "DIR", "type": absolute, "required": True, "help": "the folder with the text"}}
+CORPUS = {
+    "--corpus": {
+        "metavar": "DIR",
+        "type": absolute,
+        "required": True,
+        "help": "the folder with the text",
+    }
+}
 KEEP_CASE = {"--keep-case": {"action": "store_true", "help": "do not lower-case"}}
-ARCHIVED = "a folder with the published files, or the only file, in place of a download to DIR/download"
+ARCHIVED = (
+    "a folder with the published files, or the only file, in place of a download to DIR/download"
+)
 ARCHIVE = {"--archive": {"metavar": "PATH", "type": absolute, "help": ARCHIVED}}
 
 
@@ -48,7 +64,8 @@ def locked(dest: Path) -> Iterator[None]:
     while True:
         dest.mkdir(parents=True, exist_ok=True)
         with (dest / ".lock").open("a") as lock:
-            os.set_inheritable(lock.fileno(), True)  # a process of this one that outlives a kill -9 is waited for
+            # a process of this one that outlives a kill -9 is waited for
+            os.set_inheritable(lock.fileno(), True)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -67,14 +84,18 @@ def locked(dest: Path) -> Iterator[None]:
 
 @dataclass
 class Preparation:
-    """The steps for the folder ``dest``. Names of folders are folders in it; DEST/partial is removed at the end."""
+    """The steps for the folder ``dest``.
+
+    Names of folders are folders in it; DEST/partial is removed at the end.
+    """
 
     dest: Path  # the prepared data; an absolute path
     settings: Settings | LanguageModelSettings
     workers: int = 1  # processes
     moses: Path | None = None  # a checkout of mosesdecoder, whose scripts replace sacremoses
     mirror: str | None = None  # a folder, or the URL of one, that has the files to download
-    archive: Path | None = None  # the user's folder with the published files, or the file, instead of a download
+    # the user's folder with the published files, or the file, instead of a download
+    archive: Path | None = None
     like: Path | None = None  # prepared data whose subwords and dictionaries are used
     splits: Sequence[str] = SPLITS  # further test sets are test1, test2, ..., as fairseq calls them
     files_published: Sequence[Path] = ()
@@ -84,13 +105,19 @@ class Preparation:
         return self.dest / "partial"
 
     def files(self, of: Sequence[str] = ()) -> list[str]:
-        """The names of the files of these splits, by default all: SPLIT.LANG, or SPLIT.txt for language models."""
-        return [f"{split}.{ending}" for split in of or self.splits for ending in self.settings.endings]
+        """The names of the files of these splits, by default all:
+
+        SPLIT.LANG, or SPLIT.txt for language models.
+        """
+        return [
+            f"{split}.{ending}" for split in of or self.splits for ending in self.settings.endings
+        ]
 
     # --- the published text ---
 
     def published(self, known: Mapping[str, str]) -> list[Path]:
-        """The files of these addresses, downloaded to DEST/download; none if DEST/text was made of them.
+        """The files of these addresses, downloaded to DEST/download; none if DEST/text was made of
+        them.
 
         Args:
             known: address -> the checksum that a download must have ("": not known).
@@ -98,13 +125,17 @@ class Preparation:
         folder = self.archive or self.dest / "download"
         files = [folder if folder.is_file() else folder / url.rsplit("/", 1)[-1] for url in known]
         self.files_published, sums = files, self.dest / "text/archives"
-        if sums.is_file() and (not all(map(Path.is_file, files)) or sums.read_text("utf-8") == self._sums()):
+        if sums.is_file() and (
+            not all(map(Path.is_file, files)) or sums.read_text("utf-8") == self._sums()
+        ):
             return []
         for file, url in zip(files, known, strict=True):
             if not self.archive:
                 archives.fetch(url, file, known[url], self.mirror)
             elif not file.is_file():
-                raise UserError(f"there is no {file.name} in '{file.parent}' (--archive); it comes from {url}")
+                raise UserError(
+                    f"there is no {file.name} in '{file.parent}' (--archive); it comes from {url}"
+                )
         return files
 
     def _sums(self) -> str:
@@ -115,7 +146,9 @@ class Preparation:
         """Extract members of an archive to DEST/partial/unpacked/ARCHIVE."""
         return archives.unpack(archive, self.partial / "unpacked" / archive.name, members)
 
-    def take(self, reader: pairs.Reader, split: str, files: Sequence[Path], expect: int = 0, to: str = "") -> None:
+    def take(
+        self, reader: pairs.Reader, split: str, files: Sequence[Path], expect: int = 0, to: str = ""
+    ) -> None:
         """Append the sentences of published files to the text of a split.
 
         Args:
@@ -126,21 +159,31 @@ class Preparation:
         outputs = [self.partial / "text" / to / name for name in self.files([split])]
         total = 0
         for paths in zip(files[::2], files[1::2], strict=True):
-            counts = [pairs.append(reader, path, output) for path, output in zip(paths, outputs, strict=True)]
+            counts = [
+                pairs.append(reader, path, output)
+                for path, output in zip(paths, outputs, strict=True)
+            ]
             if counts[0] != counts[1]:
-                has = f"{paths[0]} has {counts[0]} line{'s' * (counts[0] != 1)} and {paths[1]} {counts[1]}"
+                has = (
+                    f"{paths[0]} has {counts[0]} line{'s' * (counts[0] != 1)} and {paths[1]} "
+                    f"{counts[1]}"
+                )
                 raise UserError(f"{has}: they are not translations of each other")
             total += counts[0]
         if expect and total != expect:
             common = os.path.commonprefix([path.name for path in files])
             name = re.sub("[.-][^.-]*$", "", common)  # train.es and train.en begin with train.e
-            say("prepare", f"note: {name} has {total} sentence pairs here; the published one has {expect}")
+            say(
+                "prepare",
+                f"note: {name} has {total} sentence pairs here; the published one has {expect}",
+            )
 
     def keep_text(self, to: str, codes: Path | None = None) -> bool:
-        """The text that was read becomes the folder ``to``, unless that exists; "text" gets its archives' checksums.
+        """The text that was read becomes the folder ``to``, unless that exists; "text" gets its
+        archives' checksums.
 
-        It, the settings and the subwords' codes that the user gave, which go to bpe/, must be those that DEST was begun
-        with.
+        It, the settings and the subwords' codes that the user gave, which go to bpe/, must be those
+        that DEST was begun with.
 
         Returns:
             Whether a step is left to do.
@@ -153,7 +196,10 @@ class Preparation:
         given = self.partial / "codes"
         if codes:
             write_lines(given, subwords.merges(codes))
-        elif self.like and (model := self.like / "bpe" / subwords.MODELS[self.settings.segmentation]).is_file():
+        elif (
+            self.like
+            and (model := self.like / "bpe" / subwords.MODELS[self.settings.segmentation]).is_file()
+        ):
             shutil.copyfile(model, given)
         sums |= {"codes": checksum(given)} if given.exists() else {}
         sums |= {path.name: checksum(path) for path in self._dictionaries()}
@@ -184,10 +230,18 @@ class Preparation:
                 same = [one == other for one, other in zip(source, target, strict=True)]
             if sum(same) > len(same) / 2:
                 names = " and ".join(self.files([split]))
-                say("prepare", f"note: {sum(same)} of the {len(same)} pairs of {names} are the same on both sides")
+                say(
+                    "prepare",
+                    f"note: {sum(same)} of the {len(same)} pairs of {names} are the same on both "
+                    "sides",
+                )
 
     def prepare_folder(
-        self, folder: Path, test: str = "test", expect: Sequence[int] = (0, 0, 0), codes: Path | None = None
+        self,
+        folder: Path,
+        test: str = "test",
+        expect: Sequence[int] = (0, 0, 0),
+        codes: Path | None = None,
     ) -> None:
         """All steps for the text of train, valid and ``test`` in a folder.
 
@@ -208,9 +262,11 @@ class Preparation:
     def prepare_tokens(
         self, texts: Mapping[str, Sequence[Path]], codes: Path | None, expect: Sequence[int] = ()
     ) -> None:
-        """All steps for text that comes in tokens, or in subwords (``@@``) of them, which are taken as they are.
+        """All steps for text that comes in tokens, or in subwords (``@@``) of them, which are taken
+        as they are.
 
-        DEST/text has it as it came, and DEST/raw is the plain text that the detokenizer makes of it.
+        DEST/text has it as it came, and DEST/raw is the plain text that the detokenizer makes of
+        it.
 
         Args:
             texts: split -> the files of source and target.
@@ -231,7 +287,11 @@ class Preparation:
     def _tokens_to_subwords(self) -> None:
         """Make tok/, raw/ and bpe/ of tokens or subwords in text/."""
         in_subwords = subwords.are_in(self.dest / "text" / name for name in self.files(["train"]))
-        say("prepare", f"the text comes in {'subwords' if in_subwords else 'tokens'}, which are taken as they are")
+        say(
+            "prepare",
+            f"the text comes in {'subwords' if in_subwords else 'tokens'}, which are taken as they "
+            "are",
+        )
         join = per_line(subwords.join) if in_subwords else bytes
         self.transform("copying tokens", "text", "tok", lambda *_: join)
         self.detokenize("tok", "raw")
@@ -241,26 +301,37 @@ class Preparation:
             self.segment()
 
     def add_test(self, folder: Path) -> None:
-        """Add a test set, the only one of ``splits``, to data that is prepared: text NAME.LANG in ``folder``.
+        """Add a test set, the only one of ``splits``, to data that is prepared: text NAME.LANG in
+        ``folder``.
 
-        settings.txt stays as it is, so that the runs on this data remain valid. NAME.made.txt has the set's checksum.
+        settings.txt stays as it is, so that the runs on this data remain valid. NAME.made.txt has
+        the set's checksum.
 
         Raises:
             UserError: the data has another text of this name.
         """
         (name,) = self.splits
         if self.files()[0] in read_settings(self.dest / "settings.txt"):
-            raise UserError(f"{self.dest} has a {name} since it was prepared; give this one another name (--test)")
+            raise UserError(
+                f"{self.dest} has a {name} since it was prepared; give this one another name "
+                "(--test)"
+            )
         comes_in_tokens = self.settings.tokenizer == NONE
-        reader, first = (self._reader_of_tokens(), "text") if comes_in_tokens else (pairs.as_is, "raw")
+        reader, first = (
+            (self._reader_of_tokens(), "text") if comes_in_tokens else (pairs.as_is, "raw")
+        )
         self.take(reader, name, [folder / file for file in self.files()])
         self._note_on_copies()
         texts = [self.partial / "text" / file for file in self.files()]
         stem = f"{name}.{self.settings.source}-{self.settings.target}"
         made, wanted = self.dest / f"{name}.made.txt", stamp.made_from({}, {name: texts})
         if made.is_file() and stamp.differences(made, wanted):
-            raise UserError(f"{self.dest} has another text as {name}; give this one another name (--test)")
-        if stamp.done("prepare", made, wanted, self.dest / f"bin/{stem}.{self.settings.target}.idx"):
+            raise UserError(
+                f"{self.dest} has another text as {name}; give this one another name (--test)"
+            )
+        if stamp.done(
+            "prepare", made, wanted, self.dest / f"bin/{stem}.{self.settings.target}.idx"
+        ):
             return
         write_settings(made, wanted)
         for text in texts:
@@ -272,23 +343,40 @@ class Preparation:
             self.segment()
         # fairseq-preprocess calls it test. The dictionaries are those of the data.
         separate = self.settings.separate_dictionaries
-        dictionaries = [self.dest / f"bin/dict.{lang}.txt" for lang in self.settings.endings[: 1 + separate]]
-        flags = self._languages() + [f"--testpref=bpe/{name}", *self._with_dictionaries(dictionaries)]
-        languages = {lang: f"{stem.replace(name, 'test', 1)}.{lang}" for lang in self.settings.endings}
+        dictionaries = [
+            self.dest / f"bin/dict.{lang}.txt" for lang in self.settings.endings[: 1 + separate]
+        ]
+        flags = self._languages() + [
+            f"--testpref=bpe/{name}",
+            *self._with_dictionaries(dictionaries),
+        ]
+        languages = {
+            lang: f"{stem.replace(name, 'test', 1)}.{lang}" for lang in self.settings.endings
+        }
         texts_of = {index: f"bpe/{name}.{lang}" for lang, index in languages.items()}
         make_bin(self.dest, self.workers, flags, texts_of, to="partial/bin")
         for lang, index in languages.items():
             for ending in ("bin", "idx"):
-                (self.dest / f"partial/bin/{index}.{ending}").replace(self.dest / f"bin/{stem}.{lang}.{ending}")
+                (self.dest / f"partial/bin/{index}.{ending}").replace(
+                    self.dest / f"bin/{stem}.{lang}.{ending}"
+                )
         pairs_of_set = count_lines(self.dest / f"raw/{name}.{self.settings.source}")
         say("prepare", f"{self.dest} has the test set {name}: {pairs_of_set:,} pairs")
 
     # --- the steps after it ---
 
     def transform(
-        self, label: str, source: str, to: str, work: Callable[[str, str], Work], splits: Sequence[str] = ()
+        self,
+        label: str,
+        source: str,
+        to: str,
+        work: Callable[[str, str], Work],
+        splits: Sequence[str] = (),
     ) -> None:
-        """Make the files that are missing in a folder; ``work`` is called with the split and the language of each."""
+        """Make the files that are missing in a folder;
+
+        ``work`` is called with the split and the language of each.
+        """
         say("prepare", label)
         for name in self.files(splits):
             path, output = self.dest / source / name, self.dest / to / name
@@ -296,14 +384,19 @@ class Preparation:
                 transform(path, output, work(*name.split(".")), self.workers, f"{label}: {name}")
 
     def detokenize(self, source: str, to: str) -> None:
-        """Turn tokens into plain text, by the detokenizer that ``pn score`` uses for translations."""
+        """Turn tokens into plain text,
+
+        by the detokenizer that ``pn score`` uses for translations.
+        """
 
         def work(_: str, lang: str) -> Work:
             return per_line(lambda line: tokens.detokenize([line], lang)[0])
 
         self.transform("detokenizing", source, to, work)
 
-    def tokenize(self, source: str, to: str, splits: Sequence[str] = (), without: Sequence[str] = ()) -> None:
+    def tokenize(
+        self, source: str, to: str, splits: Sequence[str] = (), without: Sequence[str] = ()
+    ) -> None:
         """Tokenize these splits, without these settings."""
         used = replace(self.settings, **dict.fromkeys(without, False))
 
@@ -320,15 +413,19 @@ class Preparation:
                 say("prepare", note)
 
     def select(self) -> None:
-        """Write raw/ and tok/, the pairs of text/ and stages/tok/ that are kept, removed.tsv and counts.txt.
+        """Write raw/ and tok/, the pairs of text/ and stages/tok/ that are kept, removed.tsv and
+        counts.txt.
 
-        The setting ``clean`` says which training pairs are removed. With ``valid_every=N`` each N-th training pair that
-        is kept becomes one of the validation set.
+        The setting ``clean`` says which training pairs are removed. With ``valid_every=N`` each
+        N-th training pair that is kept becomes one of the validation set.
         """
         if (self.dest / "counts.txt").exists():
             return
         say("prepare", "selecting pairs")
-        made, sources = self.partial / "selected", {"raw": self.dest / "text", "tok": self.dest / "stages/tok"}
+        made, sources = (
+            self.partial / "selected",
+            {"raw": self.dest / "text", "tok": self.dest / "stages/tok"},
+        )
         for stage, folder in sources.items():
             (made / stage).mkdir(parents=True)
             for name in self.files(["valid", "test"]):
@@ -341,10 +438,18 @@ class Preparation:
                 paths = [folder / name for folder in folders for name in self.files([split])]
                 return [stack.enter_context(path.open(mode)) for path in paths]
 
-            train, valid = (opened(split, "ab", [made / stage for stage in sources]) for split in ("train", "valid"))
+            train, valid = (
+                opened(split, "ab", [made / stage for stage in sources])
+                for split in ("train", "valid")
+            )
             removed = stack.enter_context((made / "removed.tsv").open("w", encoding="utf-8"))
-            removed.write(f"split\tline\treason\ttokens {self.settings.source}\ttokens {self.settings.target}\n")
-            for number, lines in enumerate(zip(*opened("train", "rb", sources.values()), strict=True), 1):
+            removed.write(
+                f"split\tline\treason\ttokens {self.settings.source}\ttokens "
+                f"{self.settings.target}\n"
+            )
+            for number, lines in enumerate(
+                zip(*opened("train", "rb", sources.values()), strict=True), 1
+            ):
                 source, target = (line.decode("utf-8").split() for line in lines[2:])  # the tokens
                 if reason := pairs.objection(source, target, *self.settings.clean):
                     reasons[reason] += 1
@@ -354,18 +459,24 @@ class Preparation:
                 for file, line in zip(valid if for_valid else train, lines, strict=True):
                     file.write(line)
         counts = {"train.read": number, "train.removed": reasons.total()}
-        counts |= {f"train.removed.{reason.replace(' ', '_')}": reasons[reason] for reason in sorted(reasons)}
+        counts |= {
+            f"train.removed.{reason.replace(' ', '_')}": reasons[reason]
+            for reason in sorted(reasons)
+        }
         counts |= {split: count_lines(made / "raw" / self.files([split])[0]) for split in SPLITS}
         if empty := [split for split in SPLITS if not counts[split]]:
             numbers = ", ".join(f"{name}={count}" for name, count in counts.items())
             raise UserError(f"no sentence pair of {empty[0]} is left ({numbers})")
         write_settings(made / "counts.txt", counts)
-        for name in (*sources, "removed.tsv", "counts.txt"):  # the counts are moved last and say that all is there
+        # the counts are moved last and say that all is there
+        for name in (*sources, "removed.tsv", "counts.txt"):
             shutil.rmtree(self.dest / name, ignore_errors=True)
             os.replace(made / name, self.dest / name)
 
     def segment(self) -> None:
-        """Learn subwords on the tokens of both languages, unless they were given, and apply them."""
+        """Learn subwords on the tokens of both languages, unless they were given, and apply
+        them.
+        """
         kind, size, protect = self.settings.segmentation, self.settings.bpe, self.settings.protect
         model = self.dest / "bpe" / subwords.MODELS[kind]
         if not model.exists():
@@ -376,7 +487,9 @@ class Preparation:
         self.transform("applying BPE", "tok", "bpe", lambda *_: work)
 
     def _dictionaries(self) -> list[Path]:
-        """The dictionaries of the other data that this is prepared like: one, or one for each language."""
+        """The dictionaries of the other data that this is prepared like: one, or one for each
+        language.
+        """
         if not self.like:
             return []
         languages = self.settings.endings[: 2 if self.settings.separate_dictionaries else 1]
@@ -389,31 +502,49 @@ class Preparation:
     def _with_dictionaries(self, files: Sequence[Path]) -> list[str]:
         """Flags of fairseq-preprocess for these dictionaries, or for new ones."""
         joined = ["--joined-dictionary"] if not self.settings.separate_dictionaries else []
-        return joined + [f"{flag}={file}" for flag, file in zip(("--srcdict", "--tgtdict"), files, strict=False)]
+        return joined + [
+            f"{flag}={file}" for flag, file in zip(("--srcdict", "--tgtdict"), files, strict=False)
+        ]
 
     def binarize(self, expected: str = "") -> None:
-        """Make fairseq's binary data, bin/, from bpe/. ``expected``: the counts that the original text gives."""
+        """Make fairseq's binary data, bin/, from bpe/.
+
+        ``expected``: the counts that the original text gives.
+        """
         source, target = self.settings.endings
         flags = [*self._languages(), "--trainpref=bpe/train", "--validpref=bpe/valid"]
         flags += ["--testpref=" + ",".join(f"bpe/{split}" for split in self.splits[2:])]
         flags += self._with_dictionaries(self._dictionaries())
         names = (name.split(".") for name in self.files())
-        texts = {f"{split}.{source}-{target}.{lang}": f"bpe/{split}.{lang}" for split, lang in names}
+        texts = {
+            f"{split}.{source}-{target}.{lang}": f"bpe/{split}.{lang}" for split, lang in names
+        }
         make_bin(self.dest, self.workers, flags, texts)
         if self.like:
             for text, share in unknown_shares(self.dest / "bin").items():
                 if share != "0.0":
-                    say("prepare", f"note: {share}% of the subwords of {text} are not in the dictionary of {self.like}")
-        self.finish({split: count_lines(self.dest / f"raw/{split}.{source}") for split in self.splits}, expected)
+                    say(
+                        "prepare",
+                        f"note: {share}% of the subwords of {text} are not in the dictionary of "
+                        f"{self.like}",
+                    )
+        self.finish(
+            {split: count_lines(self.dest / f"raw/{split}.{source}") for split in self.splits},
+            expected,
+        )
 
     def finish(self, counts: Mapping[str, object], expected: str = "") -> None:
-        """Write the counts, unless the cleaning has, remove what is not needed any more, and print the counts."""
+        """Write the counts, unless the cleaning has, remove what is not needed any more, and
+        print the counts.
+        """
         if not (self.dest / "counts.txt").exists():
             write_settings(self.dest / "counts.txt", counts)
         shutil.rmtree(self.dest / "stages", ignore_errors=True)
         kept = read_settings(self.dest / "counts.txt")
         if "train.removed" in kept:
-            removed = f"cleaning removed {kept['train.removed']} of {kept['train.read']} training pairs"
+            removed = (
+                f"cleaning removed {kept['train.removed']} of {kept['train.read']} training pairs"
+            )
             say("prepare", f"{removed} (which and why: {self.dest}/removed.tsv)")
         made = ", ".join(f"{int(kept[split]):,} {split}" for split in self.splits)
         say("prepare", f"{self.dest} is complete: {made}{expected and f' (expected: {expected})'}")

@@ -1,4 +1,6 @@
-"""``pn prepare CORPUS``: from published text to fairseq's binary data, by the recipe of the corpus."""
+"""``pn prepare CORPUS``: from published text to fairseq's binary data, by the recipe of the
+corpus.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,20 @@ EPILOG = """\
 The same command resumes. Line counts are checked after every step. --dest then contains
   raw/  the text before tokenization    tok/  tokens, as they are scored
   bpe/  subwords (of translations)      bin/  fairseq's binary data, with one dictionary
-  settings.txt, counts.txt, and with cleaning removed.tsv: which pairs were removed and why; text/ with all pairs
+  settings.txt, counts.txt, and with cleaning removed.tsv: which pairs were removed and why; text/
+  with all pairs
 """
 #: Options of the recipes that download files, and of those that learn subwords.
-MIRROR = {"--mirror": {"metavar": "DIR-OR-URL", "help": "a folder that contains the files to download, or its URL"}}
-SEGMENTATION = "the kind of subwords (default subword-nmt); with sentencepiece, --bpe is the size of the vocabulary"
+MIRROR = {
+    "--mirror": {
+        "metavar": "DIR-OR-URL",
+        "help": "a folder that contains the files to download, or its URL",
+    }
+}
+SEGMENTATION = (
+    "the kind of subwords (default subword-nmt); with sentencepiece, --bpe is the size of the "
+    "vocabulary"
+)
 MOSES = "a checkout of mosesdecoder whose Perl scripts replace sacremoses"
 TOOLS = {
     "--segmentation": {"choices": [*subwords.MODELS], "help": SEGMENTATION},
@@ -34,25 +45,39 @@ TOOLS = {
 def options_of(recipe: ModuleType) -> dict[str, dict]:
     """The options of a recipe: flag -> arguments of add_argument."""
     options = recipe.OPTIONS
-    return options | (MIRROR if "--archive" in options else {}) | (TOOLS if "--bpe" in options else {})
+    return (
+        options | (MIRROR if "--archive" in options else {}) | (TOOLS if "--bpe" in options else {})
+    )
 
 
 def _parser() -> ArgumentParser:
-    description = "Turn published text into fairseq's binary data. CORPUS may be a recipe of yours, FILE.py."
+    description = (
+        "Turn published text into fairseq's binary data. CORPUS may be a recipe of yours, FILE.py."
+    )
     parser = ArgumentParser(prog="pn prepare", description=description)
-    corpora = parser.add_subparsers(dest="recipe", required=True, metavar="CORPUS", parser_class=ArgumentParser)
+    corpora = parser.add_subparsers(
+        dest="recipe", required=True, metavar="CORPUS", parser_class=ArgumentParser
+    )
     for name, recipe in RECIPES.items():
         title = recipe.__doc__.splitlines()[0]
         corpus = corpora.add_parser(name, help=title, description=recipe.__doc__, epilog=EPILOG)
         where = f"default runs/data/{recipe.CONFIG}" if recipe.CONFIG else "required"
         dest = f"the prepared data ({where})"
-        corpus.add_argument("--dest", type=absolute, metavar="DIR", help=dest, required=not recipe.CONFIG)
+        corpus.add_argument(
+            "--dest", type=absolute, metavar="DIR", help=dest, required=not recipe.CONFIG
+        )
         for flag, kind in options_of(recipe).items():
             corpus.add_argument(flag, **kind)
         check = "only check that DIR was not made with other settings"
         corpus.add_argument("--check", action="store_true", help=check)
         cores = len(os.sched_getaffinity(0))
-        corpus.add_argument("--workers", type=whole, default=cores, metavar="N", help="processes (default: all cores)")
+        corpus.add_argument(
+            "--workers",
+            type=whole,
+            default=cores,
+            metavar="N",
+            help="processes (default: all cores)",
+        )
     return parser
 
 
@@ -62,7 +87,8 @@ def main(argv: list[str]) -> None:
     options = _parser().parse_args(argv)
     recipe = RECIPES[options.recipe]
     if "corpus" in options:
-        options.corpus = Path(options.corpus).absolute()  # a recipe of one's own may declare another type
+        # a recipe of one's own may declare another type
+        options.corpus = Path(options.corpus).absolute()
         if not options.check and not options.corpus.is_dir():
             raise UserError(f"there is no directory '{options.corpus}' (--corpus)")
     made_with = with_tools(recipe.settings(options), options)
@@ -72,7 +98,10 @@ def main(argv: list[str]) -> None:
     if options.check:
         return
     if package := languages.missing_package(getattr(made_with, "target", "")):
-        say("prepare", f"note: detokenized BLEU of {made_with.target} needs: pip install '{package}'")
+        say(
+            "prepare",
+            f"note: detokenized BLEU of {made_with.target} needs: pip install '{package}'",
+        )
     given = {name: getattr(options, name, None) for name in ("moses", "mirror", "archive", "like")}
     data = Preparation(dest, made_with, options.workers, **given)
     try:
@@ -87,7 +116,9 @@ def main(argv: list[str]) -> None:
     say_next("prepare", "train", config, *(["--data", options.dest] if options.dest else []))
 
 
-def with_tools(made_with: Settings | LanguageModelSettings, options: Namespace) -> Settings | LanguageModelSettings:
+def with_tools(
+    made_with: Settings | LanguageModelSettings, options: Namespace
+) -> Settings | LanguageModelSettings:
     """The settings of a recipe with the tools that the user chose."""
     moses, segmentation = (getattr(options, name, None) for name in ("moses", "segmentation"))
     if segmentation:

@@ -1,4 +1,7 @@
-"""Whether detokenization gives text back: what it leaves torn is torn in every translation as well."""
+"""Whether detokenization gives text back:
+
+what it leaves torn is torn in every translation as well.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ from pn_fairseq.pipeline.data.settings import Settings
 
 #: Lines by which a text is judged.
 COMPARED = 2000
-#: A note is worth its line above this share of lines whose punctuation is not joined again. English verses have 0.8%.
+#: A note is worth its line above this share of lines whose punctuation is not joined again. English
+#: verses have 0.8%.
 SHARE = 0.05
 
 
@@ -23,28 +27,42 @@ def _blanks(text: str) -> tuple[str, set[int]]:
 
 
 def note_on(raw: Path, tok: Path, settings: Settings) -> str | None:
-    """A note if detokenization does not give ``raw`` back from its tokens, judged by :data:`COMPARED` lines.
+    """A note if detokenization does not give ``raw`` back from its tokens, judged by
+    :data:`COMPARED` lines.
 
     Lines whose characters differ, other than in their blanks, are left out.
     """
     before, tokenized = ([*itertools.islice(pairs.lines(path), COMPARED)] for path in (raw, tok))
     after = tokens.detokenize([line.removesuffix("\n") for line in tokenized], raw.suffix[1:])
     for pattern in settings.protect:
-        before, after = ([re.sub(pattern, " ", line) for line in lines] for lines in (before, after))
-    torn, apart = {}, {}  # number of a line with a new blank within a word, or only elsewhere -> what became of it
+        before, after = (
+            [re.sub(pattern, " ", line) for line in lines] for lines in (before, after)
+        )
+    # number of a line with a new blank within a word, or only elsewhere -> what became of it
+    torn, apart = {}, {}
     for number, (original, restored) in enumerate(zip(before, after, strict=True), 1):
-        (old, had), (new, has) = (_blanks(text.lower() if settings.lower else text) for text in (original, restored))
+        (old, had), (new, has) = (
+            _blanks(text.lower() if settings.lower else text) for text in (original, restored)
+        )
         if old != new or had == has:
             continue
-        inside = any(all(unicodedata.category(new[at + side])[0] in "LMN" for side in (-1, 0)) for at in has - had)
+        inside = any(
+            all(unicodedata.category(new[at + side])[0] in "LMN" for side in (-1, 0))
+            for at in has - had
+        )
         (torn if inside else apart)[number] = " ".join(restored.split())
     if not torn and len(apart) <= SHARE * len(before):
         return None
     what = f"words of {len(torn)}" if torn else f"the punctuation of {len(apart)}"
     number, example = next(iter((torn or apart).items()))
     composed = all(unicodedata.is_normalized("NFC", line) for line in before)
-    advice = "give it in tokens of another tokenizer (--tokenized)" if composed else "normalize it to NFC first"
+    advice = (
+        "give it in tokens of another tokenizer (--tokenized)"
+        if composed
+        else "normalize it to NFC first"
+    )
     return (
-        f"note: detokenization does not join {what} of {len(before)} lines of {raw.name} again, nor would it in "
+        f"note: detokenization does not join {what} of {len(before)} lines of {raw.name} again, "
+        "nor would it in "
         f"translations; line {number} becomes '{example[:80]}'. If the text matters, {advice}"
     )

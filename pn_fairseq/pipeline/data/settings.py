@@ -1,7 +1,8 @@
-"""How text is prepared, which a recipe states, and ``DEST/settings.txt``, which keeps that for every later step.
+"""How text is prepared, which a recipe states, and ``DEST/settings.txt``, which keeps that for
+every later step.
 
-settings.txt has one ``name=value`` a line, then the checksums of the text. A preparation with other settings or other
-text is refused.
+settings.txt has one ``name=value`` a line, then the checksums of the text. A preparation with other
+settings or other text is refused.
 """
 
 import json
@@ -14,9 +15,10 @@ from pn_fairseq.common.files import read_settings
 from pn_fairseq.pipeline import stamp
 from pn_fairseq.pipeline.data import subwords
 
-#: Values of the setting ``tokenizer``: sacremoses with the rule for the last full stop (the full stop at the end of a
-#: line is a token, also after an abbreviation), which Moses has since November 2018 (commit 9fc964da7); and without it,
-#: for text that was published tokenized before. sacremoses is a port of Moses before that commit.
+#: Values of the setting ``tokenizer``: sacremoses with the rule for the last full stop (the full
+#: stop at the end of a line is a token, also after an abbreviation), which Moses has since November
+#: 2018 (commit 9fc964da7); and without it, for text that was published tokenized before. sacremoses
+#: is a port of Moses before that commit.
 SACREMOSES, WITHOUT_FINAL_STOP = "sacremoses+final-stop", "sacremoses"
 #: Moses' own Perl scripts; and text that comes in tokens.
 MOSES, NONE = "moses", "none"
@@ -28,7 +30,9 @@ class _Recorded:
         texts = {}
         for name, value in vars(self).items():
             if isinstance(value, tuple):
-                texts[name] = " ".join(part if isinstance(part, str) else f"{part:g}" for part in value)
+                texts[name] = " ".join(
+                    part if isinstance(part, str) else f"{part:g}" for part in value
+                )
             elif isinstance(value, list):
                 texts |= {name: json.dumps(value)} if value else {}
             else:
@@ -51,10 +55,13 @@ class Settings(_Recorded):
     nonprinting: bool = False  # characters that are not printed become spaces
     aggressive: bool = False  # hyphens within words become tokens @-@
     compound_split: bool = False  # pn score splits compounds at hyphens (##AT##-##AT##)
-    clean: tuple[float, ...] = ()  # MIN, MAX, RATIO: remove training pairs by their numbers of tokens
+    # MIN, MAX, RATIO: remove training pairs by their numbers of tokens
+    clean: tuple[float, ...] = ()
     separate_dictionaries: bool = False  # one for each language
-    valid_every: int = 0  # N: each N-th training pair that is kept is for validation; 0: the text has a validation set
-    protect: list[str] = field(default_factory=list)  # regular expressions of text that no step changes
+    # N: each N-th training pair that is kept is for validation; 0: the text has a validation set
+    valid_every: int = 0
+    # regular expressions of text that no step changes
+    protect: list[str] = field(default_factory=list)
 
     @property
     def endings(self) -> tuple[str, ...]:
@@ -88,7 +95,8 @@ _READ = {
 
 
 def read(file: Path) -> Settings:
-    """The settings in a settings.txt; a setting that an earlier version did not know has its default.
+    """The settings in a settings.txt; a setting that an earlier version did not know has its
+    default.
 
     Raises:
         UserError: the file is missing or damaged, or names no languages.
@@ -100,15 +108,20 @@ def read(file: Path) -> Settings:
                 parse = _READ.get(setting.name) or _READ.get(type(setting.default), str)
                 values[setting.name] = parse(texts[setting.name])
     except ValueError as error:
-        raise UserError(f"{file} is damaged ({error}); prepare the data again (pn prepare)") from error
+        raise UserError(
+            f"{file} is damaged ({error}); prepare the data again (pn prepare)"
+        ) from error
     for name in ("source", "target"):
         if not values.get(name):
-            raise UserError(f"{file} does not name the {name} language: it is not of a translation corpus")
+            raise UserError(
+                f"{file} does not name the {name} language: it is not of a translation corpus"
+            )
     return Settings(**values)
 
 
 def check(dest: Path, settings: Mapping[str, str], sums: Mapping[str, str]) -> None:
-    """Refuse a folder that was begun with other settings or other text. Subwords may change until they are learned.
+    """Refuse a folder that was begun with other settings or other text. Subwords may change until
+    they are learned.
 
     Args:
         sums: name of a file of text -> its checksum.
@@ -122,6 +135,10 @@ def check(dest: Path, settings: Mapping[str, str], sums: Mapping[str, str]) -> N
             old = read_settings(file).get(name)
             split = name.partition(".")[0]
             if old is None and name in sums and split.startswith("test"):
-                raise UserError(f"{dest} was made without {name}: add this test set with --test {split}")
-            what = "other text" if name in sums else f"other settings ({name}={old}, not {new[name]})"
+                raise UserError(
+                    f"{dest} was made without {name}: add this test set with --test {split}"
+                )
+            what = (
+                "other text" if name in sums else f"other settings ({name}={old}, not {new[name]})"
+            )
             raise UserError(f"{dest} was made with {what}, see {file}; name another directory")

@@ -1,8 +1,8 @@
 """Joint segmentation of both languages into subwords: learning and applying it.
 
-Kinds: ``subword-nmt`` (a number of merges; one that is continued ends in ``@@``) and ``sentencepiece`` (its
-BPE, with a size of the vocabulary; white space is marked with U+2581). Both see tokenized text, and joining the
-subwords gives it back.
+Kinds: ``subword-nmt`` (a number of merges; one that is continued ends in ``@@``) and
+``sentencepiece`` (its BPE, with a size of the vocabulary; white space is marked with U+2581). Both
+see tokenized text, and joining the subwords gives it back.
 """
 
 from __future__ import annotations
@@ -32,9 +32,16 @@ def _learn_subword_nmt(lines: Iterator[str], operations: int) -> bytes:
         with mock.patch.object(learn_bpe, "tqdm", progress):
             learn_bpe.learn_bpe(lines, codes, operations)
     except ValueError:  # the maximum of no pairs
-        raise UserError("the training text has no word of two characters to learn BPE from") from None
-    if (learned := codes.getvalue().count("\n") - 1) < operations:  # without the line of the version
-        say("prepare", f"note: the text has {learned:,} merges, fewer than --bpe {operations:,}; all of them are used")
+        raise UserError(
+            "the training text has no word of two characters to learn BPE from"
+        ) from None
+    # without the line of the version
+    if (learned := codes.getvalue().count("\n") - 1) < operations:
+        say(
+            "prepare",
+            f"note: the text has {learned:,} merges, fewer than --bpe {operations:,}; all of them "
+            "are used",
+        )
     return codes.getvalue().encode()
 
 
@@ -45,7 +52,8 @@ def _learn_sentencepiece(lines: Iterator[str], operations: int) -> bytes:
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=lines,  # not by the name of a file: the trainer splits names at commas
+            # not by the name of a file: the trainer splits names at commas
+            sentence_iterator=lines,
             model_writer=model,
             model_type="bpe",
             vocab_size=operations,
@@ -54,12 +62,18 @@ def _learn_sentencepiece(lines: Iterator[str], operations: int) -> bytes:
             character_coverage=1.0,
             max_sentence_length=1 << 30,
             minloglevel=2,
-            # num_threads is written into the model, and stays sentencepiece's default for any number of cores.
+            # num_threads is written into the model, and stays sentencepiece's default for any
+            # number of cores.
         )
     except RuntimeError as error:
         # The message begins with a place in sentencepiece's source, in brackets.
-        reason, advice = " ".join(str(error).split()).rsplit("] ", 1)[-1], "run it again with another --bpe"
-        raise UserError(f"sentencepiece with --bpe {operations}: {reason} ({advice}; what is done is kept)") from error
+        reason, advice = (
+            " ".join(str(error).split()).rsplit("] ", 1)[-1],
+            "run it again with another --bpe",
+        )
+        raise UserError(
+            f"sentencepiece with --bpe {operations}: {reason} ({advice}; what is done is kept)"
+        ) from error
     return model.getvalue()
 
 
@@ -69,7 +83,9 @@ def matcher(protected: Sequence[str]) -> Callable[[str], bool]:
     return lambda token: any(pattern.fullmatch(token) for pattern in patterns)
 
 
-def learn(kind: str, operations: int, model: Path, texts: Sequence[Path], protected: Sequence[str] = ()) -> None:
+def learn(
+    kind: str, operations: int, model: Path, texts: Sequence[Path], protected: Sequence[str] = ()
+) -> None:
     """Write the model, learned from tokenized text of both languages.
 
     Args:
@@ -82,9 +98,15 @@ def learn(kind: str, operations: int, model: Path, texts: Sequence[Path], protec
         for path in texts:
             for line in pairs.lines(path):
                 tokens = line.removesuffix("\n")
-                yield " ".join(token for token in tokens.split(" ") if not whole(token)) if protected else tokens
+                yield (
+                    " ".join(token for token in tokens.split(" ") if not whole(token))
+                    if protected
+                    else tokens
+                )
 
-    content = {"subword-nmt": _learn_subword_nmt, "sentencepiece": _learn_sentencepiece}[kind](lines(), operations)
+    content = {"subword-nmt": _learn_subword_nmt, "sentencepiece": _learn_sentencepiece}[kind](
+        lines(), operations
+    )
     model.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(model) as file:
         file.write(content)
@@ -99,7 +121,9 @@ def merges(codes: Path) -> list[str]:
     content = [line.strip("\r\n") for line in pairs.lines(codes)]
     for number, line in enumerate(content, 1):
         if len(line.split(" ")) != 2:  # the first line, "#version: 0.2", has two words as well
-            raise UserError(f"{codes}: line {number} is not a merge of subword-nmt, such as 'e n</w>'")
+            raise UserError(
+                f"{codes}: line {number} is not a merge of subword-nmt, such as 'e n</w>'"
+            )
     if not content:
         raise UserError(f"{codes} is empty: it is to have the merges of subword-nmt")
     return content
@@ -111,7 +135,10 @@ def count_merges(codes: Path) -> int:
 
 
 def are_in(texts: Iterable[Path]) -> bool:
-    """Whether text in tokens is in subwords of subword-nmt: 1 of 1,000 tokens, or more, is continued by ``@@``."""
+    """Whether text in tokens is in subwords of subword-nmt:
+
+    1 of 1,000 tokens, or more, is continued by ``@@``.
+    """
     total = continued = 0
     for path in texts:
         for line in pairs.lines(path):
@@ -133,7 +160,8 @@ def segmenter(kind: str, model: Path, protected: Sequence[str] = ()) -> Callable
     """
     if not model.is_file():
         raise UserError(
-            f"{model} does not exist: the text came in subwords, without the codes (--codes) for other text"
+            f"{model} does not exist: the text came in subwords, without the codes (--codes) for "
+            "other text"
         )
     if kind == "sentencepiece":
         from sentencepiece import SentencePieceProcessor

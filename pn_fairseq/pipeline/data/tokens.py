@@ -27,16 +27,28 @@ FINAL_STOP = re.compile(r"(?<=[^\s.])\.\Z")
 
 def scripts(settings: Settings) -> dict[str, str]:
     """Moses' scripts that these settings need, in their order."""
-    return {name: script for name, script in SCRIPTS.items() if name == "tokenizer" or getattr(settings, name)}
+    return {
+        name: script
+        for name, script in SCRIPTS.items()
+        if name == "tokenizer" or getattr(settings, name)
+    }
 
 
 def checkout(settings: Settings, moses: Path | None) -> Path:
-    """The checkout of mosesdecoder (--moses); it must have Moses' scripts that these settings need."""
+    """The checkout of mosesdecoder (--moses);
+
+    it must have Moses' scripts that these settings need.
+    """
     if moses is None:
-        raise UserError("the text was tokenized by Moses' own scripts: name a checkout of mosesdecoder (--moses DIR)")
+        raise UserError(
+            "the text was tokenized by Moses' own scripts: name a checkout of mosesdecoder "
+            "(--moses DIR)"
+        )
     for script in scripts(settings).values():
         if not (moses / script).is_file():
-            raise UserError(f"--moses {moses} is not a checkout of mosesdecoder: {script} is missing")
+            raise UserError(
+                f"--moses {moses} is not a checkout of mosesdecoder: {script} is missing"
+            )
     return moses
 
 
@@ -60,8 +72,9 @@ def sacremoses(settings: Settings, lang: str, straighten: bool = False) -> Calla
     if straighten:
         steps.append(lambda line: line.replace("’", "'"))
     if settings.normalize:
-        # perl_parity: what normalize-punctuation.perl does, of which the default differs in three rules. It also sees
-        # the line feed, which ends the rule for a full stop before a last quotation mark.
+        # perl_parity: what normalize-punctuation.perl does, of which the default differs in three
+        # rules. It also sees the line feed, which ends the rule for a full stop before a last
+        # quotation mark.
         normalize = MosesPunctNormalizer(lang, perl_parity=True).normalize
         steps.append(lambda line: normalize(f"{line}\n"))
     if settings.nonprinting:
@@ -69,7 +82,9 @@ def sacremoses(settings: Settings, lang: str, straighten: bool = False) -> Calla
         steps.append(lambda line: unprintable.sub(" ", line))
     tokenize = MosesTokenizer(lang).tokenize
     steps.append(lambda line: line.translate(_DELETED))
-    steps.append(lambda line: tokenize(line, aggressive_dash_splits=settings.aggressive, return_str=True))
+    steps.append(
+        lambda line: tokenize(line, aggressive_dash_splits=settings.aggressive, return_str=True)
+    )
     if settings.tokenizer == SACREMOSES:
         steps.append(lambda line: FINAL_STOP.sub(" .", line))
     if settings.lower:
@@ -84,12 +99,18 @@ def sacremoses(settings: Settings, lang: str, straighten: bool = False) -> Calla
 
 
 def moses(checkout: Path, settings: Settings, lang: str, straighten: bool = False) -> Work:
-    """The same by Moses' own Perl scripts in a checkout of mosesdecoder, for many lines at a time."""
+    """The same by Moses' own Perl scripts in a checkout of mosesdecoder,
+
+    for many lines at a time.
+    """
     flags = {
         "normalize": [language_of(lang)],  # by position: older versions of the script know no -l
         "tokenizer": ["-q", "-l", language_of(lang), *(["-a"] if settings.aggressive else [])],
     }
-    commands = [["perl", str(checkout / path), *flags.get(name, [])] for name, path in scripts(settings).items()]
+    commands = [
+        ["perl", str(checkout / path), *flags.get(name, [])]
+        for name, path in scripts(settings).items()
+    ]
 
     def work(text: bytes) -> bytes:
         if straighten:
@@ -98,19 +119,27 @@ def moses(checkout: Path, settings: Settings, lang: str, straighten: bool = Fals
             result = subprocess.run(command, input=text, capture_output=True)
             if result.returncode:
                 messages = result.stderr.decode("utf-8", "replace").splitlines()
-                raise UserError(f"{command[1]} failed: {why_it_failed(result.returncode, messages)}")
+                raise UserError(
+                    f"{command[1]} failed: {why_it_failed(result.returncode, messages)}"
+                )
             text = result.stdout
         return text
 
     return work
 
 
-#: Stands for a protected text while the others are tokenized: a letter of Linear A, which no rule changes.
+#: Stands for a protected text while the others are tokenized: a letter of Linear A, which no rule
+#: changes.
 _MARK = "\U00010640"
 
 
-def tokenizer(settings: Settings, lang: str, straighten: bool = False, checkout_of_moses: Path | None = None) -> Work:
-    """The tokenizer that the settings name, for :func:`pn_fairseq.pipeline.data.parallel.transform`."""
+def tokenizer(
+    settings: Settings, lang: str, straighten: bool = False, checkout_of_moses: Path | None = None
+) -> Work:
+    """The tokenizer that the settings name,
+
+    for :func:`pn_fairseq.pipeline.data.parallel.transform`.
+    """
     work = _unprotected(settings, lang, straighten, checkout_of_moses)
     if not settings.protect:
         return work
@@ -121,7 +150,9 @@ def tokenizer(settings: Settings, lang: str, straighten: bool = False, checkout_
 
         def keep(match: re.Match) -> str:
             if match[0].split() != [match[0]]:
-                raise UserError(f"{match[0]!r} is to be protected, but is empty or has white space (--protect)")
+                raise UserError(
+                    f"{match[0]!r} is to be protected, but is empty or has white space (--protect)"
+                )
             kept.append(match[0])
             return f" {_MARK} "
 
@@ -134,7 +165,9 @@ def tokenizer(settings: Settings, lang: str, straighten: bool = False, checkout_
     return with_marks
 
 
-def _unprotected(settings: Settings, lang: str, straighten: bool, checkout_of_moses: Path | None) -> Work:
+def _unprotected(
+    settings: Settings, lang: str, straighten: bool, checkout_of_moses: Path | None
+) -> Work:
     if settings.tokenizer == NONE:
         case = str.lower if settings.lower else str
         return per_line(lambda line: " ".join(case(line).split()))
@@ -146,8 +179,8 @@ def _unprotected(settings: Settings, lang: str, straighten: bool, checkout_of_mo
 #: Languages in which “ and ‘ close a quotation (and „ opens it), instead of opening it.
 _LOW_OPENING_QUOTES = frozenset("bg cs da de et hr is lt mk sk sl sq sr".split())
 
-#: sacremoses joins „ and “ alternately to the next and to the previous word, though each has one side. They are
-#: replaced by characters that occur in no text and that sacremoses leaves unchanged.
+#: sacremoses joins „ and “ alternately to the next and to the previous word, though each has one
+#: side. They are replaced by characters that occur in no text and that sacremoses leaves unchanged.
 _HIDE, _SHOW = str.maketrans("„“", "\ufdd0\ufdd1"), str.maketrans("\ufdd0\ufdd1", "„“")
 
 #: The name of :func:`detokenize` in signatures.
@@ -155,12 +188,14 @@ DETOKENIZER = f"sacremoses-{metadata.version('sacremoses')}+quotes"
 
 
 def detokenize(lines: Iterable[str], language: str) -> list[str]:
-    """Plain text of Moses-style tokens: sacremoses' detokenizer, and rules of this project for typographic quotes.
+    """Plain text of Moses-style tokens: sacremoses' detokenizer, and rules of this project for
+    typographic quotes.
 
-    sacremoses leaves typographic quotation marks and apostrophes apart from their words, or joins them to the wrong
-    words; the rules join them to the right ones. If a text has such marks, detokenized BLEU and chrF therefore differ
-    from ``sacremoses detokenize | sacrebleu``. The references of the verses, tokenized and detokenized, score 99.8
-    against the raw text with the rules, and 95.0 without.
+    sacremoses leaves typographic quotation marks and apostrophes apart from their words, or joins
+    them to the wrong words; the rules join them to the right ones. If a text has such marks,
+    detokenized BLEU and chrF therefore differ from ``sacremoses detokenize | sacrebleu``. The
+    references of the verses, tokenized and detokenized, score 99.8 against the raw text with the
+    rules, and 95.0 without.
     """
     from sacremoses import MosesDetokenizer
 

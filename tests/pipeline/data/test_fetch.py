@@ -33,7 +33,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         server, wanted = self.server, self.headers.get("Range")
         server.requests.append((self.path, wanted))
         self.close_connection = True
-        first = int(wanted.removeprefix("bytes=").removesuffix("-")) if wanted and server.ranges else 0
+        first = (
+            int(wanted.removeprefix("bytes=").removesuffix("-")) if wanted and server.ranges else 0
+        )
         if server.statuses or first >= len(server.content) > 0:
             self.send_response(server.statuses.pop(0) if server.statuses else 416)
             self.send_header("Content-Length", "0")
@@ -55,7 +57,9 @@ def server():
     server.drops, server.statuses, server.requests, server.release = [], [], [], threading.Event()
     server.release.set()  # else an answer does not end
     server.url = f"http://127.0.0.1:{server.server_address[1]}/data/x.tgz"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+    )
     thread.start()
     yield server
     server.shutdown()
@@ -85,14 +89,18 @@ def file(tmp_path) -> Path:
     return tmp_path / "a folder, 100%" / "x.tgz"
 
 
-def refused(*needles: str, url: str, file: Path, known: str = "", mirror: str | None = None) -> None:
+def refused(
+    *needles: str, url: str, file: Path, known: str = "", mirror: str | None = None
+) -> None:
     with pytest.raises(UserError) as error:
         fetch(url, file, known, mirror)
     for needle in needles:
         assert needle in str(error.value), (needle, str(error.value))
 
 
-def fetched(url: str, file: Path, content: bytes = CONTENT, known: str = "", mirror: str | None = None) -> None:
+def fetched(
+    url: str, file: Path, content: bytes = CONTENT, known: str = "", mirror: str | None = None
+) -> None:
     fetch(url, file, known, mirror)
     assert file.read_bytes() == content
     assert listing(file.parent) == {"x.tgz"}
@@ -107,10 +115,20 @@ def test_a_file_that_exists_is_not_asked_for(server, file):
 def test_known_checksum(server, file):
     """A wrong file is not kept: one that was there, or half of one version and half of another."""
     fetched(server.url, file, known=sha256(CONTENT).upper())
-    refused(str(file), server.url, sha256(CONTENT), sha256(OTHER), url=server.url, file=file, known=sha256(OTHER))
+    refused(
+        str(file),
+        server.url,
+        sha256(CONTENT),
+        sha256(OTHER),
+        url=server.url,
+        file=file,
+        known=sha256(OTHER),
+    )
     assert listing(file.parent) == set() and len(server.requests) == 1
     (file.parent / "x.tgz.partial").write_bytes(OTHER[:1000])
-    refused("md5", "it was removed", url=server.url, file=file, known=hashlib.md5(CONTENT).hexdigest())
+    refused(
+        "md5", "it was removed", url=server.url, file=file, known=hashlib.md5(CONTENT).hexdigest()
+    )
     fetched(server.url, file, known=hashlib.md5(CONTENT).hexdigest())
     assert [wanted for _, wanted in server.requests] == [None, "bytes=1000-", None]
 
@@ -119,7 +137,12 @@ def test_a_dropped_connection_resumes_where_it_broke(server, file):
     """As long as something comes."""
     server.drops = [100_000, 50_000, 1]
     fetched(server.url, file)
-    assert [wanted for _, wanted in server.requests] == [None, "bytes=100000-", "bytes=150000-", "bytes=150001-"]
+    assert [wanted for _, wanted in server.requests] == [
+        None,
+        "bytes=100000-",
+        "bytes=150000-",
+        "bytes=150001-",
+    ]
 
 
 def test_a_later_run_resumes_a_dropped_download(server, file):
@@ -183,11 +206,15 @@ def test_ctrl_c_keeps_what_came(server, file):
     server.drops = [2_000_000]
     server.release.clear()
     command = [sys.executable, "-c", CODE, server.url, str(file)]
-    process = subprocess.Popen(command, env=environment(no_proxy="*"), stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, env=environment(no_proxy="*"), stderr=subprocess.PIPE, text=True
+    )
     partial = file.with_name("x.tgz.partial")
     wait_for(lambda: partial.exists() and partial.stat().st_size, process)
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
     server.release.set()
-    assert process.returncode == 130 and stderr.splitlines()[-1].endswith("run the same command again to resume")
+    assert process.returncode == 130 and stderr.splitlines()[-1].endswith(
+        "run the same command again to resume"
+    )
     assert "Traceback" not in stderr and 0 < partial.stat().st_size <= 2_000_000

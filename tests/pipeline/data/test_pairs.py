@@ -7,7 +7,13 @@ import pytest
 
 from pn_fairseq.common.command import UserError
 from pn_fairseq.pipeline.data import pairs
-from pn_fairseq.pipeline.data.pairs import as_is, segments, strip_tags, tokens, without_carriage_returns
+from pn_fairseq.pipeline.data.pairs import (
+    as_is,
+    segments,
+    strip_tags,
+    tokens,
+    without_carriage_returns,
+)
 from pn_fairseq.pipeline.data.preparation import Preparation
 from pn_fairseq.pipeline.data.recipes.wmt14 import sacrebleus_segments
 from pn_fairseq.pipeline.data.settings import Settings
@@ -23,7 +29,9 @@ def take(reader: pairs.Reader, tmp_path: Path, de: bytes, en: bytes) -> tuple[li
     with tempfile.TemporaryDirectory() as folder:
         data = Preparation(Path(folder), Settings(source="de", target="en"))
         data.take(reader, "train", write(tmp_path, de=de, en=en))
-        texts = [(data.partial / f"text/train.{lang}").read_bytes().decode() for lang in ("de", "en")]
+        texts = [
+            (data.partial / f"text/train.{lang}").read_bytes().decode() for lang in ("de", "en")
+        ]
     assert all(text.endswith("\n") for text in texts)
     return tuple(text.removesuffix("\n").split("\n") for text in texts)
 
@@ -42,7 +50,10 @@ def test_packed_text(tmp_path, capsys):
     (tmp_path / "z.de").write_bytes(lzma.compress(b"zwei\n"))
     (tmp_path / "z.de.xz").write_bytes(b"")
     assert list(pairs.as_is(tmp_path / "z.de")) == ["zwei\n"]
-    assert capsys.readouterr().err == f"[prepare] note: {tmp_path / 'z.de'} is used, and not z.de.xz beside it\n"
+    assert (
+        capsys.readouterr().err
+        == f"[prepare] note: {tmp_path / 'z.de'} is used, and not z.de.xz beside it\n"
+    )
     with pytest.raises(UserError, match=r"there is no .*/y.de, plain or compressed \(.gz, .xz\)"):
         list(pairs.as_is(tmp_path / "y.de"))
 
@@ -53,19 +64,33 @@ def test_what_users_do_not_see_is_said_with_counts(tmp_path, capsys):
     assert sides[0][0] == "ein Mann"
     notes = capsys.readouterr().err
     assert "text.de begins with a byte order mark, which is left out" in notes
-    assert "2 of the 4 lines of" in notes and "1 of the 4 lines of" in notes and "text.en are empty" in notes
+    assert (
+        "2 of the 4 lines of" in notes
+        and "1 of the 4 lines of" in notes
+        and "text.en are empty" in notes
+    )
 
 
 @pytest.mark.parametrize(
     ("reader", "de", "en", "needle"),
     [
-        (as_is, b"a\nb\n", b"c\n", "text.de has 2 lines and .*text.en 1: they are not translations of each other"),
+        (
+            as_is,
+            b"a\nb\n",
+            b"c\n",
+            "text.de has 2 lines and .*text.en 1: they are not translations of each other",
+        ),
         (as_is, b"a\n", b"c\nd\n", "text.de has 1 line and .*text.en 2"),
         (as_is, b"a\n", b"", "text.en is empty"),
         (as_is, b"a\n\xff\n", b"c\nd\n", "text.de: line 2 is not UTF-8"),
         (as_is, b"a\nb\rc\n", b"c\nd\n", "text.de: line 2 has a carriage return in the middle"),
         (segments, b"a\n", b"b\n", "text.de is empty, or no text that can be read here"),
-        (segments, b'<seg id="1">a</seg>\n<seg id="2">b\n', b"c\nd\n", "text.de: line 2 is not of the form <seg"),
+        (
+            segments,
+            b'<seg id="1">a</seg>\n<seg id="2">b\n',
+            b"c\nd\n",
+            "text.de: line 2 is not of the form <seg",
+        ),
     ],
 )
 def test_text_that_cannot_be_used(reader, de, en, needle, tmp_path):
@@ -78,9 +103,17 @@ def test_text_that_cannot_be_used(reader, de, en, needle, tmp_path):
     [
         (without_carriage_returns, b"a\rb\r\nc\n", ["ab", "c"]),  # as normalize-punctuation.perl
         (tokens, "a\u00a0b  c\u2028d\n\n".encode(), ["a b c d", ""]),
-        (strip_tags, b"<url>x</url>\n<title>T &amp; U</title>\n  a\rb \n<speaker>S</speaker>\n", None),
+        (
+            strip_tags,
+            b"<url>x</url>\n<title>T &amp; U</title>\n  a\rb \n<speaker>S</speaker>\n",
+            None,
+        ),
         (segments, b'<doc>\n<seg id="1"> a\rb </seg>\n<seg id="2"></seg>\n</doc>\n', ["a b", ""]),
-        (sacrebleus_segments, '<seg id="1">\u00a0a\r</seg>\n<seg id="2">b</seg>\n'.encode(), ["\u00a0a", "b"]),
+        (
+            sacrebleus_segments,
+            '<seg id="1">\u00a0a\r</seg>\n<seg id="2">b</seg>\n'.encode(),
+            ["\u00a0a", "b"],
+        ),
     ],
 )
 def test_kinds_of_published_text(reader, text, expected, tmp_path):
@@ -115,13 +148,22 @@ def test_removed_pairs_and_counts(tmp_path):
                 text = lines if folder == "stages/tok" else lines.replace(" ", "")
                 (tmp_path / f"{folder}/{split}.{lang}").write_text(text)
     Preparation(tmp_path, Settings(source="de", target="en", clean=(1, 9, 1.5))).select()
-    assert (tmp_path / "raw/train.de").read_text() == "ab\n" and (tmp_path / "tok/train.en").read_text() == "c d\n"
+    assert (tmp_path / "raw/train.de").read_text() == "ab\n" and (
+        tmp_path / "tok/train.en"
+    ).read_text() == "c d\n"
     assert (tmp_path / "raw/test.de").read_text() == "ab\nxyz\n"
     assert (tmp_path / "removed.tsv").read_text().splitlines() == [
         "split\tline\treason\ttokens de\ttokens en",
         "train\t2\tratio\t3\t1",
     ]
-    counts = ["train.read=2", "train.removed=1", "train.removed.ratio=1", "train=1", "valid=2", "test=2"]
+    counts = [
+        "train.read=2",
+        "train.removed=1",
+        "train.removed.ratio=1",
+        "train=1",
+        "valid=2",
+        "test=2",
+    ]
     assert (tmp_path / "counts.txt").read_text().splitlines() == counts
 
 
@@ -130,6 +172,11 @@ def test_a_split_without_a_pair(tmp_path):
         (tmp_path / folder).mkdir(parents=True)
         for name in ("train.de", "train.en", "test.de", "test.en"):
             (tmp_path / folder / name).write_text("a\n" * 5)
-    with pytest.raises(UserError, match="no sentence pair of valid is left .*train.read=5.*train=5, valid=0, test=5"):
-        Preparation(tmp_path, Settings(source="de", target="en", clean=(1, 9, 1.5), valid_every=6)).select()
+    with pytest.raises(
+        UserError,
+        match="no sentence pair of valid is left .*train.read=5.*train=5, valid=0, test=5",
+    ):
+        Preparation(
+            tmp_path, Settings(source="de", target="en", clean=(1, 9, 1.5), valid_every=6)
+        ).select()
     assert not (tmp_path / "counts.txt").exists()

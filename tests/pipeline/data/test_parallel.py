@@ -50,7 +50,10 @@ def test_a_lost_sentence_is_noticed(text, workers):
 
 
 def test_lines_end_at_line_feeds_only():
-    assert per_line(str.upper)("a\rb\u2028c\x85d\n\ne\n".encode()) == "A\rB\u2028C\x85D\n\nE\n".encode()
+    assert (
+        per_line(str.upper)("a\rb\u2028c\x85d\n\ne\n".encode())
+        == "A\rB\u2028C\x85D\n\nE\n".encode()
+    )
 
 
 def test_a_worker_that_is_killed(text):
@@ -72,7 +75,9 @@ sys.exit(run("test", lambda: transform(Path("in"), Path("out"), upper, 3)))
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)]
+)
 def test_workers_end_with_their_parent(text, number, code):
     """The signal reaches the parent only."""
     text.write_text(LINES + "sleep\n")
@@ -89,4 +94,7 @@ def test_workers_end_with_their_parent(text, number, code):
     _, stderr = process.communicate(timeout=60)  # ends when all that hold the pipe have ended
     assert process.returncode == code and "Traceback" not in stderr, stderr
     if code > 0:
-        assert len(stderr.splitlines()) == 1 and {path.name for path in text.parent.iterdir()} == {"in", "asleep"}
+        assert len(stderr.splitlines()) == 1 and {path.name for path in text.parent.iterdir()} == {
+            "in",
+            "asleep",
+        }

@@ -1,4 +1,7 @@
-"""Recipes and their options, and what a preparation says where another one works in the same folder."""
+"""Recipes and their options,
+
+and what a preparation says where another one works in the same folder.
+"""
 
 import fcntl
 import re
@@ -31,31 +34,60 @@ LANGUAGES = ("--source", "es", "--target", "en", "--bpe", 150)
 
 def prepare(corpus: Path, dest: Path, *options) -> str:
     """What it says, from a process that starts fairseq-preprocess at once."""
-    return run("pn", "prepare", "text", "--corpus", corpus, "--dest", dest, "--workers", 1, *options).stderr
+    return run(
+        "pn", "prepare", "text", "--corpus", corpus, "--dest", dest, "--workers", 1, *options
+    ).stderr
 
 
 def assert_not_prepared(corpus: Path, needle: str, *options) -> None:
     """A mistake that is noticed before fairseq-preprocess starts: in this process."""
-    words = (*LANGUAGES, "--corpus", corpus, "--dest", corpus.parent / "data", "--workers", 1, *options)
+    words = (
+        *LANGUAGES,
+        "--corpus",
+        corpus,
+        "--dest",
+        corpus.parent / "data",
+        "--workers",
+        1,
+        *options,
+    )
     assert_refused(in_process("prepare", "text", *words), needle)
 
 
 def test_every_corpus_has_its_configuration():
-    assert all((ROOT / f"configs/{recipe.CONFIG}.yaml").is_file() for recipe in RECIPES.values() if recipe.CONFIG)
+    assert all(
+        (ROOT / f"configs/{recipe.CONFIG}.yaml").is_file()
+        for recipe in RECIPES.values()
+        if recipe.CONFIG
+    )
 
 
 @pytest.mark.parametrize("kind", subwords.MODELS)
 def test_tags_that_survive(kind, corpus, tmp_path):
-    """In front of a word, inside a line and alone, through tokens, subwords, and the text to translate."""
+    """In front of a word, inside a line and alone, through tokens, subwords, and the text to
+    translate.
+    """
     for file in corpus.glob("*.e?"):
         text = file.read_text("utf-8").splitlines()
         file.write_text("".join(f"<2en>{line} [BT] <b>\n" for line in text), "utf-8")
     (tmp_path / "tags").write_text("<2\\w\\w>\n\n\\[BT\\]\n")
-    prepare(corpus, tmp_path / "data", *LANGUAGES, "--segmentation", kind, "--protect", tmp_path / "tags")
+    prepare(
+        corpus,
+        tmp_path / "data",
+        *LANGUAGES,
+        "--segmentation",
+        kind,
+        "--protect",
+        tmp_path / "tags",
+    )
     for folder, mark in (("tok", ""), ("bpe", "\u2581" if kind == "sentencepiece" else "")):
         for line in (tmp_path / f"data/{folder}/test.es").read_text("utf-8").splitlines():
             words = line.split(" ")
-            assert words[0] == f"{mark}<2en>" and f"{mark}[BT]" in words and not any("<b" in word for word in words)
+            assert (
+                words[0] == f"{mark}<2en>"
+                and f"{mark}[BT]" in words
+                and not any("<b" in word for word in words)
+            )
     segment = subwords.segmenter(kind, tmp_path / "data/bpe" / subwords.MODELS[kind])
     assert segment("<2en>") not in ("<2en>", "\u2581<2en>"), "it is no subword by itself"
     (folder := tmp_path / "run").mkdir()
@@ -66,25 +98,34 @@ def test_tags_that_survive(kind, corpus, tmp_path):
 
 
 TOKENIZER = "while (<STDIN>) { s/([.,:;!?])/ $1/g; print; }"
-LOWERCASE = 'use utf8; binmode(STDIN, ":utf8"); binmode(STDOUT, ":utf8"); while (<STDIN>) { print lc($_); }'
+LOWERCASE = (
+    'use utf8; binmode(STDIN, ":utf8"); binmode(STDOUT, ":utf8"); while (<STDIN>) { print lc($_); }'
+)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("perl"), reason="Moses' scripts need perl")
 def test_moses_scripts_and_sentencepiece(corpus, tmp_path):
-    """Scripts in the place of Moses' that do something easy to say; all the rest of the way with sentencepiece."""
+    """Scripts in the place of Moses' that do something easy to say;
+
+    all the rest of the way with sentencepiece.
+    """
     moses, data = tmp_path / "moses decoder", tmp_path / "data"
     options = (*LANGUAGES, "--moses", moses, "--segmentation", "sentencepiece")
     for name, code in (("tokenizer", TOKENIZER), ("lower", LOWERCASE)):
         assert_not_prepared(
-            corpus, f"--moses {moses} is not a checkout of mosesdecoder: {tokens.SCRIPTS[name]}", *options
+            corpus,
+            f"--moses {moses} is not a checkout of mosesdecoder: {tokens.SCRIPTS[name]}",
+            *options,
         )
         assert not data.exists()
         (moses / tokens.SCRIPTS[name]).parent.mkdir(parents=True, exist_ok=True)
         (moses / tokens.SCRIPTS[name]).write_text(code)
     prepare(corpus, data, *options)
     assert (data / "settings.txt").read_text().count("tokenizer=moses\n") == 1
-    assert SentencePieceProcessor(model_file=str(data / "bpe/sentencepiece.model")).vocab_size() == 150
+    assert (
+        SentencePieceProcessor(model_file=str(data / "bpe/sentencepiece.model")).vocab_size() == 150
+    )
     for name in ("train.es", "valid.en", "test.es"):
         raw, tok, bpe = (lines(data / folder / name) for folder in ("raw", "tok", "bpe"))
         assert tok == [re.sub(r"([.,:;!?])", r" \1", line).lower() for line in raw]
@@ -93,13 +134,18 @@ def test_moses_scripts_and_sentencepiece(corpus, tmp_path):
     shutil.rmtree(data)
     (moses / tokens.SCRIPTS["tokenizer"]).write_text('die "the tokenizer is out of order\\n";')
     assert_not_prepared(
-        corpus, f"{moses}/{tokens.SCRIPTS['tokenizer']} failed: the tokenizer is out of order", *options
+        corpus,
+        f"{moses}/{tokens.SCRIPTS['tokenizer']} failed: the tokenizer is out of order",
+        *options,
     )
     assert not list((data / "tok").iterdir())
 
 
 def test_text_for_a_model_of_other_data(corpus, tmp_path):
-    """Its codes, dictionary and settings; characters that it lacks are counted. A folder may have any name."""
+    """Its codes, dictionary and settings; characters that it lacks are counted.
+
+    A folder may have any name.
+    """
     old, new = tmp_path / "my josé (1), a=b 'x'", tmp_path / "new"
     assert "merges, fewer than --bpe 10,000" in prepare(corpus, old, *LANGUAGES[:4], "--keep-case")
     for name in ("train", "valid", "test"):
@@ -117,7 +163,10 @@ def test_text_for_a_model_of_other_data(corpus, tmp_path):
     for options, needle in (
         ((old, "--target", "de"), "has target=en, not de"),
         ((old / "bin",), "settings.txt does not exist"),
-        ((old, "--segmentation", "sentencepiece"), "has segmentation=subword-nmt, not sentencepiece"),
+        (
+            (old, "--segmentation", "sentencepiece"),
+            "has segmentation=subword-nmt, not sentencepiece",
+        ),
         ((old, "--moses", old), "has tokenizer=sacremoses+final-stop, not moses"),
     ):
         assert_refused(in_process(*words, *options), needle)
@@ -133,7 +182,8 @@ def test_the_same_text_on_both_sides_is_said(tmp_path, capsys):
     Preparation(tmp_path, Settings(source="es", target="en"))._note_on_copies()
     said = capsys.readouterr().err.splitlines()
     assert said == [
-        f"[prepare] note: {same} of the 3 pairs of {split}.es and {split}.en are the same on both sides"
+        f"[prepare] note: {same} of the 3 pairs of {split}.es and {split}.en are the same on both "
+        "sides"
         for split, same in (("train", 3), ("valid", 2))
     ]
 
@@ -145,7 +195,9 @@ def copy_split(folder: Path, split: str, to: str) -> None:
 
 @pytest.mark.parametrize("tokenized", [False, True])
 def test_further_test_sets(tokenized, corpus, tmp_path):
-    """test1 with the rest, and test2017 afterwards: as the same text is prepared under the name test."""
+    """test1 with the rest, and test2017 afterwards: as the same text is prepared under the name
+    test.
+    """
     data, alike = tmp_path / "data", tmp_path / "alike"
     if tokenized:
         for file in corpus.iterdir():
@@ -157,10 +209,15 @@ def test_further_test_sets(tokenized, corpus, tmp_path):
     assert f"note: {corpus}/test2017.* is left out; to add it afterwards: {command}\n" in said
     assert "9 train, 3 valid, 3 test, 3 test1" in said
     for ending in ("es.bin", "en.idx"):
-        assert (data / f"bin/test1.es-en.{ending}").read_bytes() == (data / f"bin/valid.es-en.{ending}").read_bytes()
+        assert (data / f"bin/test1.es-en.{ending}").read_bytes() == (
+            data / f"bin/valid.es-en.{ending}"
+        ).read_bytes()
     before = (data / "settings.txt").read_bytes()
     said = prepare(corpus, data, "--test", "test2017")
-    assert "has the test set test2017: 9 pairs" in said and "next: pn generate --run RUN --subset test2017" in said
+    assert (
+        "has the test set test2017: 9 pairs" in said
+        and "next: pn generate --run RUN --subset test2017" in said
+    )
     assert (data / "settings.txt").read_bytes() == before, "runs on this data stay valid"
     copy_split(corpus, "train", "test")
     prepare(corpus, alike, "--like", data)
@@ -172,7 +229,10 @@ def test_further_test_sets(tokenized, corpus, tmp_path):
     ):
         for name in names:
             added = (data / folder / name.format("test2017")).read_bytes()
-            assert added and added == (alike / folder / name.format("test")).read_bytes(), (folder, name)
+            assert added and added == (alike / folder / name.format("test")).read_bytes(), (
+                folder,
+                name,
+            )
     assert not (data / "partial").exists()
     words = ("prepare", "text", "--corpus", corpus, "--dest", data, "--test")
     assert "already exists" in in_process(*words, "test2017").stderr
@@ -186,7 +246,10 @@ def test_further_test_sets(tokenized, corpus, tmp_path):
         (("new", "--keep-case"), "leave out --keep-case"),
         (("new", "--source", "de"), "has source=es, not de (--test)"),
         (("new", "--like", alike), "leave out --like"),
-        (("new", "--dest", tmp_path / "nowhere"), "is no prepared data, to which --test new can add"),
+        (
+            ("new", "--dest", tmp_path / "nowhere"),
+            "is no prepared data, to which --test new can add",
+        ),
     ):
         assert_refused(in_process(*words, *options), needle)
     (corpus / "test3.es").touch()
@@ -199,12 +262,15 @@ def test_a_test_set_that_was_added_to_the_text_is_named(corpus, tmp_path):
     prepare(corpus, tmp_path / "data", *LANGUAGES)
     copy_split(corpus, "valid", "test1")
     assert_refused(
-        in_process("prepare", "text", *options), "was made without test1.es: add this test set with --test test1"
+        in_process("prepare", "text", *options),
+        "was made without test1.es: add this test set with --test test1",
     )
 
 
 def test_languages_whose_scores_need_a_package(corpus, monkeypatch):
-    monkeypatch.setattr(languages.importlib.util, "find_spec", lambda name: None if "MeCab" in name else name)
+    monkeypatch.setattr(
+        languages.importlib.util, "find_spec", lambda name: None if "MeCab" in name else name
+    )
     words = (*LANGUAGES, "--target", "jpn_Jpan", "--corpus", corpus)  # whose files do not exist
     said = in_process("prepare", "text", *words, "--dest", corpus.parent / "data").stderr
     assert "detokenized BLEU of jpn_Jpan needs: pip install 'sacrebleu[ja]'" in said
@@ -213,7 +279,10 @@ def test_languages_whose_scores_need_a_package(corpus, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "needle"),
     [
-        ("El Mu\u0308ller dijo .\n", "note: detokenization does not join words of 3 of 3 lines of valid.es again"),
+        (
+            "El Mu\u0308ller dijo .\n",
+            "note: detokenization does not join words of 3 of 3 lines of valid.es again",
+        ),
         ("El Mu\u0308ller dijo .\n", "normalize it to NFC first"),
         ("\u0e07\u0e48\u0e32\u0e22\n", "give it in tokens of another tokenizer (--tokenized)"),
         ("\u0645\u0627\u061f\n", "does not join the punctuation of 3 of 3 lines of valid.es"),
@@ -225,7 +294,9 @@ def test_what_detokenization_does_not_restore_is_said(text, needle, tmp_path, ca
     (tmp_path / "raw").mkdir()
     for lang, content in (("es", text * 3), ("en", "It\u2019s mine.\n")):
         (tmp_path / f"raw/valid.{lang}").write_text(content, "utf-8")
-    Preparation(tmp_path, Settings(source="es", target="en"), splits=["valid"]).tokenize("raw", "tok")
+    Preparation(tmp_path, Settings(source="es", target="en"), splits=["valid"]).tokenize(
+        "raw", "tok"
+    )
     said = capsys.readouterr().err
     assert needle in said and ("note:" in said) is bool(needle)
 
@@ -233,7 +304,9 @@ def test_what_detokenization_does_not_restore_is_said(text, needle, tmp_path, ca
 def test_text_that_is_tokenized_already_is_said(tmp_path, capsys):
     (tmp_path / "in").write_text("it &apos;s mine .\nand\n")
     pairs.append(pairs.as_is, tmp_path / "in", tmp_path / "out")
-    assert "note: 1 of the 2 lines of" in (said := capsys.readouterr().err) and "--tokenized" in said
+    assert (
+        "note: 1 of the 2 lines of" in (said := capsys.readouterr().err) and "--tokenized" in said
+    )
     pairs.append(pairs.own_tokens, tmp_path / "in", tmp_path / "out")
     assert not capsys.readouterr().err
 
@@ -254,12 +327,18 @@ def test_the_recipe_of_the_page_in_a_file_of_ones_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs/adding_a_corpus.md").read_text("utf-8")
     code = re.search(r"```python\n(.*?)```", page, re.S)[1]
-    (tmp_path / "my_corpus.py").write_text(textwrap.dedent(code).replace('source="fr"', 'source="es"'))
+    (tmp_path / "my_corpus.py").write_text(
+        textwrap.dedent(code).replace('source="fr"', 'source="es"')
+    )
     words = ("my_corpus.py", "--corpus", cut_corpus(tmp_path / "text", 9, 3, 3), "--bpe", 150)
-    assert "train has 9 sentence pairs here; the published one has 12000" in run("pn", "prepare", *words).stderr
+    assert (
+        "train has 9 sentence pairs here; the published one has 12000"
+        in run("pn", "prepare", *words).stderr
+    )
     assert (tmp_path / "runs/data/my_corpus/bin/dict.en.txt").is_file()
     assert RECIPES.pop(load("my_corpus.py")).REPRODUCE.steps[0] == ["train"]
-    shutil.copy(ROOT / "configs/verses_es_en.yaml", "my_corpus.yaml")  # the second place: its configuration
+    # the second place: its configuration
+    shutil.copy(ROOT / "configs/verses_es_en.yaml", "my_corpus.yaml")
     assert verb("train")(["my_corpus.yaml", "--check"]) == 0
 
 

@@ -1,4 +1,5 @@
-"""``pn prepare`` of wmt14, iwslt15_envi and multi30k on small stand-ins in the layout of the originals.
+"""``pn prepare`` of wmt14, iwslt15_envi and multi30k on small stand-ins in the layout of the
+originals.
 
 What comes out is compared with a second, simple reading of the same files.
 """
@@ -23,7 +24,10 @@ from tests.scripts_helpers import assert_refused, in_process, run, script
 def state(folder: Path) -> dict[str, tuple[str, int]]:
     """Contents and times of what a preparation leaves."""
     return {
-        str(path.relative_to(folder)): (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns)
+        str(path.relative_to(folder)): (
+            hashlib.sha256(path.read_bytes()).hexdigest(),
+            path.stat().st_mtime_ns,
+        )
         for part in ("raw", "tok", "bpe", "bin", "settings.txt", "counts.txt")
         for path in ([folder / part] if (folder / part).is_file() else (folder / part).rglob("*"))
         if path.is_file() and path.suffix != ".log"
@@ -40,14 +44,21 @@ def assert_not_begun(folder: Path):
     assert left <= {"download"}, left
 
 
-def assert_joined_and_binarized(folder: Path, source: str, target: str, joined: bool = True, **counts: int):
+def assert_joined_and_binarized(
+    folder: Path, source: str, target: str, joined: bool = True, **counts: int
+):
     """With one dictionary for both languages, or a dictionary of the subwords of each."""
     words = {}
     for lang in (source, target):
         dictionary = lines(folder / f"bin/dict.{lang}.txt")
         words[lang] = {word.split()[0] for word in dictionary if not word.startswith("madeupword")}
-        text = {word for other in (source, target) if joined or other == lang
-                for line in lines(folder / f"bpe/train.{other}") for word in line.split()}  # fmt: skip
+        text = {
+            word
+            for other in (source, target)
+            if joined or other == lang
+            for line in lines(folder / f"bpe/train.{other}")
+            for word in line.split()
+        }
         assert words[lang] == text
     assert (words[source] == words[target]) is joined
     for split, count in counts.items():
@@ -69,7 +80,11 @@ def wmt14(tmp_path_factory) -> Path:
     base = tmp_path_factory.mktemp("wmt14 of 2,014")
     archives = write_archives(base / "my archives", wmt14_members())
     dest = base / "data"
-    for left in ("partial/unpacked/x.tgz/x.en", "partial/text/train.en", "stages/tok/test.en.partial"):
+    for left in (
+        "partial/unpacked/x.tgz/x.en",
+        "partial/text/train.en",
+        "stages/tok/test.en.partial",
+    ):
         (dest / left).parent.mkdir(parents=True, exist_ok=True)
         (dest / left).write_text("half a li")
     script("prepare_wmt14.sh", "--dest", dest, "--archive", archives, "--bpe", 150, "--workers", 2)
@@ -80,7 +95,9 @@ def wmt14(tmp_path_factory) -> Path:
 
 
 def wmt14_reading() -> dict[str, list[tuple[str, str, str, str]]]:
-    """Split -> (English, German, English tokens, German tokens) by the recipe, one line at a time."""
+    """Split -> (English, German, English tokens, German tokens) by the recipe, one line at a
+    time.
+    """
     tokenizers = {lang: MosesTokenizer(lang) for lang in ("en", "de")}
     normalizers = {lang: MosesPunctNormalizer(lang, perl_parity=True) for lang in ("en", "de")}
 
@@ -95,7 +112,8 @@ def wmt14_reading() -> dict[str, list[tuple[str, str, str, str]]]:
         return re.sub(r"([^\s.])\.$", r"\1 .", line)  # as Moses since November 2018
 
     def read(text: str) -> list[str]:
-        return text.replace("\r", "").removesuffix("\n").split("\n")  # normalize-punctuation.perl deletes them
+        # normalize-punctuation.perl deletes them
+        return text.replace("\r", "").removesuffix("\n").split("\n")
 
     reading = {"train": [], "valid": []}
     members = wmt14_members()
@@ -108,7 +126,12 @@ def wmt14_reading() -> dict[str, list[tuple[str, str, str, str]]]:
             if split == "valid" or (1 <= least and most <= 250 and most <= 1.5 * least):
                 reading[split].append((english, german, *pair))
     reading["test"] = [
-        (english.strip(), german.strip(), tokens("en", english.strip(), False), tokens("de", german.strip(), False))
+        (
+            english.strip(),
+            german.strip(),
+            tokens("en", english.strip(), False),
+            tokens("de", german.strip(), False),
+        )
         for english, german in TEST_SET
     ]
     return reading
@@ -119,9 +142,22 @@ def test_wmt14_against_a_simple_reading(wmt14):
     columns = [("raw", "en"), ("raw", "de"), ("tok", "en"), ("tok", "de")]
     for split, pairs in reading.items():
         for (folder, lang), expected in zip(columns, zip(*pairs, strict=True), strict=True):
-            assert lines(wmt14 / folder / f"{split}.{lang}") == list(expected), (split, folder, lang)
-    assert_joined_and_binarized(wmt14, "en", "de", **{split: len(pairs) for split, pairs in reading.items()})
-    expected = {"source": "en", "target": "de", "lower": "0", "bpe": "150", "aggressive": "1", "compound_split": "1"}
+            assert lines(wmt14 / folder / f"{split}.{lang}") == list(expected), (
+                split,
+                folder,
+                lang,
+            )
+    assert_joined_and_binarized(
+        wmt14, "en", "de", **{split: len(pairs) for split, pairs in reading.items()}
+    )
+    expected = {
+        "source": "en",
+        "target": "de",
+        "lower": "0",
+        "bpe": "150",
+        "aggressive": "1",
+        "compound_split": "1",
+    }
     assert expected.items() <= settings(wmt14).items()
 
 
@@ -135,10 +171,13 @@ def test_wmt14_again(wmt14):
 
 def test_wmt14_test_set_from_elsewhere_is_refused(wmt14, tmp_path):
     """A file of the same name, in a mirror; the other archives are taken as they are."""
-    result = in_process("prepare", "wmt14", "--dest", tmp_path, "--mirror", wmt14.parent / "my archives")
+    result = in_process(
+        "prepare", "wmt14", "--dest", tmp_path, "--mirror", wmt14.parent / "my archives"
+    )
     assert_refused(result, "test-full.tgz", "its md5 is", "a8cd784e006feb32ac6f3d9ec7eb389a")
     assert_not_begun(tmp_path)
-    assert {path.name for path in (tmp_path / "download").iterdir()} == set(ARCHIVES)  # what is wrong is removed
+    # what is wrong is removed
+    assert {path.name for path in (tmp_path / "download").iterdir()} == set(ARCHIVES)
 
 
 # IWSLT15 English-Vietnamese
@@ -183,20 +222,30 @@ def test_iwslt15_against_a_simple_reading(tmp_path):
             assert lines(data / f"tok/{split}.{lang}") == [" ".join(line.split()) for line in given]
             plain = [line.replace(" ", "") for line in lines(data / f"raw/{split}.{lang}")]
             assert plain == [
-                html.unescape(line).replace("@-@", "-").replace(" ", "").replace("\xa0", "") for line in given
+                html.unescape(line).replace("@-@", "-").replace(" ", "").replace("\xa0", "")
+                for line in given
             ]
             simple = [detokenize(line.split()) for line in given if not set(line) & set("“”‘’")]
             assert set(simple) <= set(lines(data / f"raw/{split}.{lang}"))
-    assert lines(data / "raw/train.en")[:2] == ['I\'d like to "talk".', "Headlines of R & D, 5 [five]."]
+    assert lines(data / "raw/train.en")[:2] == [
+        'I\'d like to "talk".',
+        "Headlines of R & D, 5 [five].",
+    ]
     assert_joined_and_binarized(data, "en", "vi", joined=False, train=64, valid=7, test=9)
-    assert {"source": "en", "target": "vi", "lower": "0", "bpe": "150"}.items() <= settings(data).items()
+    assert {"source": "en", "target": "vi", "lower": "0", "bpe": "150"}.items() <= settings(
+        data
+    ).items()
 
 
 # Text that others have prepared
 
 
-def given_text(folder: Path, marked: bool, counts=(("train", 200), ("valid", 5), ("test", 7))) -> Path:
-    """Verses in Moses' tokens, lower-cased, or in subwords of 60 merges; the codes of these; one file compressed."""
+def given_text(
+    folder: Path, marked: bool, counts=(("train", 200), ("valid", 5), ("test", 7))
+) -> Path:
+    """Verses in Moses' tokens, lower-cased, or in subwords of 60 merges; the codes of these; one
+    file compressed.
+    """
     tokenized = {}
     for lang in ("en", "es"):
         tokenize = MosesTokenizer(lang).tokenize
@@ -207,10 +256,13 @@ def given_text(folder: Path, marked: bool, counts=(("train", 200), ("valid", 5),
     files, first = {"bpe-codes": merges.getvalue()}, 0
     for name, count in counts:
         for lang, text in tokenized.items():
-            files[f"{name}.{lang}"] = "".join(f"{segment(line)}\n" for line in text[first : first + count])
+            files[f"{name}.{lang}"] = "".join(
+                f"{segment(line)}\n" for line in text[first : first + count]
+            )
         first += count
     write_files(folder, files)
-    (folder / "train.es").write_bytes(lzma.compress((folder / "train.es").read_bytes()))  # found by its content
+    # found by its content
+    (folder / "train.es").write_bytes(lzma.compress((folder / "train.es").read_bytes()))
     (folder / "bpe-codes.gz").write_bytes(gzip.compress((folder / "bpe-codes").read_bytes()))
     return folder
 
@@ -224,18 +276,28 @@ def given(dest: Path, corpus: Path, *options) -> tuple:
 def test_text_that_others_prepared_is_taken_as_it_is(marked, tmp_path):
     corpus, dest = given_text(tmp_path / "given", marked), tmp_path / "data"
     said = run("pn", *given(dest, corpus, "--codes", corpus / "bpe-codes.gz")).stderr
-    assert f"the text comes in {'subwords' if marked else 'tokens'}" in said and "learning" not in said
+    assert (
+        f"the text comes in {'subwords' if marked else 'tokens'}" in said and "learning" not in said
+    )
     assert_joined_and_binarized(dest, "en", "es", train=200, valid=5, test=7)
     for lang in ("en", "es"):
-        assert lines(dest / f"{'bpe' if marked else 'tok'}/valid.{lang}") == lines(corpus / f"valid.{lang}")
+        assert lines(dest / f"{'bpe' if marked else 'tok'}/valid.{lang}") == lines(
+            corpus / f"valid.{lang}"
+        )
         plain = [line.replace(" ", "") for line in lines(dest / f"raw/valid.{lang}")]
-        assert plain == [html.unescape(line).replace(" ", "") for line in lines(dest / f"tok/valid.{lang}")]
+        assert plain == [
+            html.unescape(line).replace(" ", "") for line in lines(dest / f"tok/valid.{lang}")
+        ]
     assert (dest / "bpe/codes").read_bytes() == (corpus / "bpe-codes").read_bytes()
     assert {"tokenizer": "none", "lower": "1", "bpe": "60"}.items() <= settings(dest).items()
     before = state(dest)
     words = given(dest, corpus, "--codes", corpus / "bpe-codes")
     again = in_process(*words)
-    assert again.returncode == 0 and "is complete" in again.stderr and "the text comes in" not in again.stderr
+    assert (
+        again.returncode == 0
+        and "is complete" in again.stderr
+        and "the text comes in" not in again.stderr
+    )
     (corpus / "bpe-codes").write_text("#version: 0.2\n" + "e n\n" * 60)
     assert_refused(in_process(*words), str(dest), "other text")
     assert state(dest) == before
@@ -250,19 +312,26 @@ def test_given_text_that_does_not_fit(tmp_path):
     ):
         assert_refused(in_process(*given(dest, corpus, *options)), needle)
     (corpus / "valid.es").write_text("Dios\n" * 5)
-    assert_refused(in_process(*given(dest, corpus)), "valid.es: line 1 has upper case", "--keep-case")
+    assert_refused(
+        in_process(*given(dest, corpus)), "valid.es: line 1 has upper case", "--keep-case"
+    )
     assert_not_begun(dest)
 
 
 def test_multi30k_as_published(tmp_path):
-    """Two test sets; the counts, subwords and tokens of the published files are compared in docs/results."""
+    """Two test sets; the counts, subwords and tokens of the published files are compared in
+    docs/results.
+    """
     counts = (("train", 190), ("valid", 5), ("test.2016", 7), ("test.2017", 10))
     corpus = given_text(tmp_path / "given", True, counts)
     for file in corpus.glob("*.es"):
         file.rename(file.with_suffix(".de"))
     flags = ("--dest", tmp_path / "data", "--corpus", corpus, "--workers", 1)
     result = run("pn", "prepare", "multi30k_published", *flags)
-    assert "test.2017 has" not in result.stderr and "test has 7 sentence pairs here" not in result.stderr
+    assert (
+        "test.2017 has" not in result.stderr
+        and "test has 7 sentence pairs here" not in result.stderr
+    )
     assert_joined_and_binarized(tmp_path / "data", "en", "de", train=190, valid=5, test=7, test1=17)
     assert "190 train, 5 valid, 7 test, 17 test1" in result.stderr
     both = lines(corpus / "test.2016.de") + lines(corpus / "test.2017.de")
@@ -277,9 +346,13 @@ def multi30k(tmp_path) -> Path:
     """A stand-in, one file of it packed."""
     counts = {"train": 60, "valid": 5, "test2016": 7, "test2017": 6}
     files = {
-        f"{name}.{lang}": verses(other, n) for name, n in counts.items() for lang, other in (("de", "es"), ("en", "en"))
+        f"{name}.{lang}": verses(other, n)
+        for name, n in counts.items()
+        for lang, other in (("de", "es"), ("en", "en"))
     }
-    write_files(tmp_path / "my captions", {name: "\n".join(text) + "\n" for name, text in files.items()})
+    write_files(
+        tmp_path / "my captions", {name: "\n".join(text) + "\n" for name, text in files.items()}
+    )
     train = tmp_path / "my captions/train.de"
     (tmp_path / "my captions/train.de.gz").write_bytes(gzip.compress(train.read_bytes()))
     train.unlink()
@@ -298,10 +371,13 @@ def test_multi30k_against_a_simple_reading(multi30k, tmp_path):
             text = verses(other, count)
             assert lines(dest / f"raw/{split}.{lang}") == text
             assert lines(dest / f"tok/{split}.{lang}") == [
-                re.sub(r"([^\s.])\.$", r"\1 .", tokenizer.tokenize(line, return_str=True).lower()) for line in text
+                re.sub(r"([^\s.])\.$", r"\1 .", tokenizer.tokenize(line, return_str=True).lower())
+                for line in text
             ]
     assert_joined_and_binarized(dest, "de", "en", train=60, valid=5, test=6)
-    assert {"source": "de", "target": "en", "lower": "1", "bpe": "150"}.items() <= settings(dest).items()
+    assert {"source": "de", "target": "en", "lower": "1", "bpe": "150"}.items() <= settings(
+        dest
+    ).items()
     before = state(dest)
     assert "is complete" in in_process(*words, "--test", "test2017").stderr
     assert_refused(in_process(*words), str(dest), "other text")
@@ -309,6 +385,15 @@ def test_multi30k_against_a_simple_reading(multi30k, tmp_path):
 
 
 def test_multi30k_without_a_test_set(multi30k, tmp_path):
-    words = ("prepare", "multi30k", "--dest", tmp_path / "data", "--corpus", multi30k, "--test", "test2018")
+    words = (
+        "prepare",
+        "multi30k",
+        "--dest",
+        tmp_path / "data",
+        "--corpus",
+        multi30k,
+        "--test",
+        "test2018",
+    )
     assert_refused(in_process(*words), "test2018.de")
     assert_not_begun(tmp_path / "data")

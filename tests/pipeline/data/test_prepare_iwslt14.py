@@ -1,4 +1,7 @@
-"""``pn prepare iwslt14`` on a small archive in the original layout, against a simple second reading of it."""
+"""``pn prepare iwslt14`` on a small archive in the original layout,
+
+against a simple second reading of it.
+"""
 
 import os
 import re
@@ -12,8 +15,23 @@ from fairseq.data import Dictionary
 from fairseq.data.data_utils import load_indexed_dataset
 from sacremoses import MosesTokenizer
 
-from tests.fixtures.corpora import LANGUAGES, TEST_SETS, iwslt14_members, lines, wmt14_members, write_archives
-from tests.scripts_helpers import SCRIPTS, assert_refused, environment, files_of, run, script, wait_for
+from tests.fixtures.corpora import (
+    LANGUAGES,
+    TEST_SETS,
+    iwslt14_members,
+    lines,
+    wmt14_members,
+    write_archives,
+)
+from tests.scripts_helpers import (
+    SCRIPTS,
+    assert_refused,
+    environment,
+    files_of,
+    run,
+    script,
+    wait_for,
+)
 
 OPERATIONS = 400
 #: On the PYTHONPATH, it kills a process at a point of its work.
@@ -36,20 +54,25 @@ def prepared(archive, tmp_path_factory) -> Path:
     """By three processes, from a mirror."""
     dest = tmp_path_factory.mktemp("prepared") / "my, data"
     done = prepare(dest, "--workers", 3, "--mirror", archive.parent)
-    assert "160,239" in done.stderr.splitlines()[-2]  # a note says that the original has other counts
+    # a note says that the original has other counts
+    assert "160,239" in done.stderr.splitlines()[-2]
     return dest
 
 
 def tokens(sentence: str, lang: str) -> str:
     text = MosesTokenizer(lang).tokenize(sentence, return_str=True).lower()
-    if text.endswith(".") and not text.endswith((" .", "..")) and text != ".":  # as Moses since November 2018
+    # as Moses since November 2018
+    if text.endswith(".") and not text.endswith((" .", "..")) and text != ".":
         text = text[:-1] + " ."
     return text
 
 
 @pytest.fixture(scope="module")
 def reading(members) -> dict[str, list]:
-    """What the recipe makes of the archive: (raw, tokens) of both sides, by split; the numbers of "removed" lines."""
+    """What the recipe makes of the archive:
+
+    (raw, tokens) of both sides, by split; the numbers of "removed" lines.
+    """
     sides = []
     for lang in LANGUAGES:
         side = []
@@ -72,8 +95,12 @@ def reading(members) -> dict[str, list]:
     for name in TEST_SETS:
         sides = []
         for lang in LANGUAGES:
-            segments = re.findall(r'<seg id="\d+">(.*)</seg>', members[f"de-en/IWSLT14.{name}.de-en.{lang}.xml"])
-            sides.append([(text.strip(), tokens(text.replace("’", "'"), lang)) for text in segments])
+            segments = re.findall(
+                r'<seg id="\d+">(.*)</seg>', members[f"de-en/IWSLT14.{name}.de-en.{lang}.xml"]
+            )
+            sides.append(
+                [(text.strip(), tokens(text.replace("’", "'"), lang)) for text in segments]
+            )
         test += zip(*sides, strict=True)
     train = [pair for number, pair in enumerate(kept) if number % 23 != 22]
     return {"train": train, "valid": kept[22::23], "test": test, "removed": removed}
@@ -93,7 +120,9 @@ def test_removed_pairs_are_counted_and_listed(prepared, reading):
     assert int(counts["train.removed"]) == len(reading["removed"]) > 10
     removed = [line.split("\t") for line in lines(prepared / "removed.tsv")[1:]]
     assert [int(row[1]) for row in removed] == reading["removed"]
-    assert int(counts["train.read"]) == sum(len(reading[part]) for part in ("train", "valid", "removed"))
+    assert int(counts["train.read"]) == sum(
+        len(reading[part]) for part in ("train", "valid", "removed")
+    )
     # The reasons, for the lines that were made for them.
     reasons = {lines(prepared / "text/train.de")[int(row[1]) - 1]: row[2] for row in removed}
     assert reasons["Nur Deutsch hier."] == "empty" and reasons["vier ganz kurze Wörter"] == "ratio"
@@ -105,36 +134,73 @@ def test_subwords_are_those_of_subword_nmt(prepared, tmp_path):
     with (tmp_path / "joint").open("wb") as file:
         for lang in LANGUAGES:
             file.write((prepared / f"tok/train.{lang}").read_bytes())
-    run("subword-nmt", "learn-bpe", "-s", OPERATIONS, "-i", tmp_path / "joint", "-o", tmp_path / "codes")
+    run(
+        "subword-nmt",
+        "learn-bpe",
+        "-s",
+        OPERATIONS,
+        "-i",
+        tmp_path / "joint",
+        "-o",
+        tmp_path / "codes",
+    )
     assert (prepared / "bpe/codes").read_bytes() == (tmp_path / "codes").read_bytes()
     for name in ("train.en", "test.de"):
-        run("subword-nmt", "apply-bpe", "-c", tmp_path / "codes", "-i", prepared / "tok" / name, "-o", tmp_path / name)
+        run(
+            "subword-nmt",
+            "apply-bpe",
+            "-c",
+            tmp_path / "codes",
+            "-i",
+            prepared / "tok" / name,
+            "-o",
+            tmp_path / name,
+        )
         assert (prepared / "bpe" / name).read_bytes() == (tmp_path / name).read_bytes()
 
 
 def test_binary_data_holds_the_subwords(prepared):
     dictionary = Dictionary.load(str(prepared / "bin/dict.de.txt"))
-    assert (prepared / "bin/dict.en.txt").read_bytes() == (prepared / "bin/dict.de.txt").read_bytes()
+    assert (prepared / "bin/dict.en.txt").read_bytes() == (
+        prepared / "bin/dict.de.txt"
+    ).read_bytes()
     for split in ("train", "valid", "test"):
         for lang in LANGUAGES:
             data = load_indexed_dataset(str(prepared / f"bin/{split}.de-en.{lang}"), dictionary)
             for ids, line in zip(data, lines(prepared / f"bpe/{split}.{lang}"), strict=True):
                 # A character that only the test set has is <unk>.
-                expected = [word if dictionary.index(word) != dictionary.unk() else "<unk>" for word in line.split()]
+                expected = [
+                    word if dictionary.index(word) != dictionary.unk() else "<unk>"
+                    for word in line.split()
+                ]
                 assert dictionary.string(ids).split() == expected
 
 
 def made(folder: Path) -> dict[str, bytes]:
     """All files but logs, and the archive."""
-    return {name: content for name, content in files_of(folder).items() if not re.search(r"\.log$|^download/", name)}
+    return {
+        name: content
+        for name, content in files_of(folder).items()
+        if not re.search(r"\.log$|^download/", name)
+    }
 
 
 def command(archive: Path, dest: Path) -> list[str]:
-    words = ("bash", SCRIPTS / "prepare_iwslt14.sh", "--dest", dest, "--archive", archive, "--bpe", OPERATIONS)
+    words = (
+        "bash",
+        SCRIPTS / "prepare_iwslt14.sh",
+        "--dest",
+        dest,
+        "--archive",
+        archive,
+        "--bpe",
+        OPERATIONS,
+    )
     return [str(word) for word in (*words, "--workers", 2)]
 
 
-#: A file that a preparation makes, the signal that is sent then, and whether to the script or to its process group.
+#: A file that a preparation makes, the signal that is sent then, and whether to the script or to
+#: its process group.
 ENDED = [
     ("partial/unpacked", signal.SIGTERM, os.kill),
     ("partial/text", signal.SIGKILL, os.kill),
@@ -145,12 +211,17 @@ ENDED = [
 
 @pytest.mark.slow
 def test_ended_by_a_signal_it_resumes_and_ends_in_the_same_bytes(archive, prepared, tmp_path):
-    """By a signal to the process only, or to its process group. The processes that it leaves after a kill -9 end, or
-    the next run waits for them."""
+    """By a signal to the process only, or to its process group. The processes that it leaves after
+    a kill -9 end, or the next run waits for them.
+    """
     dest = tmp_path / "data"
     for mark, number, kill in ENDED:
         process = subprocess.Popen(
-            command(archive, dest), env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True
+            command(archive, dest),
+            env=environment(),
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
         wait_for(lambda: any(dest.glob(mark)), process)  # noqa: B023 (it is called in this round only)
         kill(process.pid, number)
@@ -158,7 +229,8 @@ def test_ended_by_a_signal_it_resumes_and_ends_in_the_same_bytes(archive, prepar
             process.wait()
             process.stderr.close()
             continue
-        _, stderr = process.communicate(timeout=120)  # ends when the script and all its children have ended
+        # ends when the script and all its children have ended
+        _, stderr = process.communicate(timeout=120)
         said = [line for line in stderr.splitlines() if not line.startswith("[")]
         assert (process.returncode, said) == (
             128 + number,
@@ -169,7 +241,16 @@ def test_ended_by_a_signal_it_resumes_and_ends_in_the_same_bytes(archive, prepar
     assert made(dest) == made(prepared)
 
 
-TRANSLATION = ("settings.txt", "text", "stages/tok/train.en", "raw", "tok", "removed.tsv", "counts.txt", "bin")
+TRANSLATION = (
+    "settings.txt",
+    "text",
+    "stages/tok/train.en",
+    "raw",
+    "tok",
+    "removed.tsv",
+    "counts.txt",
+    "bin",
+)
 
 
 @pytest.mark.slow
@@ -178,15 +259,33 @@ TRANSLATION = ("settings.txt", "text", "stages/tok/train.en", "raw", "tok", "rem
     [
         ("iwslt14", 19, (*TRANSLATION, "bpe/codes", "bpe/test.en")),
         ("wmt14", 19, (*TRANSLATION, "bpe/codes", "bpe/test.en")),
-        ("text_lm", 7, ("settings.txt", "raw", "tok/train.txt", "tok/valid.txt", "tok/test.txt", "bin", "counts.txt")),
+        (
+            "text_lm",
+            7,
+            (
+                "settings.txt",
+                "raw",
+                "tok/train.txt",
+                "tok/valid.txt",
+                "tok/test.txt",
+                "bin",
+                "counts.txt",
+            ),
+        ),
     ],
 )
-def test_killed_before_every_renaming_it_ends_in_the_same_bytes(corpus, least, files, archive, tmp_path):
-    """Once before each file and folder that any step replaces; so between all of them, and with nothing left to do."""
+def test_killed_before_every_renaming_it_ends_in_the_same_bytes(
+    corpus, least, files, archive, tmp_path
+):
+    """Once before each file and folder that any step replaces; so between all of them, and with
+    nothing left to do.
+    """
     words = command(archive, tmp_path / "data")
     if corpus == "wmt14":
         words = [word.replace("iwslt14", "wmt14") for word in words]
-        words[words.index("--archive") + 1] = str(write_archives(tmp_path / "archives", wmt14_members()))
+        words[words.index("--archive") + 1] = str(
+            write_archives(tmp_path / "archives", wmt14_members())
+        )
     elif corpus == "text_lm":
         for split in ("train", "valid", "test"):
             (tmp_path / f"{split}.txt").write_text("The cat sat.\n" * 9)
@@ -210,7 +309,16 @@ def test_a_file_that_cannot_be_written_to_its_end(share, archive, members, tmp_p
     limit = int(share * max(len(text.encode()) for text in members.values()))
     dest = tmp_path / "data"
     result = subprocess.run(
-        ["bash", SCRIPTS / "prepare_iwslt14.sh", "--dest", dest, "--workers", "2", "--mirror", archive.parent],
+        [
+            "bash",
+            SCRIPTS / "prepare_iwslt14.sh",
+            "--dest",
+            dest,
+            "--workers",
+            "2",
+            "--mirror",
+            archive.parent,
+        ],
         env=environment(),
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
         capture_output=True,
@@ -218,4 +326,5 @@ def test_a_file_that_cannot_be_written_to_its_end(share, archive, members, tmp_p
     )
     assert_refused(result, "File too large", str(dest))
     left = [path.name for path in dest.rglob("*") if "partial" in path.name]
-    assert left == (["de-en.tgz.partial"] if share == 0.1 else [])  # what came is kept for the next run
+    # what came is kept for the next run
+    assert left == (["de-en.tgz.partial"] if share == 0.1 else [])

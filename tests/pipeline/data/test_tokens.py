@@ -1,4 +1,6 @@
-"""Tokens, with the rule for the last full stop, which sacremoses lacks, plain text of them, and subwords."""
+"""Tokens, with the rule for the last full stop, which sacremoses lacks, plain text of them, and
+subwords.
+"""
 
 import shutil
 
@@ -67,11 +69,17 @@ def test_settings(changes, line, expected):
 
 @pytest.mark.parametrize(
     ("pattern", "text", "message"),
-    [("b c", "a b c", "empty or has white space"), ("x*", "a", "empty or"), ("a", f"a {tokens._MARK}", "for itself")],
+    [
+        ("b c", "a b c", "empty or has white space"),
+        ("x*", "a", "empty or"),
+        ("a", f"a {tokens._MARK}", "for itself"),
+    ],
 )
 def test_text_that_cannot_be_protected(pattern, text, message):
     with pytest.raises(UserError, match=message):
-        tokens.tokenizer(Settings(source="de", target="en", protect=[pattern]), "en")(f"{text}\n".encode())
+        tokens.tokenizer(Settings(source="de", target="en", protect=[pattern]), "en")(
+            f"{text}\n".encode()
+        )
 
 
 def test_tokenized_text_loses_only_spaces():
@@ -81,7 +89,9 @@ def test_tokenized_text_loses_only_spaces():
 
 @pytest.mark.skipif(not shutil.which("perl"), reason="Moses' scripts need perl")
 def test_moses_scripts_run_in_their_order_with_their_flags(tmp_path, monkeypatch):
-    chosen = Settings(source="de", target="en", tokenizer="moses", normalize=True, lower=True, aggressive=True)
+    chosen = Settings(
+        source="de", target="en", tokenizer="moses", normalize=True, lower=True, aggressive=True
+    )
     for script in tokens.scripts(chosen).values():
         (tmp_path / script).parent.mkdir(parents=True, exist_ok=True)
         name = script.split("/")[-1].split(".")[0]
@@ -116,7 +126,8 @@ def test_text_with_fewer_merges_is_said(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"), [("a@@ b" + " c" * 998, True), ("a@@ b" + " c" * 999, False), ("@@ b", False), ("", False)]
+    ("text", "expected"),
+    [("a@@ b" + " c" * 998, True), ("a@@ b" + " c" * 999, False), ("@@ b", False), ("", False)],
 )
 def test_text_in_subwords_has_one_token_of_a_thousand_that_is_continued(text, expected, tmp_path):
     (tmp_path / "text").write_text(f"{text}\n")
@@ -131,16 +142,26 @@ def test_joining_the_subwords_gives_the_tokens_back(kind, tmp_path):
     segment = segmenter(kind, tmp_path / "model")
     for line in [*lines, "an unseen wordlet"]:
         subwords = segment(line)
-        joined = subwords.replace("@@ ", "") if kind == "subword-nmt" else subwords.replace(" ", "").replace("▁", " ")
+        joined = (
+            subwords.replace("@@ ", "")
+            if kind == "subword-nmt"
+            else subwords.replace(" ", "").replace("▁", " ")
+        )
         assert joined.strip() == line
 
 
 def test_tags_of_languages():
     """FLORES, BCP 47, mBART and glibc's tags; what is no tag stays."""
     for language, tags in {
-        "zh": "zh zho_Hans zh_CN zh-TW cmn_Hant", "ja": "ja jpn_Jpan ja_XX", "ko": "ko kor_Hang",
-        "pt": "pt-BR por_Latn", "de": "de deu_Latn de_DE", "ar": "arb_Arab", "source": "source", "": "",
-    }.items():  # fmt: skip
+        "zh": "zh zho_Hans zh_CN zh-TW cmn_Hant",
+        "ja": "ja jpn_Jpan ja_XX",
+        "ko": "ko kor_Hang",
+        "pt": "pt-BR por_Latn",
+        "de": "de deu_Latn de_DE",
+        "ar": "arb_Arab",
+        "source": "source",
+        "": "",
+    }.items():
         assert {language_of(tag) for tag in tags.split(" ")} == {language}
 
 
@@ -150,7 +171,11 @@ def test_tags_of_languages():
         ("en", "well @-@ known , isn &apos;t it ?", "well-known, isn't it?"),
         ("en", "a @-@ b @-@ c - d", "a-b-c - d"),
         ("en", "he said , “ it ’ s late . ” ( really )", "he said, “it’s late.” (really)"),
-        ("en", "“ go , ” he said , “ now . ” ( “ why ‘ now ’ ? ” )", "“go,” he said, “now.” (“why ‘now’?”)"),
+        (
+            "en",
+            "“ go , ” he said , “ now . ” ( “ why ‘ now ’ ? ” )",
+            "“go,” he said, “now.” (“why ‘now’?”)",
+        ),
         ("en", "&quot; yes &quot; &amp; &#91; no &#93; &lt; x &#124; y", '"yes" & [no] < x | y'),
         ("de", "er sagte : „ es ist spät “ und ging .", "er sagte: „es ist spät“ und ging."),
         ("de", "„ ja “ , sagte er , „ nein “ .", "„ja“, sagte er, „nein“."),
@@ -166,7 +191,11 @@ def test_tokens_become_plain_text(language, tokens, text):
 
 def test_plain_text_survives_its_tokens():
     """Sentences of the corpus with several quotations."""
-    quoting = [line for line in verses("en", 1000, split="test") if line.count("“") > 1 and "—" not in line]
+    quoting = [
+        line for line in verses("en", 1000, split="test") if line.count("“") > 1 and "—" not in line
+    ]
     assert len(quoting) > 15
     tokenizer = sacremoses.MosesTokenizer(lang="en")
-    assert detokenize([tokenizer.tokenize(line, return_str=True) for line in quoting], "en") == quoting
+    assert (
+        detokenize([tokenizer.tokenize(line, return_str=True) for line in quoting], "en") == quoting
+    )

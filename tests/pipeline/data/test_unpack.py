@@ -52,10 +52,14 @@ def refused(archive: Path, folder: Path, members: list[str], *needles: str) -> N
     assert not folder.exists() or not any(folder.iterdir())
 
 
-@pytest.mark.parametrize(("kind", "mode"), [("x.tgz", "w:gz"), ("x.tar", "w"), ("x.tar.xz", "w:xz")])
+@pytest.mark.parametrize(
+    ("kind", "mode"), [("x.tgz", "w:gz"), ("x.tar", "w"), ("x.tar.xz", "w:xz")]
+)
 def test_named_members_and_no_others(tmp_path, folder, kind, mode):
     members = [("top.en", TEXT), ("./a/deep/x.en", b"1\n"), ("a/other", b"3\n"), ("a/x y.en", b"4")]
-    unpack(tar_of(tmp_path / kind, *members, mode=mode), folder, ["top.en", "a/deep/x.en", "a/x y.en"])
+    unpack(
+        tar_of(tmp_path / kind, *members, mode=mode), folder, ["top.en", "a/deep/x.en", "a/x y.en"]
+    )
     assert files_of(folder) == {"top.en": TEXT, "a/deep/x.en": b"1\n", "a/x y.en": b"4"}
 
 
@@ -75,8 +79,17 @@ def test_members_that_are_no_plain_files_of_the_folder(tmp_path, folder, member)
 
 
 def test_members_that_leave_the_folder(tmp_path, folder):
-    """Where nobody asks for them they are not extracted, and a file does not go through a link that leaves it."""
-    members = [("../evil", b"1"), ("/evil", b"1"), ("a", tarfile.SYMTYPE, "../.."), ("a/x", b"2"), ("../y", b"3")]
+    """Where nobody asks for them they are not extracted,
+
+    and a file does not go through a link that leaves it.
+    """
+    members = [
+        ("../evil", b"1"),
+        ("/evil", b"1"),
+        ("a", tarfile.SYMTYPE, "../.."),
+        ("a/x", b"2"),
+        ("../y", b"3"),
+    ]
     archive = tar_of(tmp_path / "x.tgz", *members)
     refused(archive, folder, ["../y"], "outside the destination")
     unpack(archive, folder, ["a/x"])
@@ -126,7 +139,12 @@ def test_damaged_in_the_middle(tmp_path, folder):
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        *(("x.tgz", b"<!DOCTYPE html>404"), ("x.tgz", b"no archive"), ("x.tar", b"no archive" * 100), ("x.tgz", b"")),
+        *(
+            ("x.tgz", b"<!DOCTYPE html>404"),
+            ("x.tgz", b"no archive"),
+            ("x.tar", b"no archive" * 100),
+            ("x.tgz", b""),
+        ),
         *(("x.zip", b"PK\x03\x04 not a zip"), ("x.zip", b"")),
     ],
 )

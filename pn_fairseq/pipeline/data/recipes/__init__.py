@@ -2,14 +2,15 @@
 
 A recipe is a module, here or in a file of a user (`pn prepare FILE.py`), with
   a docstring            what --help prints; its first line is in the list of the corpora
-  CONFIG                 the configuration that trains on it, which is also the name of its folder in runs/data;
-                         "": --dest must be given
+  CONFIG                 the configuration that trains on it, which is also the name of its folder
+                         in runs/data; "": --dest must be given
   TRAIN                  where CONFIG is "": the configuration that pn prepare advises
-  OPTIONS                its options, in addition to --dest and --workers: flag -> arguments of add_argument
-  REPRODUCE              with a CONFIG: the models that `pn reproduce` trains on it, a Corpus
-  settings(options)      what the data is made with, a Settings; ``options`` has the values of all options
-  prepare(data, options) the steps in their order: methods of Preparation
-  folder(options)        if it depends on the options: the name of the data's folder in runs/data, instead of CONFIG
+  OPTIONS                its options, in addition to --dest and --workers: flag -> arguments of
+  add_argument REPRODUCE              with a CONFIG: the models that `pn reproduce` trains on it, a
+  Corpus settings(options)      what the data is made with, a Settings; ``options`` has the values
+  of all options prepare(data, options) the steps in their order: methods of Preparation
+  folder(options)        if it depends on the options: the name of the data's folder in runs/data,
+  instead of CONFIG
 """
 
 import importlib
@@ -21,7 +22,8 @@ from pn_fairseq.common.command import UserError
 
 #: Name of the corpus -> its recipe.
 RECIPES = {
-    module.name: importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)
+    module.name: importlib.import_module(f"{__name__}.{module.name}")
+    for module in pkgutil.iter_modules(__path__)
 }
 
 
@@ -34,7 +36,9 @@ def load(file: str) -> str:
     recipe = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(recipe)
     if absent := [
-        name for name in ("__doc__", "CONFIG", "OPTIONS", "settings", "prepare") if getattr(recipe, name, None) is None
+        name
+        for name in ("__doc__", "CONFIG", "OPTIONS", "settings", "prepare")
+        if getattr(recipe, name, None) is None
     ]:
         raise UserError(f"{path} is no recipe: it has no {absent[0]} (docs/adding_a_corpus.md)")
     RECIPES[path.stem] = recipe

@@ -1,8 +1,9 @@
-"""enwik8 for language modeling of bytes: the first 100,000,000 bytes of a dump of the English Wikipedia of 2006.
+"""enwik8 for language modeling of bytes: the first 100,000,000 bytes of a dump of the English
+Wikipedia of 2006.
 
-Downloads enwik8.zip (36 MB) and makes the data for `pn train enwik8_lm`: the first 90,000,000 bytes are for training,
-then 5,000,000 for validation and 5,000,000 for the test (Chung et al. 2017). A token is a byte; a split that ends
-within a line gets one more end of line. Needs about 1 GB.
+Downloads enwik8.zip (36 MB) and makes the data for `pn train enwik8_lm`: the first 90,000,000 bytes
+are for training, then 5,000,000 for validation and 5,000,000 for the test (Chung et al. 2017). A
+token is a byte; a split that ends within a line gets one more end of line. Needs about 1 GB.
 """
 
 from pn_fairseq.common.command import UserError

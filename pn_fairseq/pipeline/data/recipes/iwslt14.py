@@ -1,10 +1,11 @@
-"""IWSLT14 German-English as in fairseq's examples/translation/prepare-iwslt14.sh, whose data the paper used.
+"""IWSLT14 German-English as in fairseq's examples/translation/prepare-iwslt14.sh, whose data the
+paper used.
 
 Downloads IWSLT14 German-English and makes the data for `pn train iwslt14_de_en`:
   1. tags are stripped; test is dev2010, TEDX dev2012, tst2010, tst2011 and tst2012
   2. the text is tokenized and lower-cased
-  3. training pairs are removed if a side has fewer than 1 or more than 175 tokens, the ratio of lengths is above 1.5,
-     or a token has more than 1000 characters
+  3. training pairs are removed if a side has fewer than 1 or more than 175 tokens, the ratio of
+     lengths is above 1.5, or a token has more than 1000 characters
   4. every 23rd remaining training pair becomes validation
   5. joint BPE is learned and applied, and the text is binarized with one dictionary
 160239 train, 7283 valid and 6750 test pairs are expected (original archive, Moses' tokenizer).
@@ -31,7 +32,8 @@ def settings(options) -> Settings:
         target="en",
         straighten=("test",),  # in the test set ’ becomes ' before tokenization
         lower=True,  # lower-cased after tokenization
-        clean=(1, 175, 1.5),  # training pairs with a side of less than 1 or more than 175 tokens, or a ratio above 1.5
+        # training pairs with a side of less than 1 or more than 175 tokens, or a ratio above 1.5
+        clean=(1, 175, 1.5),
         valid_every=23,  # every 23rd training pair that is kept is for validation
         bpe=options.bpe,
     )
@@ -54,4 +56,6 @@ def prepare(data: Preparation, options) -> None:
 
     # 4. Joint BPE, learned on what is kept: DEST/bpe. Binary data: DEST/bin.
     data.segment()
-    data.binarize("160,239 train, 7,283 valid, 6,750 test, from the original archive with Moses' tokenizer")
+    data.binarize(
+        "160,239 train, 7,283 valid, 6,750 test, from the original archive with Moses' tokenizer"
+    )

@@ -1,7 +1,8 @@
 """IWSLT15 English-Vietnamese, TED talks as Stanford's NMT group published them, tokenized.
 
-Training 133,317 pairs, validation tst2012 (1,553), test tst2013 (1,268). Downloads 38 MB and makes the data for
-`pn train iwslt15_en_vi`: DIR/tok contains the tokens as published, case kept, and DIR/raw the detokenized text.
+Training 133,317 pairs, validation tst2012 (1,553), test tst2013 (1,268). Downloads 38 MB and makes
+the data for `pn train iwslt15_en_vi`: DIR/tok contains the tokens as published, case kept, and
+DIR/raw the detokenized text.
 """
 
 from pn_fairseq.pipeline.data.corpus import Corpus
@@ -11,7 +12,8 @@ from pn_fairseq.pipeline.data.settings import WITHOUT_FINAL_STOP
 
 CONFIG = "iwslt15_en_vi"
 REPRODUCE = Corpus(CONFIG, "iwslt")
-# There is no published recipe with BPE; 10,000 is IWSLT14's number, for a corpus of the same kind and size.
+# There is no published recipe with BPE; 10,000 is IWSLT14's number, for a corpus of the same kind
+# and size.
 OPTIONS = ARCHIVE | bpe(10000)
 
 URL = "https://nlp.stanford.edu/projects/nmt/data/iwslt15.en-vi"
@@ -22,13 +24,20 @@ URLS = [f"{URL}/{name}.{lang}" for name, _ in SPLITS.values() for lang in ("en",
 
 def settings(options) -> Settings:
     # The tokenizer of the published text. Nothing is tokenized here.
-    return Settings(source="en", target="vi", tokenizer=WITHOUT_FINAL_STOP, bpe=options.bpe, separate_dictionaries=True)
+    return Settings(
+        source="en",
+        target="vi",
+        tokenizer=WITHOUT_FINAL_STOP,
+        bpe=options.bpe,
+        separate_dictionaries=True,
+    )
 
 
 def prepare(data: Preparation, options) -> None:
-    # 1. The published tokens, as they are (DEST/text/tokens): they were tokenized as Moses' scripts do it, with ' as
-    # &apos; and so on, and published BLEU scores compare such tokens. sacreBLEU and chrF need plain text (DEST/text):
-    # the nearest text is what the detokenizer of the translations makes of the reference.
+    # 1. The published tokens, as they are (DEST/text/tokens): they were tokenized as Moses' scripts
+    # do it, with ' as &apos; and so on, and published BLEU scores compare such tokens. sacreBLEU
+    # and chrF need plain text (DEST/text): the nearest text is what the detokenizer of the
+    # translations makes of the reference.
     if files := data.published(dict.fromkeys(URLS, "")):
         for number, (split, (_, count)) in enumerate(SPLITS.items()):
             data.take(tokens, split, files[2 * number : 2 * number + 2], count, to="tokens")
@@ -38,6 +47,7 @@ def prepare(data: Preparation, options) -> None:
     data.transform("copying", "text", "raw", lambda *_: bytes)
     data.transform("copying", "text/tokens", "tok", lambda *_: bytes)
 
-    # 2. Subwords and binary data: DEST/bpe, DEST/bin. The AdaNorm paper has "input and output vocabularies".
+    # 2. Subwords and binary data: DEST/bpe, DEST/bin. The AdaNorm paper has "input and output
+    # vocabularies".
     data.segment()
     data.binarize()

@@ -1,9 +1,10 @@
 """Multi30k German-English, captions of pictures, from a local folder.
 
-Reads train, valid and a test set of Multi30k in both languages from --corpus (train.de, train.en, valid.de, valid.en,
-test2016.de, test2016.en, one sentence per line, UTF-8, plain or .gz). Its makers ask that it be used for research and
-education only, and it is not downloaded. Expected: 29,000 training and 1,014 validation pairs, 1,000 in test2016 and in
-test2017. Makes the data for `pn train multi30k_de_en`, tokenized and lower-cased.
+Reads train, valid and a test set of Multi30k in both languages from --corpus (train.de, train.en,
+valid.de, valid.en, test2016.de, test2016.en, one sentence per line, UTF-8, plain or .gz). Its
+makers ask that it be used for research and education only, and it is not downloaded. Expected:
+29,000 training and 1,014 validation pairs, 1,000 in test2016 and in test2017. Makes the data for
+`pn train multi30k_de_en`, tokenized and lower-cased.
 """
 
 from pn_fairseq.pipeline.data.corpus import Corpus
@@ -11,8 +12,8 @@ from pn_fairseq.pipeline.data.preparation import CORPUS, Preparation, Settings, 
 
 CONFIG = "multi30k_de_en"
 REPRODUCE = Corpus(CONFIG, "tiny")
-# The scripts of the corpus' repository (multi30k/dataset) also lower-case, and leave the number of merges to their
-# user; this is IWSLT14's.
+# The scripts of the corpus' repository (multi30k/dataset) also lower-case, and leave the number of
+# merges to their user; this is IWSLT14's.
 TEST = "the test set: test2016 (default), test2017, ...; DIR is multi30k_de_en_NAME"
 OPTIONS = CORPUS | {"--test": {"metavar": "NAME", "default": "test2016", "help": TEST}} | bpe(10000)
 

@@ -1,11 +1,13 @@
-"""Multi30k English-German, text and settings of a published score: 41.02 BLEU of a Transformer-Tiny (Wu et al. 2021).
+"""Multi30k English-German, text and settings of a published score: 41.02 BLEU of a Transformer-Tiny
+(Wu et al. 2021).
 
-Reads train, valid, test.2016 and test.2017 in both languages (train.en, ..., plain or .gz) and bpe-codes from --corpus:
-Moses' tokens, lower-cased, in subwords, from data/multi30k-en-de of the authors' public repository LividWo/Revisit-MMT,
-where bpe-codes is called code. The makers of Multi30k ask that it be used for research and education only, and it is
-not downloaded. The text, which is not changed, is for `pn train multi30k_en_de_tiny`. The subset test is test.2016, to
-which the published score refers, and test1 is test.2016 and test.2017 together. Expected: 29,000 training and 1,014
-validation pairs, 1,000 in each test set.
+Reads train, valid, test.2016 and test.2017 in both languages (train.en, ..., plain or .gz) and
+bpe-codes from --corpus: Moses' tokens, lower-cased, in subwords, from data/multi30k-en-de of the
+authors' public repository LividWo/Revisit-MMT, where bpe-codes is called code. The makers of
+Multi30k ask that it be used for research and education only, and it is not downloaded. The text,
+which is not changed, is for `pn train multi30k_en_de_tiny`. The subset test is test.2016, to which
+the published score refers, and test1 is test.2016 and test.2017 together. Expected: 29,000 training
+and 1,014 validation pairs, 1,000 in each test set.
 """
 
 from pn_fairseq.pipeline.data.corpus import Corpus
@@ -37,4 +39,6 @@ def prepare(data: Preparation, options) -> None:
         subset: [options.corpus / f"{name}.{lang}" for name in names for lang in ("en", "de")]
         for subset, (names, _) in CONTENT.items()
     }
-    data.prepare_tokens(texts, options.corpus / "bpe-codes", [count for _, count in CONTENT.values()])
+    data.prepare_tokens(
+        texts, options.corpus / "bpe-codes", [count for _, count in CONTENT.values()]
+    )

@@ -1,9 +1,9 @@
 """The Penn Treebank for language modeling (Mikolov et al. 2011), from a local folder.
 
-Reads ptb.train.txt, ptb.valid.txt and ptb.test.txt from --corpus, as in Mikolov's simple-examples.tgz (data/), with
-10,000 words and <unk>, for `pn train ptb_lm`. The licence of the text, LDC99T42, does not allow
-distribution: it is neither in this repository nor downloaded. Refuses text that does not contain 929,589 / 73,760 /
-82,430 tokens, ends of lines included.
+Reads ptb.train.txt, ptb.valid.txt and ptb.test.txt from --corpus, as in Mikolov's
+simple-examples.tgz (data/), with 10,000 words and <unk>, for `pn train ptb_lm`. The licence of the
+text, LDC99T42, does not allow distribution: it is neither in this repository nor downloaded.
+Refuses text that does not contain 929,589 / 73,760 / 82,430 tokens, ends of lines included.
 """
 
 from pn_fairseq.pipeline.data import language_model
@@ -11,7 +11,8 @@ from pn_fairseq.pipeline.data.corpus import Corpus
 from pn_fairseq.pipeline.data.preparation import CORPUS, LanguageModelSettings, Preparation
 
 CONFIG = "ptb_lm"
-# The paper has layer-scale "in each model setting"; it would not change LN and GN, and PN-V and PN have it by default.
+# The paper has layer-scale "in each model setting"; it would not change LN and GN, and PN-V and PN
+# have it by default.
 _SCALED = tuple(f"{norm}+layer_scale_groups=1" for norm in ("bn", "brn", "mabn"))
 REPRODUCE = Corpus(CONFIG, "ptb", (1,), ("tensorized_lm",), ("ln", "gn", *_SCALED, "pnv", "pn"))
 OPTIONS = CORPUS

@@ -1,10 +1,11 @@
 """Parallel text of your own: train, valid and test in both languages.
 
-Reads train, valid and test in both languages from --corpus (train.es, train.en, ..., one sentence per line, UTF-8,
-plain, .gz or .xz), tokenizes and, unless --keep-case is given, lower-cases the text. Further test sets are test1.*,
-test2.*, and so on; --test NAME adds one to data that is prepared already. With --tokenized, the text already consists
-of tokens or subwords and is not changed. With --like, the text is prepared for a model that was trained on other data,
-to continue its training (checkpoint.finetune_from_model).
+Reads train, valid and test in both languages from --corpus (train.es, train.en, ..., one sentence
+per line, UTF-8, plain, .gz or .xz), tokenizes and, unless --keep-case is given, lower-cases the
+text. Further test sets are test1.*, test2.*, and so on; --test NAME adds one to data that is
+prepared already. With --tokenized, the text already consists of tokens or subwords and is not
+changed. With --like, the text is prepared for a model that was trained on other data, to continue
+its training (checkpoint.finetune_from_model).
 """
 
 import re
@@ -21,11 +22,25 @@ from pn_fairseq.pipeline.data.settings import MOSES, NONE, SACREMOSES, read
 CONFIG = ""
 TRAIN = "own_text"  # the configuration that pn prepare advises
 SOURCE = "the language to translate from, as in the names of the files (with --like: that of DATA)"
-TOKENIZED = "the text consists of tokens, or of subwords that end in @@ inside a word: do not change it"
-CODES = "merges of subword-nmt to apply, or by which the text was already split (default: learn --bpe N of them)"
-PROTECT = "regular expressions, one per line, of text such as <2en> that neither tokenization nor subwords may change"
-LIKE = "use languages, settings, subwords and dictionary of this prepared data, for a model that was trained on it"
-TEST = "only add the test set NAME (NAME.fr, NAME.en, ... in --corpus) to the data --dest, which is prepared already"
+TOKENIZED = (
+    "the text consists of tokens, or of subwords that end in @@ inside a word: do not change it"
+)
+CODES = (
+    "merges of subword-nmt to apply, or by which the text was already split (default: learn --bpe "
+    "N of them)"
+)
+PROTECT = (
+    "regular expressions, one per line, of text such as <2en> that neither tokenization nor "
+    "subwords may change"
+)
+LIKE = (
+    "use languages, settings, subwords and dictionary of this prepared data, for a model that was "
+    "trained on it"
+)
+TEST = (
+    "only add the test set NAME (NAME.fr, NAME.en, ... in --corpus) to the data --dest, which is "
+    "prepared already"
+)
 #: Options whose values --like and --test take from other data.
 GIVEN = ("bpe", "codes", "tokenized", "protect", "keep_case")
 MERGES = 10000
@@ -50,9 +65,13 @@ def patterns(file: Path) -> list[str]:
         try:
             groups = re.compile(line).groups
         except re.error as error:
-            raise UserError(f"{file}: line {number} is not a regular expression ({error})") from None
+            raise UserError(
+                f"{file}: line {number} is not a regular expression ({error})"
+            ) from None
         if groups:
-            raise UserError(f"{file}: line {number} has a group: write (?:...) for (...), and \\( for a bracket")
+            raise UserError(
+                f"{file}: line {number} has a group: write (?:...) for (...), and \\( for a bracket"
+            )
     if not any(lines):
         raise UserError(f"{file} has no regular expression (--protect)")
     return [line for line in lines if line]
@@ -63,7 +82,9 @@ def settings_of(data: Path, option: str, options) -> Settings:
     if given := [f"--{name.replace('_', '-')}" for name in GIVEN if getattr(options, name)]:
         raise UserError(f"{option} takes the settings of '{data}': leave out {' and '.join(given)}")
     if option == "--test" and not (data / "settings.txt").is_file():
-        raise UserError(f"'{data}' is no prepared data, to which --test {options.test} can add (--dest)")
+        raise UserError(
+            f"'{data}' is no prepared data, to which --test {options.test} can add (--dest)"
+        )
     made_with = read(data / "settings.txt")
     if not (data / "bin").is_dir():
         raise UserError(f"'{data}' is no prepared data of a translation corpus ({option})")
@@ -81,7 +102,8 @@ def settings(options) -> Settings:
     if options.test:
         if not re.fullmatch(r"[A-Za-z0-9][\w-]*", options.test) or options.test in SPLITS:
             raise UserError(
-                f"--test {options.test}: name it as its files, NAME.LANG, and other than train, valid, test"
+                f"--test {options.test}: name it as its files, NAME.LANG, and other than train, "
+                "valid, test"
             )
         return settings_of(options.dest, "--test", options)
     if options.like:
@@ -102,17 +124,24 @@ def settings(options) -> Settings:
 
 
 def test_sets(folder: Path, dest: Path, languages: Sequence[str]) -> list[str]:
-    """The further test sets in a folder: test1, test2, ... A note names other files whose names begin with test.
+    """The further test sets in a folder: test1, test2, ... A note names other files whose names
+    begin with test.
 
     Raises:
         UserError: a number is left out, which fairseq-preprocess does not allow.
     """
     files = [file for lang in languages for file in folder.glob(f"test*.{lang}*")]
     names = {file.name.partition(".")[0] for file in files} - {"test"}
-    numbered = sorted((name for name in names if re.fullmatch("test[1-9][0-9]?", name)), key=lambda name: int(name[4:]))
+    numbered = sorted(
+        (name for name in names if re.fullmatch("test[1-9][0-9]?", name)),
+        key=lambda name: int(name[4:]),
+    )
     for number, name in enumerate(numbered, 1):
         if name != f"test{number}":
-            raise UserError(f"{folder} has {name}, but no test{number}: number them from 1, or add it later by --test")
+            raise UserError(
+                f"{folder} has {name}, but no test{number}: number them from 1, or add it later by "
+                "--test"
+            )
     for name in sorted(names - {*numbered}):
         command = shown(["prepare", "text", "--corpus", folder, "--dest", dest, "--test", name])
         say("prepare", f"note: {folder}/{name}.* is left out; to add it afterwards: {command}")
@@ -127,7 +156,9 @@ def prepare(data: Preparation, options) -> None:
     data.splits = [*SPLITS, *test_sets(options.corpus, data.dest, data.settings.endings)]
     if data.settings.tokenizer == NONE:
         sides = data.settings.endings
-        texts = {split: [options.corpus / f"{split}.{lang}" for lang in sides] for split in data.splits}
+        texts = {
+            split: [options.corpus / f"{split}.{lang}" for lang in sides] for split in data.splits
+        }
         data.prepare_tokens(texts, options.codes)
     else:
         data.prepare_folder(options.corpus, codes=options.codes)

@@ -1,7 +1,7 @@
 """Text of your own for language modeling: three files, train.txt, valid.txt and test.txt.
 
-Reads train.txt, valid.txt and test.txt from --corpus (one sentence or paragraph per line, UTF-8, plain or .gz). A token
-in counts.txt is a word, or with --unit byte a byte, or the end of a line.
+Reads train.txt, valid.txt and test.txt from --corpus (one sentence or paragraph per line, UTF-8,
+plain or .gz). A token in counts.txt is a word, or with --unit byte a byte, or the end of a line.
 """
 
 from pn_fairseq.common.command import UserError, whole
@@ -25,7 +25,9 @@ OPTIONS = {
 
 def settings(options) -> LanguageModelSettings:
     if options.unit == "byte" and (options.tokenize or options.lower or options.min_count > 1):
-        raise UserError("--unit byte takes the text as it is: leave out --tokenize, --lower and --min-count")
+        raise UserError(
+            "--unit byte takes the text as it is: leave out --tokenize, --lower and --min-count"
+        )
     return LanguageModelSettings(
         corpus=options.corpus.name,
         unit=options.unit,

@@ -1,9 +1,10 @@
 """The English verses for language modeling: the corpus in the repository, split by book.
 
-Checks data/verses.es-en against its checksums, puts its English verses in the order of the text and splits them by
-book: validation is Ezekiel, test is Daniel to Malachi, train is the other 52 books. Tokenizes as Moses does and
-lower-cases; words that occur once or twice in train become <unk>. With --unit byte the text stays as it is, and DIR is
-verses_lm_en_bytes. The data is for `pn train verses_lm_en`.
+Checks data/verses.es-en against its checksums, puts its English verses in the order of the text and
+splits them by book: validation is Ezekiel, test is Daniel to Malachi, train is the other 52 books.
+Tokenizes as Moses does and lower-cases; words that occur once or twice in train become <unk>. With
+--unit byte the text stays as it is, and DIR is verses_lm_en_bytes. The data is for `pn train
+verses_lm_en`.
 """
 
 import re
@@ -22,20 +23,35 @@ _NORMS = ("ln", "ln+layer_scale_groups=4", "gn", "bn", "brn", "mabn", "pnv", "pn
 REPRODUCE = Corpus(CONFIG, "tiny", models=("transformer_lm", "tensorized_lm"), norms=_NORMS)
 OPTIONS = language_model.UNIT
 
-#: The books of the verses that are validation and test; all others are training. Neighbours in the order of the text.
+#: The books of the verses that are validation and test; all others are training. Neighbours in the
+#: order of the text.
 BOOKS = {
     "valid": ("Ezekiel",),
     "test": (
-        *("Daniel", "Hosea", "Joel", "Amos", "Obadiah", "Jonah", "Micah", "Nahum", "Habakkuk", "Zephaniah", "Haggai"),
+        *(
+            "Daniel",
+            "Hosea",
+            "Joel",
+            "Amos",
+            "Obadiah",
+            "Jonah",
+            "Micah",
+            "Nahum",
+            "Habakkuk",
+            "Zephaniah",
+            "Haggai",
+        ),
         *("Zechariah", "Malachi"),
     ),
 }
 
 
 def split_by_book(corpus: Path, folder: Path) -> list[Path]:
-    """Write the English verses to files in ``folder``, in the order of the text, split by :data:`BOOKS`.
+    """Write the English verses to files in ``folder``, in the order of the text, split by
+    :data:`BOOKS`.
 
-    The splits of ``corpus``, data/verses.es-en, interleave verses: neighbours of its test verses are in its train.
+    The splits of ``corpus``, data/verses.es-en, interleave verses: neighbours of its test verses
+    are in its train.
     """
     verses_of: dict[str, list[tuple[int, int, str]]] = {}  # book -> chapter, number, verse
     for split in SPLITS:
@@ -59,7 +75,9 @@ def folder(options) -> str:
 def settings(options) -> LanguageModelSettings:
     if options.unit == "byte":
         return LanguageModelSettings(corpus="verses", unit="byte")
-    return LanguageModelSettings(corpus="verses", language="en", tokenizer=SACREMOSES, lower=True, min_count=3)
+    return LanguageModelSettings(
+        corpus="verses", language="en", tokenizer=SACREMOSES, lower=True, min_count=3
+    )
 
 
 def prepare(data: Preparation, options) -> None:

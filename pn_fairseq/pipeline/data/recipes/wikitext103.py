@@ -1,7 +1,8 @@
 """WikiText-103 for language modeling (Merity et al. 2017).
 
-Downloads wikitext-103-v1.zip (190 MB; CC BY-SA 3.0 and GFDL) and makes the data for `pn train wikitext103_lm`. Refuses
-text that does not contain 103,227,021 / 217,646 / 245,569 tokens, ends of lines included.
+Downloads wikitext-103-v1.zip (190 MB; CC BY-SA 3.0 and GFDL) and makes the data for `pn train
+wikitext103_lm`. Refuses text that does not contain 103,227,021 / 217,646 / 245,569 tokens, ends of
+lines included.
 """
 
 from pn_fairseq.pipeline.data import language_model
@@ -10,7 +11,9 @@ from pn_fairseq.pipeline.data.preparation import ARCHIVE, LanguageModelSettings,
 
 CONFIG = "wikitext103_lm"
 # Layer-scale as in ptb.py.
-REPRODUCE = Corpus(CONFIG, "wt103", (1,), ("tensorized_lm",), ("ln", "bn+layer_scale_groups=1", "pnv", "pn"))
+REPRODUCE = Corpus(
+    CONFIG, "wt103", (1,), ("tensorized_lm",), ("ln", "bn+layer_scale_groups=1", "pnv", "pn")
+)
 OPTIONS = ARCHIVE
 
 # The address in the paper (s3.amazonaws.com/research.metamind.io) is dead since February 2024.

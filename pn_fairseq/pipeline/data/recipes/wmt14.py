@@ -1,13 +1,16 @@
-"""WMT14 English-German, from the archives of statmt.org, as in fairseq's examples/translation/prepare-wmt14en2de.sh.
+"""WMT14 English-German, from the archives of statmt.org, as in fairseq's
+examples/translation/prepare-wmt14en2de.sh.
 
-Downloads Europarl v7, Common Crawl and News Commentary v12 (training), newstest2013 (validation) and newstest2014, full
-(test): 1.7 GB. Makes the data for `pn train wmt14_en_de_big`: punctuation normalised and unprintable
-characters removed (in the test set only the apostrophes made plain), tokenized with hyphens split off, case kept, pairs
-with a side of fewer than 1 or more than 250 tokens, a ratio above 1.5 or a token of more than 1000 characters removed
-from the training text, joint BPE, one dictionary. It needs about 15 GB.
+Downloads Europarl v7, Common Crawl and News Commentary v12 (training), newstest2013 (validation)
+and newstest2014, full (test): 1.7 GB. Makes the data for `pn train wmt14_en_de_big`: punctuation
+normalised and unprintable characters removed (in the test set only the apostrophes made plain),
+tokenized with hyphens split off, case kept, pairs with a side of fewer than 1 or more than 250
+tokens, a ratio above 1.5 or a token of more than 1000 characters removed from the training text,
+joint BPE, one dictionary. It needs about 15 GB.
 
-Expected: about 4.6 million training pairs before cleaning (Europarl 1,920,209, Common Crawl 2,399,123, the rest News
-Commentary), 3,000 validation, 3,003 test. DIR/download may be removed at the end.
+Expected: about 4.6 million training pairs before cleaning (Europarl 1,920,209, Common Crawl
+2,399,123, the rest News Commentary), 3,000 validation, 3,003 test. DIR/download may be removed at
+the end.
 """
 
 from functools import partial
@@ -18,8 +21,8 @@ from pn_fairseq.pipeline.data.preparation import ARCHIVE, Preparation, Settings,
 
 CONFIG = "wmt14_en_de_big"
 REPRODUCE = Corpus(CONFIG, "wmt_en_de_big", (1,))
-# 32,764 merges and newstest2013 are fairseq's settings for Ott et al. 2018, which the paper follows (its appendix names
-# a vocabulary of 37K, after Vaswani et al. 2017).
+# 32,764 merges and newstest2013 are fairseq's settings for Ott et al. 2018, which the paper follows
+# (its appendix names a vocabulary of 37K, after Vaswani et al. 2017).
 OPTIONS = ARCHIVE | bpe(32764)
 
 EUROPARL = "http://statmt.org/wmt13/training-parallel-europarl-v7.tgz"
@@ -27,17 +30,40 @@ CRAWL = "http://statmt.org/wmt13/training-parallel-commoncrawl.tgz"
 NEWS = "http://data.statmt.org/wmt17/translation-task/training-parallel-nc-v12.tgz"
 DEV = "http://data.statmt.org/wmt17/translation-task/dev.tgz"
 TEST = "http://statmt.org/wmt14/test-full.tgz"
-TEST_MD5 = "a8cd784e006feb32ac6f3d9ec7eb389a"  # sacrebleu's; no checksum is published for the other archives
+# sacrebleu's; no checksum is published for the other archives
+TEST_MD5 = "a8cd784e006feb32ac6f3d9ec7eb389a"
 
-sacrebleus_segments = partial(segments, blanks=" \t\f\v\r")  # without the white space that sacrebleu removes
+# without the white space that sacrebleu removes
+sacrebleus_segments = partial(segments, blanks=" \t\f\v\r")
 #: Archive -> split, how it is read, the number of pairs (0: not published), the file of each side.
 CONTENT = {
-    EUROPARL: ("train", without_carriage_returns, 1920209, [f"training/europarl-v7.de-en.{s}" for s in ("en", "de")]),
-    CRAWL: ("train", without_carriage_returns, 2399123, [f"commoncrawl.de-en.{s}" for s in ("en", "de")]),
-    NEWS: ("train", without_carriage_returns, 0, [f"training/news-commentary-v12.de-en.{s}" for s in ("en", "de")]),
+    EUROPARL: (
+        "train",
+        without_carriage_returns,
+        1920209,
+        [f"training/europarl-v7.de-en.{s}" for s in ("en", "de")],
+    ),
+    CRAWL: (
+        "train",
+        without_carriage_returns,
+        2399123,
+        [f"commoncrawl.de-en.{s}" for s in ("en", "de")],
+    ),
+    NEWS: (
+        "train",
+        without_carriage_returns,
+        0,
+        [f"training/news-commentary-v12.de-en.{s}" for s in ("en", "de")],
+    ),
     DEV: ("valid", without_carriage_returns, 3000, [f"dev/newstest2013.{s}" for s in ("en", "de")]),
-    # -src.en and -ref.de are the direction from English; the archive also has the other one, of the same sentences.
-    TEST: ("test", sacrebleus_segments, 3003, [f"test-full/newstest2014-deen-{s}.sgm" for s in ("src.en", "ref.de")]),
+    # -src.en and -ref.de are the direction from English; the archive also has the other one, of the
+    # same sentences.
+    TEST: (
+        "test",
+        sacrebleus_segments,
+        3003,
+        [f"test-full/newstest2014-deen-{s}.sgm" for s in ("src.en", "ref.de")],
+    ),
 }
 
 
@@ -50,8 +76,8 @@ def settings(options) -> Settings:
         nonprinting=True,  # unprintable characters made blanks, but not in the test set
         aggressive=True,  # hyphens within words become tokens @-@
         compound_split=True,
-        # fairseq's recipe has these numbers, but counts subwords, of BPE that is learned on all pairs. Tokens are
-        # counted in its variant for Ott et al. 2018 (1 to 80, any ratio).
+        # fairseq's recipe has these numbers, but counts subwords, of BPE that is learned on all
+        # pairs. Tokens are counted in its variant for Ott et al. 2018 (1 to 80, any ratio).
         clean=(1, 250, 1.5),
         bpe=options.bpe,
     )

@@ -1,7 +1,8 @@
-"""Imported by every Python that has this folder on its PYTHONPATH: kill its process group before a file is renamed.
+"""Imported by every Python that has this folder on its PYTHONPATH: kill its process group before a
+file is renamed.
 
-A renaming is where a step replaces a file or a folder by a whole one. KILLED is a file with the names at which that was
-done; at the first name that is not in it, which is added, comes SIGKILL.
+A renaming is where a step replaces a file or a folder by a whole one. KILLED is a file with the
+names at which that was done; at the first name that is not in it, which is added, comes SIGKILL.
 """
 
 import os
