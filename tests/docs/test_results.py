@@ -1,4 +1,4 @@
-"""The numbers of docs/results/*.md and of README.md are those of docs/results/runs.csv, a row for
+"""The numbers of docs/results/*.md are those of docs/results/runs.csv, a row for
 each training run.
 
 In a page, ``<!-- runs: QUERY -->`` selects rows (a query of pandas) for the text and the tables
@@ -22,7 +22,7 @@ from pn_fairseq.report.significance import LOSS, MEASURES
 from .pages import ROOT
 
 RESULTS = ROOT / "docs/results"
-PAGES = [ROOT / "README.md", *sorted(RESULTS.glob("*.md"))]
+PAGES = sorted(RESULTS.glob("*.md"))
 SETTINGS = (
     "ada_scale init_seed layer_scale_groups lr max_tokens norm_alpha_bwd norm_alpha_fwd".split()
 )
