@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import pn_fairseq.models  # noqa: F401  registers the models
-from pn_fairseq.common.checkpoints import find_checkpoints
+from pn_fairseq.common.checkpoint_files import find_checkpoints
 from pn_fairseq.common.command import UserError
 
 STEPS = [0.0003, 0.001, 0.003, 0.01, 0.03]

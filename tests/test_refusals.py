@@ -19,6 +19,7 @@ average --run /nowhere                                | is not a training run
 average --run x --lst 2                               | did you mean '--last'
 average --run x --num-update-checkpoints 2            | --num-update-checkpoints, did you mean '--last 2'?
 average --inputs none --num-epoch-checkpoints=10      | did you mean '--last 10'?
+average --run nowhere --lst 2                         | did you mean '--last'
 average --inputs files/none --last 2 --output out.pt  | files/none
 average --inputs files --output out.pt --last 0       | --last; '0'
 average --inputs files --output out.pt                | is a folder; --last
@@ -86,8 +87,15 @@ prepare text --corpus text --source es --target en --dest out --protect group | 
 prepare text --corpus text --source es --target en --dest out --protect blank | blank has no regular expression
 prepare text --corpus text --source es --target en --dest out --codes blank | blank is empty
 prepare text --corpus text --source-lang es           | did you mean '--source es'?
-prepare text --corpus text --dest out --test new      | is no prepared data, to which --test new can add
-prepare text --corpus text --dest out --like .        | place' is no prepared data of a translation corpus
+prepare text --source-lang=es --target-lang en --destdir out --corpus text | did you mean '--source es --target en --dest out'?
+prepare --source-lang es --target-lang en text        | the corpus comes before --source-lang
+prepare text --corpus text --source es --target en --dest group | --dest '; group' is a file
+prepare verses --dest w1.pt                           | w1.pt' is a file; name a folder
+prepare text --corpus text --like data --dest data    | --like and --dest are both '; data'
+prepare text --corpus text --like dta --dest out      | dta' is not prepared data: there is no such folder; data, did you mean 'data'?
+prepare text --corpus text --like files --dest out    | files' is not prepared data: it has no settings.txt and no bin; place': data
+prepare text --corpus text --dest out --test new      | --dest '; out' is not prepared data: there is no such folder
+prepare text --corpus text --dest out --like .        | place' is not prepared data: it has no bin
 prepare text --corpus text --source es --target en --dest out --segmentation unigram | --segmentation: unknown 'unigram'
 prepare iwslt14 --dest out --archive none.tgz         | none.tgz; (--archive); it comes from https://dl.
 prepare iwslt14 --dest group/data --archive w1.pt     | group/data; Not a directory
@@ -129,6 +137,10 @@ reproduce iwslt14 --dry-run --norms ln,pnw            | unknown norm 'pnw'; did 
 reproduce iwslt14 --dry-run --norms ln pn             | unexpected argument 'pn', did you mean '--norms ln,pn'?
 reproduce verses_es_en --norms ln --seeds 1 2 3 --dry-run | unexpected argument '2', did you mean '--seeds 1,2,3'?
 reproduce verses_es_en --norms ln pn                  | did you mean '--norms ln,pn'?
+reproduce verses --dry-run --seeds 1-3                | '1-3' is not a list of seeds, did you mean '1,2,3'?
+reproduce verses --dry-run --seeds 4,1..2             | '1..2' is not a list of seeds, did you mean '1,2'?
+reproduce verses --dry-run optimization.max_update = 9 | did you mean 'optimization.max_update=9'?
+reproduce verses_es_en --dry-run --data data/bin      | data/bin' is inside of prepared data, did you mean '; data'?
 reproduce verses --dry-run pn                         | unexpected argument 'pn': settings are key=value
 reproduce verses --dry-run --max-update 100           | did you mean 'optimization.max_update=100'?
 reproduce iwslt14 --dry-run --norms ,                 | --norms; at least one
@@ -155,6 +167,8 @@ score --run one --subsets x                           | --subsets
 test-norms --norm-module none.py                      | none.py; not a file
 test-norms --norm-module broken.py                    | broken.py; ZeroDivisionError
 test-norms --norm-module empty.py                     | empty.py; register_norm
+test-norms my.py                                      | 'my.py' is no norm, did you mean '--norm-module my.py'?
+test-norms PowerNorm                                  | unknown norm 'PowerNorm', did you mean 'power'?
 test-norms pwoer                                      | 'pwoer'; did you mean 'power'
 test-norms --norms x                                  | --norms
 train                                                 | CONFIG
@@ -163,12 +177,18 @@ train verses_es_en seed                               | 'seed'; key=value
 train verses_es_en --max-update 100                   | did you mean 'optimization.max_update=100'?
 train --lr=0.1 verses_es_en                           | did you mean 'optimization.lr=0.1'?
 train verses_es_en --no-epoch-checkpoints             | did you mean 'checkpoint.no_epoch_checkpoints=true'?
+train verses_es_en optimization.max_update = 100      | no blanks around '=', did you mean 'optimization.max_update=100'?
+train verses_es_en common.seed= 3                     | did you mean 'common.seed=3'?
+train verses_es_en common.seed =3 model.dropout=0     | did you mean 'common.seed=3'?
 train verses_es_en --arch transformer_ln_tiny         | did you mean 'model._name=transformer_ln_tiny'?
 train verses_es_en --criterion cross_entropy          | did you mean 'criterion._name=cross_entropy'?
 train verses_es_en --encoder-norm batch --seed 3      | did you mean 'model.encoder_norm=batch'?
 train verses_es_en --save-dir x                       | did you mean '--run x'?
 train verses_en_es --max-update 100                   | unrecognized arguments: --max-update (see pn train --help)
 train verses_es_en --data /nowhere                    | /nowhere; prepare
+train verses_es_en --data daat                        | daat' is not prepared data; did you mean 'data'?
+train verses_es_en --data data/bin --check            | data/bin' is inside of prepared data, did you mean '; place/data'?
+train verses_es_en --data ./../place/data/bin         | place/data/bin' is inside of prepared data
 train verses_es_en --check --data a:b                 | a:b' has a colon
 train verses_es_en --dat                              | --dat
 translate                                             | --run
@@ -192,7 +212,11 @@ model.encoder_layers=0                  | model.encoder_layers=0; at least 1
 model.share_all_embeddings=3            | model.share_all_embeddings=3; true or false
 model.encoder_attention_heads=3         | divisible
 model.encoder_normalize_before=false    | normalize
-model.layer_scale_groups=3              | groups=3
+model.layer_scale_groups=3              | groups=3 of layer-scale (layer_scale_groups); it is by 1, 2, 4, 8
+model.norm_options.alpha_fw=0.5         | unknown norm option 'alpha_fw', did you mean the flag --norm-alpha-fwd?
+model.norm_alpha_fw=0.5                 | did you mean 'model.norm_alpha_fwd'?
+optimization.max_update=-1              | optimization.max_update=-1 is outside of its range; at least 0
+optimization.max_update=0 checkpoint.patience=-1 | max_update=0 sets no limit; optimization.max_epoch
 +model.norm_alpha_fwd=2                 | alpha_fwd=2
 optimization.lr=-0.1                    | optimization.lr; at least 0
 optimization.clip_norm=-1               | optimization.clip_norm; at least 0

@@ -1,5 +1,4 @@
-"""Reading and writing fairseq checkpoints without trusting them, and finding them in a
-``--save-dir``.
+"""Reading and writing fairseq checkpoints without trusting them.
 
 A PyTorch checkpoint is a pickle, and unpickling runs any code that the file names. From torch 2.6
 on, ``torch.load`` refuses by default everything but tensors and plain containers, and with it
@@ -14,16 +13,19 @@ import contextlib
 import logging
 import os
 import re
-import stat
 import warnings
 import zipfile
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 
-from pn_fairseq.common.command import UserError
+from pn_fairseq.common.checkpoint_files import (
+    GET_ANOTHER,
+    CheckpointError,
+    check_input_path,
+    check_output_path,
+)
 from pn_fairseq.common.errors import error_chain
 from pn_fairseq.common.files import atomic_write
 
@@ -42,26 +44,12 @@ KEY, UNSCALED = "pn_fairseq", "unscaled"
 #: How the names of what norms keep of gradients end; ``ema_gz`` is nu in the authors' release.
 _MADE_OF_GRADIENTS = (".nu", ".lambda_window", ".ema_gz")
 
-_GET_ANOTHER = "copy it again from where it was written, or use another checkpoint"
-
 # The three ways in which torch says that a file asks for something outside the list of safe
 # objects.
 _REFUSED_OBJECT = re.compile(
     r"GLOBAL (\S+)|allowlisted\s+via `add_safe_globals`,? but got <class '([^']+)'>|unrecognized "
     r"function (.+)"
 )
-
-_NAME_PATTERNS = {
-    "epoch": re.compile(r"checkpoint(?P<number>\d+)\.pt"),
-    "update": re.compile(r"checkpoint_(?P<epoch>\d+)_(?P<number>\d+)\.pt"),
-}
-
-
-class CheckpointError(UserError):
-    """A checkpoint cannot be read, written or used.
-
-    The text is one line: the file, what is wrong, what to do.
-    """
 
 
 def allow_fairseq_checkpoints() -> None:
@@ -130,7 +118,7 @@ def readable(path: str | os.PathLike, *errors: type[Exception]) -> Iterator[None
                 record = archive.testzip()
             if record is not None:
                 raise CheckpointError(
-                    f"{path}: is damaged ({record} does not match its checksum); {_GET_ANOTHER}"
+                    f"{path}: is damaged ({record} does not match its checksum); {GET_ANOTHER}"
                 )
         expected = errors or expected
         yield
@@ -233,7 +221,7 @@ def _explain_load_error(path: str | os.PathLike, error: Exception) -> str:
     if isinstance(error, MemoryError) or "allocate memory" in text:
         return "does not fit into memory; use a machine with more of it"
     if looks_like_zip:
-        return f"is cut off or damaged; {_GET_ANOTHER}"
+        return f"is cut off or damaged; {GET_ANOTHER}"
     reason = text.split("WeightsUnpickler error:")[-1].strip().splitlines()
     # The pickle reader's errors about a text file are single keys: KeyError: 97.
     detail = (
@@ -241,7 +229,7 @@ def _explain_load_error(path: str | os.PathLike, error: Exception) -> str:
         if reason and not isinstance(error, KeyError)
         else ""
     )
-    return f"is not a PyTorch checkpoint, or is damaged{detail}; {_GET_ANOTHER}"
+    return f"is not a PyTorch checkpoint, or is damaged{detail}; {GET_ANOTHER}"
 
 
 def _check_state(path: str | os.PathLike, state: object) -> None:
@@ -262,49 +250,6 @@ def _check_state(path: str | os.PathLike, state: object) -> None:
         ):
             problem = f"model entry {key!r}, a {type(value).__name__}, is not a named dense tensor"
             raise CheckpointError(f"{path}: is not a fairseq checkpoint ({problem}); {advice}")
-
-
-def check_input_path(path: str | os.PathLike) -> os.stat_result:
-    """Raise :class:`CheckpointError` unless ``path`` is a regular file that is not empty;
-
-    return its ``stat``.
-    """
-    try:
-        info = os.stat(path)
-        if not stat.S_ISREG(info.st_mode):  # to open a pipe would wait
-            raise CheckpointError(f"{path}: is not a regular file; name a file of a checkpoint")
-        with open(path, "rb"):
-            pass
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
-    if info.st_size == 0:
-        raise CheckpointError(f"{path}: is empty; {_GET_ANOTHER}")
-    return info
-
-
-def check_output_path(path: str | os.PathLike, inputs: Sequence[Path] = ()) -> None:
-    """Raise :class:`CheckpointError` unless a file can be written at ``path``: before the work,
-    not after it.
-    """
-    target = Path(os.path.realpath(path))
-    for one in inputs:
-        if target.exists() and one.exists() and target.samefile(one):
-            raise CheckpointError(
-                f"{path}: cannot be written, it is one of the inputs ({one}); choose another name"
-            )
-    if not target.parent.is_dir():
-        raise CheckpointError(
-            f"{path}: cannot be written, there is no directory {target.parent}; create it first"
-        )
-    if target.exists() and not target.is_file():
-        # os.replace would put a file in the place of a device such as /dev/null.
-        raise CheckpointError(
-            f"{path}: cannot be written, it exists and is not a regular file; choose another name"
-        )
-    if not os.access(target.parent, os.W_OK | os.X_OK):
-        raise CheckpointError(
-            f"{path}: cannot be written, no permission to write in {target.parent}"
-        )
 
 
 def save_checkpoint(state: dict, path: str | os.PathLike) -> None:
@@ -330,70 +275,3 @@ def save_checkpoint(state: dict, path: str | os.PathLike) -> None:
                 f"{path}: cannot be written ({reason}); an earlier file is untouched"
             ) from error
         raise cause from error
-
-
-def find_checkpoints(
-    directory: str | os.PathLike, by: str = "epoch", last: int | None = None
-) -> list[Path]:
-    """The checkpoints that ``fairseq-train`` left in ``directory``, newest first.
-
-    Args:
-        directory: fairseq's ``--save-dir``.
-        by: ``"epoch"`` for ``checkpoint{epoch}.pt``, ``"update"`` for
-            ``checkpoint_{epoch}_{update}.pt``. The numbers are compared as numbers:
-            ``checkpoint10.pt`` is newer than ``checkpoint9.pt``.
-        last: how many to return at most, at least 1; all of them if None.
-
-    Raises:
-        CheckpointError: the directory cannot be read.
-    """
-    try:
-        names = [entry.name for entry in os.scandir(directory) if not entry.is_dir()]
-    except OSError as error:
-        raise CheckpointError(
-            f"{directory}: cannot list the checkpoints ({error.strerror})"
-        ) from error
-    numbered = []
-    for match in filter(None, map(_NAME_PATTERNS[by].fullmatch, names)):
-        numbered.append((int(match["number"]), int(match.groupdict().get("epoch", 0)), match[0]))
-    return [Path(directory) / name for _, _, name in sorted(numbered, reverse=True)[:last]]
-
-
-def checkpoints_to_average(
-    directory: str | os.PathLike, last: int, usual: str = "epoch"
-) -> tuple[list[Path], str, str]:
-    """The ``last`` newest checkpoints of a training run, or all checkpoints if there are fewer.
-
-    Args:
-        directory: fairseq's ``--save-dir``.
-        last: the number of checkpoints, at least 1.
-        usual: ``by`` of :func:`find_checkpoints`. If there is no checkpoint of this kind, the other
-            kind is used; if there is neither, ``checkpoint_last.pt``.
-
-    Returns:
-        The files, oldest first; their kind, or ``"last"``; and a note if they are not ``last``
-        checkpoints of the usual kind, else an empty text.
-
-    Raises:
-        CheckpointError: there is no such checkpoint.
-    """
-    wanted = f"{last} {usual} checkpoints"
-    for kind in (usual, *(_NAME_PATTERNS.keys() - {usual})):
-        if paths := find_checkpoints(directory, kind, last)[::-1]:
-            present = f"{len(paths)} {kind} checkpoint{'s' * (len(paths) > 1)}"
-            complete = kind == usual and len(paths) == last
-            note = (
-                ""
-                if complete
-                else f"{directory} has {present} instead of {wanted}: averaging {present}"
-            )
-            return paths, kind, note
-    newest, best = (Path(directory, f"checkpoint_{name}.pt") for name in ("last", "best"))
-    if newest.is_file():
-        return [newest], "last", f"{directory} has none of the {wanted}: using only {newest.name}"
-    advice = (
-        f"; it has {best.name} (--inputs {best})"
-        if best.is_file()
-        else ", nor any other: train first (pn train)"
-    )
-    raise CheckpointError(f"{directory} has none of the {wanted}{advice}")

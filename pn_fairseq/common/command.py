@@ -16,7 +16,7 @@ import shlex
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
@@ -132,27 +132,53 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def _advice(self, option: str) -> str:
         """What an unknown option may have meant, in the exact words to type, or an empty text."""
+        meant = self._ours()
+        if meant:
+            return f", did you mean '{' '.join(meant)}'?"
+        if self._setting_of is not None:
+            setting = self._setting_of(option, self._value_of(option), self._words)
+            if setting:
+                return f", did you mean '{setting}'?"
+        return did_you_mean(option, self._option_string_actions)
+
+    def _ours(self) -> list[str]:
+        """The words that mean the same as the options of fairseq among the words."""
+        words = []
+        for option in (word.partition("=")[0] for word in self._words):
+            ours = FAIRSEQ.get(option)
+            if ours in self._option_string_actions:
+                value = self._value_of(option)
+                words += [ours] if value is None else [ours, value]
+        return words
+
+    def _value_of(self, option: str) -> str | None:
+        """The text after an option among the words; None if an option or nothing follows it."""
         value = None
         for number, word in enumerate(self._words):
             name, equals, after = word.partition("=")
             if name == option:
-                following = self._words[number + 1 : number + 2]
-                value = after if equals else next(iter(following), None)
-        if value is not None and value.startswith("--"):
-            value = None
-        ours = FAIRSEQ.get(option)
-        if ours in self._option_string_actions:
-            return f", did you mean '{ours}{'' if value is None else f' {value}'}'?"
-        setting = self._setting_of(option, value, self._words) if self._setting_of else ""
-        return (
-            f", did you mean '{setting}'?"
-            if setting
-            else did_you_mean(option, self._option_string_actions)
-        )
+                following = self._words[number + 1 : number + 2] or [None]
+                value = after if equals else following[0]
+        return None if value is None or value.startswith("--") else value
+
+
+def typed_with_blanks(settings: Sequence[str]) -> str:
+    """The first setting that was typed as ``KEY = VALUE``, ``KEY =VALUE`` or ``KEY= VALUE``,
+    without its blanks; "" if there is none.
+    """
+    for number, key in enumerate(settings[:-1]):
+        following = settings[number + 1]
+        if not (key.endswith("=") or following.startswith("=")):
+            continue
+        parts = settings[number : number + (3 if following == "=" else 2)]
+        joined = "".join(parts)
+        if re.fullmatch("[^=]+=[^=]+", joined):
+            return joined
+    return ""
 
 
 def check_settings(
-    settings: Iterable[str], words: list[str] = (), lists: Iterable[str] = ()
+    settings: Sequence[str], words: list[str] = (), lists: Iterable[str] = ()
 ) -> None:
     """Refuse arguments that are no ``key=value`` in hydra's syntax.
 
@@ -160,6 +186,9 @@ def check_settings(
         words: the whole command line.
         lists: options whose value is a list with commas, which may have been given with blanks.
     """
+    meant = typed_with_blanks(settings)
+    if meant:
+        raise UserError(f"a setting has no blanks around '=', did you mean '{meant}'?")
     for setting in settings:
         if "=" in setting or setting.startswith("~"):
             continue
@@ -191,11 +220,15 @@ def whole_number(name: str, value: object, least: int = 1) -> int:
     return int(text)
 
 
-def absolute(text: str) -> Path:
-    """The type of an option whose file or folder a process in another folder reads."""
-    if not text:
+def absolute(text: str | Path) -> Path:
+    """A path without ``.`` and ``..``, and the type of an option that names one: it stays valid in
+    another folder.
+    """
+    if not str(text):
         raise argparse.ArgumentTypeError("must name a file or folder, not ''")
-    return Path(text).absolute()
+    path = Path(text).absolute()
+    # a symbolic link keeps its name, unless the path leaves it again
+    return path.resolve() if ".." in path.parts else path
 
 
 def checked(check, metavar: str, note: str = "") -> dict:
@@ -243,6 +276,10 @@ def handle_signals() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+class NothingSaved(KeyboardInterrupt):
+    """An interruption before anything was kept that the same command could continue from."""
+
+
 def run(tool: str, body: Callable[[], int | None], resumes: bool = False) -> int:
     """Run ``body`` and return the exit code of the conventions above.
 
@@ -251,6 +288,7 @@ def run(tool: str, body: Callable[[], int | None], resumes: bool = False) -> int
         body: returns an exit code; None means 0.
         resumes: whether the same command, run again, continues where it was interrupted.
     """
+    advice = "; run the same command again to resume" if resumes else ""
     try:
         try:
             code = body() or 0
@@ -274,11 +312,10 @@ def run(tool: str, body: Callable[[], int | None], resumes: bool = False) -> int
         return 2
     except KeyboardInterrupt as error:
         # else the command that runs this as one of its steps says so
+        if isinstance(error, NothingSaved):
+            advice = " before anything was saved; the same command begins again"
         if "PN_FAIRSEQ_STEP" not in os.environ:
-            print(
-                f"{tool}: interrupted{'; run the same command again to resume' * resumes}",
-                file=sys.stderr,
-            )
+            print(f"{tool}: interrupted{advice}", file=sys.stderr)
         return 128 + next(
             (number for number in error.args if isinstance(number, int)), signal.SIGINT
         )

@@ -61,13 +61,19 @@ def one_line_errors(*errors: type[Exception]) -> Iterator[None]:
         raise SystemExit(2) from error
 
 
+def most_similar(name: str, known: Iterable[str]) -> str | None:
+    """The most similar of the ``known`` names; None if none is similar."""
+    cutoff = 0.5 if len(name) < 4 else 0.6  # one letter of two may be wrong
+    similar = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return similar[0] if similar else None
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """``", did you mean 'X'?"`` for the most similar of the ``known`` names, or an empty string
     if none is similar.
     """
-    cutoff = 0.5 if len(name) < 4 else 0.6  # one letter of two may be wrong
-    similar = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
-    return f", did you mean {similar[0]!r}?" if similar else ""
+    meant = most_similar(name, known)
+    return "" if meant is None else f", did you mean {meant!r}?"
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -94,19 +94,54 @@ def lock(file: Path, refusal: str) -> int:
         os.close(descriptor)
 
 
+def _lock_file(output: Path) -> Path:
+    return output.with_name(f".{output.name}.lock")
+
+
 @contextlib.contextmanager
-def only_writer(output: Path) -> Iterator[None]:
-    """Keep other processes from making ``output``, a file or a folder, until the block ends."""
+def only_writer(output: Path) -> Iterator[Callable[[str], None]]:
+    """Keep other processes from making ``output``, a file or a folder, until the block ends.
+
+    Yields a function that notes what this process is doing, which other processes are told.
+
+    Raises:
+        UserError: another process makes it; the text says which, and what it is doing.
+    """
     output.parent.mkdir(parents=True, exist_ok=True)
-    file = output.with_name(f".{output.name}.lock")
+    file = _lock_file(output)
+    other = file.read_text("utf-8") if file.exists() else ""
+    by = f"another process ({other})" if other else "another process"
     descriptor = lock(
-        file, f"'{output}' is being made by another process: wait for it, or name another output"
+        file, f"'{output}' is being made by {by}: wait for it, or name another output"
     )
+
+    def note(work: str) -> None:
+        # by the same descriptor: closing another one of this file would end the lock
+        text = f"{os.getpid()}, {work}" if work else str(os.getpid())
+        with contextlib.suppress(OSError):  # a full disk
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, text.encode(), 0)
+
+    note("")
     try:
-        yield
+        yield note
     finally:
         file.unlink(missing_ok=True)
         os.close(descriptor)
+
+
+def check_no_writer(output: Path) -> None:
+    """Refuse what :func:`only_writer` would refuse, and write nothing."""
+    if _lock_file(output).exists():
+        with only_writer(output):
+            pass
+
+
+def check_folders(paths: Iterable[Path]) -> None:
+    """Refuse the path of a folder that does not exist."""
+    for path in paths:
+        if not path.is_dir():
+            raise UserError(f"there is no directory '{path}'")
 
 
 def read_lines(path: Path | None) -> list[str]:

@@ -28,6 +28,19 @@ def check_real(name: str, value, minimum: float) -> float:
     return float(value)
 
 
+def check_groups(num_features: int, groups: int, of: str = "") -> None:
+    """Refuse a number of ``groups`` that does not divide ``num_features``; ``of``: what has them,
+    for the message.
+    """
+    if num_features % groups == 0:
+        return
+    divisors = [str(number) for number in range(1, num_features + 1) if num_features % number == 0]
+    raise ValueError(
+        f"num_features={num_features} is not divisible by groups={groups}{of}; it is by "
+        f"{', '.join(divisors)}"
+    )
+
+
 def check_positive(name: str, value) -> float:
     """``value`` as a float, if it is finite and greater than 0."""
     if (

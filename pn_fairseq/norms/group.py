@@ -4,7 +4,7 @@ from torch import Tensor
 
 from pn_fairseq import kernels
 from pn_fairseq.norms.base import ChannelNorm
-from pn_fairseq.norms.checks import check_whole
+from pn_fairseq.norms.checks import check_groups, check_whole
 
 
 class GroupNorm(ChannelNorm):
@@ -25,8 +25,7 @@ class GroupNorm(ChannelNorm):
     def __init__(self, num_features: int, groups: int = 1, **common):
         super().__init__(num_features, **common)
         self.groups = check_whole("groups", groups, minimum=1)
-        if self.num_features % self.groups:
-            raise ValueError(f"num_features={num_features} is not divisible by groups={groups}")
+        check_groups(self.num_features, self.groups)
 
     def normalize(self, h: Tensor) -> Tensor:
         return kernels.standardized(

@@ -5,7 +5,7 @@ norm.
 from torch import Tensor, nn
 
 from pn_fairseq import kernels
-from pn_fairseq.norms.checks import check_input, check_positive, check_whole
+from pn_fairseq.norms.checks import check_groups, check_input, check_positive, check_whole
 
 
 class LayerScale(nn.Module):
@@ -39,8 +39,8 @@ class LayerScale(nn.Module):
         super().__init__()
         self.num_features = check_whole("num_features", num_features, minimum=1)
         self.groups = check_whole("groups", groups, minimum=0)
-        if self.groups and self.num_features % self.groups:
-            raise ValueError(f"num_features={num_features} is not divisible by groups={groups}")
+        if self.groups:
+            check_groups(self.num_features, self.groups, " of layer-scale (layer_scale_groups)")
         self.eps = check_positive("eps", eps)
         self.batch_first = batch_first
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import get_args
 
-from pn_fairseq.common.errors import did_you_mean
+from pn_fairseq.common.errors import did_you_mean, most_similar
 from pn_fairseq.norms.registry import SHARED, NormEntry, find_norm
 
 _TRUTH = {
@@ -125,6 +125,11 @@ def _argument(option: str, norms: Mapping[str, NormEntry]) -> inspect.Parameter:
         name: argument for entry in norms.values() for name, argument in entry.own_options.items()
     }
     if option not in known:
+        meant = most_similar(option, [*known, *SHARED])
+        if meant in SHARED:
+            raise ValueError(
+                f"unknown norm option {option!r}, did you mean the flag {SHARED[meant]}?"
+            )
         raise unknown_option(option, known, f"the options of {', '.join(norms)} are")
     return known[option]
 

@@ -77,6 +77,25 @@ MAY_CHANGE = re.compile(
 )
 
 
+def check_end(cfg: DictConfig) -> str:
+    """How a training ends that has no largest number of updates or epochs; "" if it has one.
+
+    Raises:
+        UserError: it would never end.
+    """
+    if cfg.optimization.max_update or cfg.optimization.max_epoch:
+        return ""
+    names = ("optimization.stop_time_hours", "optimization.stop_min_lr", "checkpoint.patience")
+    limits = {name: OmegaConf.select(cfg, name) for name in names}
+    limits = [f"{name}={value}" for name, value in limits.items() if value and value > 0]
+    if not limits:
+        raise UserError(
+            "optimization.max_update=0 sets no limit, and nothing else does: the training would "
+            "never end; give a number above 0, or optimization.max_epoch"
+        )
+    return f"optimization.max_update=0 sets no limit: the training ends by {', '.join(limits)}"
+
+
 def check_values(cfg: DictConfig) -> None:
     """Refuse a value of a wrong type, one that is none of a flag's choices, and one outside of
     its range.

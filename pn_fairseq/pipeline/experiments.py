@@ -19,8 +19,16 @@ from pathlib import Path
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pn_fairseq.common.command import ArgumentParser, UserError, check_settings, say, shown, whole
-from pn_fairseq.common.files import CONFIGS, find_yaml, names_in
+from pn_fairseq.common.command import (
+    ArgumentParser,
+    UserError,
+    absolute,
+    check_settings,
+    say,
+    shown,
+    whole,
+)
+from pn_fairseq.common.files import CONFIGS, find_yaml, names_in, only_writer
 from pn_fairseq.pipeline.data.prepare import options_of
 from pn_fairseq.pipeline.data.recipes import RECIPES
 from pn_fairseq.pipeline.reproduce import CORPORA, Corpus, find_corpus, must, reproduce
@@ -57,7 +65,14 @@ def names(text: str) -> list[str]:
 
 def seeds(text: str) -> list[int]:
     """The type of a list of seeds."""
-    return [whole(seed) for seed in names(text)]
+    parts = names(text)
+    for part in parts:
+        span = re.fullmatch(r"(\d{1,4})(?:-|\.\.|:)(\d{1,4})", part)
+        if span:
+            meant = ",".join(map(str, range(int(span[1]), int(span[2]) + 1)))
+            advice = f", did you mean '{meant}'?" if 0 < len(meant) < 80 else ""
+            raise argparse.ArgumentTypeError(f"'{part}' is not a list of seeds{advice}")
+    return [whole(part) for part in parts]
 
 
 def add_ranks(parser: ArgumentParser) -> None:
@@ -300,7 +315,7 @@ def demo(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--arch", metavar="NAME", default="transformer_pn_tiny", help=architecture)
     args = parser.parse_intermixed_args(argv)
-    run, data = args.run.absolute(), Path("runs/data/verses_es_en").absolute()
+    run, data = absolute(args.run), absolute("runs/data/verses_es_en")
     train = [
         "train",
         "demo",
@@ -312,14 +327,12 @@ def demo(argv: Sequence[str]) -> int:
         *args.settings,
     ]
     after_training = [[verb, "--run", run] for verb in ("average", "generate", "score")]
-    for step in (
-        [*train, "--check"],
-        ["prepare", "verses", "--dest", data],
-        train,
-        *after_training,
-    ):
-        say("demo", shown(step))
-        must(step)
+    steps = [[*train, "--check"], ["prepare", "verses", "--dest", data], train, *after_training]
+    with only_writer(run) as note:
+        for step in steps:
+            say("demo", shown(step))
+            note(step[0])
+            must(step)
     files = {"source": data / "raw/test.es", "reference": data / "raw/test.en"}
     files["translation"] = run / "generate/test/hyp.txt"
     lines = {name: file.read_text("utf-8").splitlines() for name, file in files.items()}

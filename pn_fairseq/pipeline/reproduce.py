@@ -10,16 +10,24 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pn_fairseq.common.command import UserError, say, shown, why_it_failed
+from pn_fairseq.common.command import UserError, absolute, say, shown, why_it_failed
 from pn_fairseq.common.errors import unknown
-from pn_fairseq.common.files import CONFIGS, PACKAGE, atomic_write, find_yaml
+from pn_fairseq.common.files import (
+    CONFIGS,
+    PACKAGE,
+    atomic_write,
+    check_no_writer,
+    find_yaml,
+    only_writer,
+)
 from pn_fairseq.common.published import PAPER
 from pn_fairseq.pipeline.data.corpus import Corpus
 from pn_fairseq.pipeline.data.prepare import main as prepare_data
 from pn_fairseq.pipeline.data.recipes import RECIPES
+from pn_fairseq.pipeline.data.settings import check_not_inside, check_prepared
 from pn_fairseq.pipeline.runs import parts_of
 
 #: How long a step may take to end after Ctrl-C, which reaches it as well, before it gets SIGTERM.
@@ -119,13 +127,15 @@ def reproduce(
     planned = planned_runs(
         corpus, norms, seeds or corpus.seeds, models or corpus.models, size or corpus.size
     )
-    runs = (runs or Path("runs") / Path(config).stem).absolute()
-    data = (data or Path("runs/data") / Path(corpus.config).stem).absolute()
+    runs = absolute(runs or Path("runs") / Path(config).stem)
+    data = absolute(data or Path("runs/data") / Path(corpus.config).stem)
     where = [] if name in CORPORA else ["--data", str(data)]
-    if where and not ((data / "settings.txt").is_file() and (data / "bin").is_dir()):
-        raise UserError(
-            f"'{data}' is not prepared data (--data): pn prepare makes it from your text"
-        )
+    if not dry_run:
+        check_no_writer(runs)
+    if where:
+        check_prepared(data, "--data")
+    else:
+        check_not_inside(data, "--data")
     # each norm with settings of its own, or else one norm of each model
     for model in corpus.models:
         of_model = [
@@ -168,10 +178,13 @@ def reproduce(
         for step in filter(None, [prepare, *itertools.chain(*commands.values()), report]):
             print(shown(step))
         return 0
-    if prepare:
-        must(prepare)
-    failed = [run.name for run, steps in commands.items() if not _make(name, run, steps)]
-    must(report)
+    with only_writer(runs) as note:
+        if prepare:
+            note("prepare")
+            must(prepare)
+        failed = [run.name for run, steps in commands.items() if not _make(name, run, steps, note)]
+        note("report")
+        must(report)
     if failed:
         count = f"{len(failed)} of {len(commands)} runs failed: {' '.join(failed)}"
         say(name, f"{count} (the report says why); rerun the command to retry them")
@@ -247,9 +260,13 @@ def execute(step: Sequence[str | Path], messages: Path | None = None) -> int:
     return code
 
 
-def _make(name: str, run: Path, steps: Sequence[Sequence[str | Path]]) -> bool:
+def _make(
+    name: str, run: Path, steps: Sequence[Sequence[str | Path]], note: Callable[[str], None]
+) -> bool:
     """One run through its steps; False after a failure, which is noted in its folder and ends
     this run only.
+
+    ``note`` is told each step.
     """
     # not in the folder of the run: `pn report DIR/*_seed*` finds runs only
     work = run.parent / "logs" / run.name
@@ -257,6 +274,7 @@ def _make(name: str, run: Path, steps: Sequence[Sequence[str | Path]]) -> bool:
     for step in steps:
         verb, messages = step[0], work / f"{step[0]}.err"
         say(name, f"{run.name}: {verb}")
+        note(f"{run.name}: {verb}")
         if not (code := execute(step, messages)):
             continue
         say(name, f"{run.name} failed in {verb} (its messages are in {work})")

@@ -19,7 +19,9 @@ from pathlib import Path
 
 from pn_fairseq.common.command import (
     ArgumentParser,
+    NothingSaved,
     UserError,
+    absolute,
     check_settings,
     say,
     say_next,
@@ -37,6 +39,7 @@ from pn_fairseq.common.files import (
 )
 from pn_fairseq.common.machine import describe, own_cores
 from pn_fairseq.pipeline import stamp
+from pn_fairseq.pipeline.data.settings import check_not_inside, check_prepared
 from pn_fairseq.pipeline.launch import RESUME, RankLayout, TrainingFailed, find_layout, torchrun
 from pn_fairseq.pipeline.runs import Run, flat, load_config
 
@@ -73,6 +76,8 @@ LOG_SECONDS = 30
 
 
 def main(argv: list[str]) -> int:
+    # else fairseq configures logging when it is imported
+    logging.getLogger().addHandler(logging.NullHandler())
     parser = ArgumentParser(prog="pn train", epilog=EPILOG, setting_of=setting_of)
     names = ", ".join(names_in(CONFIGS))
     parser.add_argument(
@@ -101,19 +106,26 @@ def main(argv: list[str]) -> int:
     args = parser.parse_intermixed_args(argv)
     check_settings(args.settings)
     config = find_yaml(args.config, CONFIGS)
-    data = (args.data or Path("runs/data") / config.stem).absolute()
-    run = (args.run or Path("runs") / config.stem).absolute()
-    if not args.check and not ((data / "bin").is_dir() and (data / "settings.txt").is_file()):
-        raise UserError(
-            f"'{data}' is not prepared data: it has no bin/ or no settings.txt (pn prepare makes "
-            "them)"
-        )
+    data = absolute(args.data or Path("runs/data") / config.stem)
+    run = absolute(args.run or Path("runs") / config.stem)
+    if args.check:
+        check_not_inside(data, "--data")
+    else:
+        check_prepared(data, "--data")
     if ":" in str(data):
         raise UserError(
             f"'{data}' has a colon, at which fairseq splits paths; use another path (--data)"
         )
-    # else fairseq configures logging when it is imported
-    logging.getLogger().addHandler(logging.NullHandler())
+    try:
+        return start(args, argv, config, data, run)
+    except KeyboardInterrupt as interruption:
+        if args.check or (run / "checkpoints" / LAST).is_file():
+            raise
+        raise NothingSaved(*interruption.args) from None
+
+
+def start(args, argv: list[str], config: Path, data: Path, run: Path) -> int:
+    """Find this process's place among the ranks, and train."""
     logging.captureWarnings(True)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
@@ -179,6 +191,7 @@ def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, r
             ) from error
         os.environ.setdefault("WANDB_DIR", str(run))
     checks.check_values(cfg)
+    end = checks.check_end(cfg)
     checks.take_languages(cfg, data)
     if cfg.checkpoint.restore_file != LAST:
         raise UserError(
@@ -192,6 +205,8 @@ def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, r
         if args.run and (run / "config.yaml").exists():
             checks.check_same_run(cfg, data, run)
             note_on_longer(cfg, run)
+        if end:
+            say("train", f"note: {end}")
         say("train", "the settings are valid")
         return 0
     model = checks.check_model(cfg, data, batches)
@@ -217,6 +232,8 @@ def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, r
         return torchrun(layout, argv)
     if not layout.rank:
         begin(cfg, batches, layout, data, run, argv)
+        if end:
+            say("train", f"note: {end}")
     train(cfg, layout, data, run)
     return 0
 
@@ -425,7 +442,11 @@ class Progress(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
-        if resumed := re.match(r"Loaded checkpoint .*/(.*) \(epoch \d+ @ (\d+) updates\)", text):
+        pretrained = re.match("loading pretrained model from (.*): optimizer, lr scheduler", text)
+        resumed = re.match(r"Loaded checkpoint .*/(.*) \(epoch \d+ @ ([1-9]\d*) updates\)", text)
+        if pretrained:
+            say("train", f"begins with the weights of {pretrained[1]}")
+        elif resumed:
             say("train", f"resuming from {resumed[1]}, update {resumed[2]}")
         elif re.match("Stopping training due to|early stop since", text):
             self.show(text.split(", minimum")[0], keep=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pn_fairseq.common.command import ArgumentParser, UserError, did_you_mean, whole
 from pn_fairseq.common.errors import unknown
+from pn_fairseq.common.files import check_folders
 from pn_fairseq.common.published import LM_PAPER, PAPER, read_table
 
 _EPILOG = """\
@@ -82,8 +83,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="texts in the paired bootstrap (default: sacrebleu's, 1000)",
     )
     args = parser.parse_args(argv)
+    check_folders(args.runs)
 
-    # Imported here, so that --help is fast.
+    # Imported here, so that --help and a misspelt name are answered at once.
     from pn_fairseq.pipeline.bootstrap import RESAMPLES
     from pn_fairseq.report import page, perplexity, translation
     from pn_fairseq.report.runs import read_runs

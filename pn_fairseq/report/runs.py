@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 
 from pn_fairseq.common.command import UserError
-from pn_fairseq.common.files import count_lines, read_settings, short_names
+from pn_fairseq.common.files import check_folders, count_lines, read_settings, short_names
 from pn_fairseq.pipeline import runs, stamp
 from pn_fairseq.pipeline.evaluate_lm import Perplexity, read_perplexity
 from pn_fairseq.pipeline.metrics import METRICS
@@ -380,9 +380,8 @@ def read_runs(paths: Sequence[Path], subset: str = "test") -> list[Run]:
             jobs.append(path)
     # All before the first is read: a misspelt name is to show at once.
     seen: dict[Path, Path] = {}
+    check_folders(jobs)
     for path in jobs:
-        if not path.is_dir():
-            raise UserError(f"there is no directory '{path}'")
         folder = runs.Run(path)
         if (
             not folder.ours

@@ -76,6 +76,8 @@ def main(argv: list[str] | None = None) -> int:
             load_norms(path)
         names = args.names or [name for name in NORMS if name not in known] or list(NORMS)
         for name in names:
+            if name.endswith(".py"):
+                raise UserError(f"'{name}' is no norm, did you mean '--norm-module {name}'?")
             build_norm(name, 8)
     except ValueError as error:
         raise UserError(str(error)) from error

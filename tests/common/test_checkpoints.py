@@ -1,5 +1,5 @@
-"""common/checkpoints.py: what is read, what is refused and with which words, and that writing is
-all or nothing.
+"""common/checkpoints.py and checkpoint_files.py: what is read, what is refused and with which
+words, and that writing is all or nothing.
 """
 
 import argparse
@@ -16,12 +16,14 @@ import pytest
 import torch
 
 from pn_fairseq.common import checkpoints
-from pn_fairseq.common.checkpoints import (
+from pn_fairseq.common.checkpoint_files import (
     CheckpointError,
-    allow_fairseq_checkpoints,
     check_output_path,
     checkpoints_to_average,
     find_checkpoints,
+)
+from pn_fairseq.common.checkpoints import (
+    allow_fairseq_checkpoints,
     load_checkpoint,
     save_checkpoint,
 )

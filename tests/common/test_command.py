@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from pn_fairseq.common.command import ArgumentParser, UserError, run, say_next
+from pn_fairseq.common.command import ArgumentParser, NothingSaved, UserError, run, say_next
 from pn_fairseq.common.errors import Unavailable
 
 
@@ -35,6 +35,11 @@ INSTALL = "in the checkout: pip install --no-build-isolation '.[fairseq]'"
         ),
         (KeyboardInterrupt(), 130, "tool: interrupted; run the same command again to resume\n"),
         (KeyboardInterrupt(15), 143, "tool: interrupted; run the same command again to resume\n"),
+        (
+            NothingSaved(15),
+            143,
+            "tool: interrupted before anything was saved; the same command begins again\n",
+        ),
     ],
     ids=lambda value: type(value).__name__,
 )

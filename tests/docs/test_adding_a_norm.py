@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import pn_fairseq.models  # noqa: F401 (registers them for --arch, also where a test has imported the package before)
-from pn_fairseq.common.checkpoints import find_checkpoints, load_checkpoint
+from pn_fairseq.common.checkpoint_files import find_checkpoints
+from pn_fairseq.common.checkpoints import load_checkpoint
 from pn_fairseq.norms import NORMS, build_norm, load_norms
 
 from ..fixtures.training import model_of, train

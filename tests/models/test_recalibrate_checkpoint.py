@@ -9,7 +9,8 @@ import torch
 from fairseq import checkpoint_utils
 from torch.nn import functional as F
 
-from pn_fairseq.common.checkpoints import find_checkpoints, load_checkpoint, save_checkpoint
+from pn_fairseq.common.checkpoint_files import find_checkpoints
+from pn_fairseq.common.checkpoints import load_checkpoint, save_checkpoint
 from pn_fairseq.models.recalibrate_checkpoint import ModelWithData
 
 from ..scripts_helpers import verb

@@ -13,8 +13,8 @@ from omegaconf import OmegaConf
 
 from pn_fairseq.common.checkpoints import CheckpointError, load_checkpoint
 from pn_fairseq.common.files import read_settings
+from pn_fairseq.models.average_checkpoints import average_checkpoints
 from pn_fairseq.pipeline import average as tool
-from pn_fairseq.pipeline.average import average_checkpoints
 
 from ..scripts_helpers import assert_refused, in_process, verb
 

@@ -292,6 +292,8 @@ def test_progress_in_a_log_is_a_line_every_so_often(capsys, monkeypatch):
         log(handler, RECORD)
     log(handler, VALID)
     log(handler, "Loaded checkpoint /a/b/checkpoint_last.pt (epoch 3 @ 40 updates)")
+    log(handler, "loading pretrained model from /a/b.pt: optimizer, lr scheduler, meters will")
+    log(handler, "Loaded checkpoint /a/b.pt (epoch 3 @ 0 updates)")
     log(handler, "{'cfg': 1}")
     log(handler, "Stopping training due to num_updates: 60 >= max_update: 60")
     handler.close()
@@ -299,6 +301,7 @@ def test_progress_in_a_log_is_a_line_every_so_often(capsys, monkeypatch):
     assert capsys.readouterr().err.splitlines() == [
         *(line, line, "[train] update 60, validation 6.541 bits per token"),
         "[train] resuming from checkpoint_last.pt, update 40",
+        "[train] begins with the weights of /a/b.pt",
         "[train] Stopping training due to num_updates: 60 >= max_update: 60",
     ]
 

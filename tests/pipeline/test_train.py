@@ -527,7 +527,11 @@ def test_a_signal_ends_it_with_one_line(number, during, data, tmp_path):
     process.send_signal(number)
     _, printed = process.communicate(timeout=120)
     lines = [line for line in printed.splitlines() if not line.startswith("[train] ")]
-    assert lines == ["pn train: interrupted; run the same command again to resume"]
+    advice = {
+        "training": "; run the same command again to resume",
+        "imports": " before anything was saved; the same command begins again",
+    }
+    assert lines == [f"pn train: interrupted{advice[during]}"]
     assert process.returncode == 128 + number
 
 

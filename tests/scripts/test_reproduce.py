@@ -426,7 +426,7 @@ def test_conflicts_are_found_before_anything_runs(data, tmp_path, monkeypatch, o
     )
     refused = in_process("verses", "--data", data, *option, *one)
     assert refused.returncode == 2 and "(bpe=300, not 4000)" in refused.stderr
-    assert_refused(own(tmp_path, *option, *one), "is not prepared data (--data)")
+    assert_refused(own(tmp_path, *option, *one), "--data '", "is not prepared data")
     (tmp_path / "sweep/pn_seed1").mkdir(parents=True)
     (tmp_path / "sweep/pn_seed1/config.yaml").write_text(
         "model: {_name: transformer_pn_tiny, dropout: 0.5}\n"

@@ -84,16 +84,20 @@ def _parser() -> ArgumentParser:
 def main(argv: list[str]) -> None:
     if argv and argv[0].endswith(".py"):
         argv = [load(argv[0]), *argv[1:]]
+    if argv and argv[0] not in ("-h", "--help", "--version") and argv[0].startswith("-"):
+        raise UserError(f"the corpus comes before {argv[0]}: pn prepare CORPUS (see --help)")
     options = _parser().parse_args(argv)
     recipe = RECIPES[options.recipe]
     if "corpus" in options:
         # a recipe of one's own may declare another type
-        options.corpus = Path(options.corpus).absolute()
+        options.corpus = absolute(options.corpus)
         if not options.check and not options.corpus.is_dir():
             raise UserError(f"there is no directory '{options.corpus}' (--corpus)")
     made_with = with_tools(recipe.settings(options), options)
     name = recipe.folder(options) if hasattr(recipe, "folder") else recipe.CONFIG
-    dest = options.dest or Path("runs/data", name).absolute()
+    dest = options.dest or absolute(Path("runs/data", name))
+    if dest.exists() and not dest.is_dir():
+        raise UserError(f"--dest '{dest}' is a file; name a folder")
     settings.check(dest, made_with.as_text(), {})  # before anything is downloaded
     if options.check:
         return
@@ -113,7 +117,13 @@ def main(argv: list[str]) -> None:
         say_next("prepare", "generate", "--run", "RUN", "--subset", options.test)
         return
     config = getattr(recipe, "TRAIN", recipe.CONFIG) or "CONFIG"
-    say_next("prepare", "train", config, *(["--data", options.dest] if options.dest else []))
+    command = ["train", config]
+    if options.dest:
+        command += ["--data", options.dest]
+    if getattr(options, "like", None):  # the next training continues another one
+        command += ["--run", "NEW-RUN"]
+        command += ["checkpoint.finetune_from_model=RUN/checkpoints/averaged.pt"]
+    say_next("prepare", *command)
 
 
 def with_tools(

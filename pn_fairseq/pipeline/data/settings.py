@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from pn_fairseq.common.command import UserError
+from pn_fairseq.common.command import UserError, did_you_mean
 from pn_fairseq.common.files import read_settings
 from pn_fairseq.pipeline import stamp
 from pn_fairseq.pipeline.data import subwords
@@ -117,6 +117,41 @@ def read(file: Path) -> Settings:
                 f"{file} does not name the {name} language: it is not of a translation corpus"
             )
     return Settings(**values)
+
+
+def is_prepared(data: Path) -> bool:
+    """Whether ``data`` is a folder of prepared data."""
+    return (data / "bin").is_dir() and (data / "settings.txt").is_file()
+
+
+def check_prepared(data: Path, option: str) -> None:
+    """Refuse a folder that is not prepared data.
+
+    Args:
+        option: the option that names the folder.
+
+    Raises:
+        UserError: what is missing, and which folders of prepared data are beside it.
+    """
+    check_not_inside(data, option)
+    if is_prepared(data):
+        return
+    missing = [name for name in ("settings.txt", "bin") if not (data / name).exists()]
+    reason = f"it has no {' and no '.join(missing)}" if data.is_dir() else "there is no such folder"
+    beside = [folder.name for folder in sorted(data.parent.glob("*")) if is_prepared(folder)]
+    advice = "pn prepare makes it"
+    if beside:
+        meant = did_you_mean(data.name, beside)
+        advice = f"prepared data in '{data.parent}': {', '.join(beside)}{meant}"
+    raise UserError(f"{option} '{data}' is not prepared data: {reason} ({advice})")
+
+
+def check_not_inside(data: Path, option: str) -> None:
+    """Refuse the folder ``bin`` of prepared data in the place of the data, which may be absent."""
+    if data.name == "bin" and is_prepared(data.parent):
+        raise UserError(
+            f"{option} '{data}' is inside of prepared data, did you mean '{data.parent}'?"
+        )
 
 
 def check(dest: Path, settings: Mapping[str, str], sums: Mapping[str, str]) -> None:

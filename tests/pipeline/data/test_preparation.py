@@ -248,7 +248,7 @@ def test_further_test_sets(tokenized, corpus, tmp_path):
         (("new", "--like", alike), "leave out --like"),
         (
             ("new", "--dest", tmp_path / "nowhere"),
-            "is no prepared data, to which --test new can add",
+            "is not prepared data",
         ),
     ):
         assert_refused(in_process(*words, *options), needle)

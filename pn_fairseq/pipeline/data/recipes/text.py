@@ -17,7 +17,7 @@ from pn_fairseq.common.command import UserError, absolute, say, shown
 from pn_fairseq.pipeline.data import pairs, subwords
 from pn_fairseq.pipeline.data.binarize import SPLITS
 from pn_fairseq.pipeline.data.preparation import CORPUS, KEEP_CASE, Preparation, Settings, bpe
-from pn_fairseq.pipeline.data.settings import MOSES, NONE, SACREMOSES, read
+from pn_fairseq.pipeline.data.settings import MOSES, NONE, SACREMOSES, check_prepared, read
 
 CONFIG = ""
 TRAIN = "own_text"  # the configuration that pn prepare advises
@@ -81,13 +81,8 @@ def settings_of(data: Path, option: str, options) -> Settings:
     """The settings of prepared data, which ``option`` names; no other option may give others."""
     if given := [f"--{name.replace('_', '-')}" for name in GIVEN if getattr(options, name)]:
         raise UserError(f"{option} takes the settings of '{data}': leave out {' and '.join(given)}")
-    if option == "--test" and not (data / "settings.txt").is_file():
-        raise UserError(
-            f"'{data}' is no prepared data, to which --test {options.test} can add (--dest)"
-        )
+    check_prepared(data, "--dest" if option == "--test" else option)
     made_with = read(data / "settings.txt")
-    if not (data / "bin").is_dir():
-        raise UserError(f"'{data}' is no prepared data of a translation corpus ({option})")
     chosen = {name: getattr(options, name) for name in ("source", "target", "segmentation")}
     chosen["tokenizer"] = MOSES if options.moses else None
     for name, value in chosen.items():
@@ -107,6 +102,11 @@ def settings(options) -> Settings:
             )
         return settings_of(options.dest, "--test", options)
     if options.like:
+        if options.like == options.dest:
+            raise UserError(
+                f"--like and --dest are both '{options.dest}', whose data would be replaced: name "
+                "another --dest"
+            )
         # How it was cleaned and what it is validated on are not the model's.
         return replace(settings_of(options.like, "--like", options), clean=(), valid_every=0)
     if not (options.source and options.target):

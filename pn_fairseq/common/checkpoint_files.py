@@ -1,0 +1,137 @@
+"""The files of fairseq checkpoints: whether one can be read or written, and which a ``--save-dir``
+has. Without torch, so that a misspelt path is refused at once.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+
+from pn_fairseq.common.command import UserError
+
+GET_ANOTHER = "copy it again from where it was written, or use another checkpoint"
+
+_NAME_PATTERNS = {
+    "epoch": re.compile(r"checkpoint(?P<number>\d+)\.pt"),
+    "update": re.compile(r"checkpoint_(?P<epoch>\d+)_(?P<number>\d+)\.pt"),
+}
+
+
+class CheckpointError(UserError):
+    """A checkpoint cannot be read, written or used.
+
+    The text is one line: the file, what is wrong, what to do.
+    """
+
+
+def check_input_path(path: str | os.PathLike) -> os.stat_result:
+    """Raise :class:`CheckpointError` unless ``path`` is a regular file that is not empty;
+
+    return its ``stat``.
+    """
+    try:
+        info = os.stat(path)
+        if not stat.S_ISREG(info.st_mode):  # to open a pipe would wait
+            raise CheckpointError(f"{path}: is not a regular file; name a file of a checkpoint")
+        with open(path, "rb"):
+            pass
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    if info.st_size == 0:
+        raise CheckpointError(f"{path}: is empty; {GET_ANOTHER}")
+    return info
+
+
+def check_output_path(path: str | os.PathLike, inputs: Sequence[Path] = ()) -> None:
+    """Raise :class:`CheckpointError` unless a file can be written at ``path``: before the work,
+    not after it.
+    """
+    target = Path(os.path.realpath(path))
+    for one in inputs:
+        if target.exists() and one.exists() and target.samefile(one):
+            raise CheckpointError(
+                f"{path}: cannot be written, it is one of the inputs ({one}); choose another name"
+            )
+    if not target.parent.is_dir():
+        raise CheckpointError(
+            f"{path}: cannot be written, there is no directory {target.parent}; create it first"
+        )
+    if target.exists() and not target.is_file():
+        # os.replace would put a file in the place of a device such as /dev/null.
+        raise CheckpointError(
+            f"{path}: cannot be written, it exists and is not a regular file; choose another name"
+        )
+    if not os.access(target.parent, os.W_OK | os.X_OK):
+        raise CheckpointError(
+            f"{path}: cannot be written, no permission to write in {target.parent}"
+        )
+
+
+def find_checkpoints(
+    directory: str | os.PathLike, by: str = "epoch", last: int | None = None
+) -> list[Path]:
+    """The checkpoints that ``fairseq-train`` left in ``directory``, newest first.
+
+    Args:
+        directory: fairseq's ``--save-dir``.
+        by: ``"epoch"`` for ``checkpoint{epoch}.pt``, ``"update"`` for
+            ``checkpoint_{epoch}_{update}.pt``. The numbers are compared as numbers:
+            ``checkpoint10.pt`` is newer than ``checkpoint9.pt``.
+        last: how many to return at most, at least 1; all of them if None.
+
+    Raises:
+        CheckpointError: the directory cannot be read.
+    """
+    try:
+        names = [entry.name for entry in os.scandir(directory) if not entry.is_dir()]
+    except OSError as error:
+        raise CheckpointError(
+            f"{directory}: cannot list the checkpoints ({error.strerror})"
+        ) from error
+    numbered = []
+    for match in filter(None, map(_NAME_PATTERNS[by].fullmatch, names)):
+        numbered.append((int(match["number"]), int(match.groupdict().get("epoch", 0)), match[0]))
+    return [Path(directory) / name for _, _, name in sorted(numbered, reverse=True)[:last]]
+
+
+def checkpoints_to_average(
+    directory: str | os.PathLike, last: int, usual: str = "epoch"
+) -> tuple[list[Path], str, str]:
+    """The ``last`` newest checkpoints of a training run, or all checkpoints if there are fewer.
+
+    Args:
+        directory: fairseq's ``--save-dir``.
+        last: the number of checkpoints, at least 1.
+        usual: ``by`` of :func:`find_checkpoints`. If there is no checkpoint of this kind, the other
+            kind is used; if there is neither, ``checkpoint_last.pt``.
+
+    Returns:
+        The files, oldest first; their kind, or ``"last"``; and a note if they are not ``last``
+        checkpoints of the usual kind, else an empty text.
+
+    Raises:
+        CheckpointError: there is no such checkpoint.
+    """
+    wanted = f"{last} {usual} checkpoints"
+    for kind in (usual, *(_NAME_PATTERNS.keys() - {usual})):
+        if paths := find_checkpoints(directory, kind, last)[::-1]:
+            present = f"{len(paths)} {kind} checkpoint{'s' * (len(paths) > 1)}"
+            complete = kind == usual and len(paths) == last
+            note = (
+                ""
+                if complete
+                else f"{directory} has {present} instead of {wanted}: averaging {present}"
+            )
+            return paths, kind, note
+    newest, best = (Path(directory, f"checkpoint_{name}.pt") for name in ("last", "best"))
+    if newest.is_file():
+        return [newest], "last", f"{directory} has none of the {wanted}: using only {newest.name}"
+    advice = (
+        f"; it has {best.name} (--inputs {best})"
+        if best.is_file()
+        else ", nor any other: train first (pn train)"
+    )
+    raise CheckpointError(f"{directory} has none of the {wanted}{advice}")
