@@ -94,13 +94,29 @@ def check_input(
         )
 
 
+IS_INVERTED = (
+    "is the mask inverted? True is padding; where 1 is a token, give ~mask, or padding(valid=...)."
+)
+
+
 def empty_sentences(count: int, sentences: int) -> str:
     """What to say of a mask (B, T) that leaves ``count`` of ``sentences`` without a token."""
-    return (
-        f"{count} of {sentences} sentences consist of padding only: is the mask inverted? True is "
-        "padding; where 1 is "
-        "a token, give ~mask, or padding(valid=...)."
-    )
+    return f"{count} of {sentences} sentences consist of padding only: {IS_INVERTED}"
+
+
+def tokens_are_padding(x: Tensor, padding: Tensor) -> bool:
+    """Whether what ``padding`` (B, T) calls the tokens of ``x`` (B, T, C) seems to be padding.
+
+    An inverted mask of sentences that are all shorter than T has the form of padding on the left.
+    What tells them apart is that padding is the same in all sentences, as long as a norm before the
+    first attention or dropout sees it.
+    """
+    is_on_the_left = padding[:, 0] & ~padding[:, -1]
+    if len(x) == 1 or not is_on_the_left.all():
+        return False
+    is_same = x.isclose(x[:1], rtol=1e-2).all(-1).all(0)
+    is_token, is_padding = ~padding.any(0), padding.all(0)
+    return bool(is_token.any() & is_same[is_token].all() & ~is_same[is_padding].all())
 
 
 def warn_of_empty_sentences(padding_mask: Tensor) -> None:
@@ -124,7 +140,8 @@ def can_look_at_values() -> bool:
     transformed or captured.
     """
     if (
-        torch.compiler.is_compiling()
+        torch.compiler.is_dynamo_compiling()
+        or torch.compiler.is_exporting()
         or torch.jit.is_tracing()
         or torch._C._are_functorch_transforms_active()
     ):

@@ -101,6 +101,10 @@ def convert(
 
     ``none_is_no_padding``: a mask that is None means no padding, as in fairseq.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"the model comes first, as in convert_norms(model, 'batch'), but it is {model!r}"
+        )
     entry = find_norm(norm)
     if layout not in (None, *LAYOUTS):
         raise ValueError(f"layout={layout!r} must be one of {', '.join(LAYOUTS)}")

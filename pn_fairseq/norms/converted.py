@@ -13,7 +13,12 @@ from torch import Tensor, nn
 
 from pn_fairseq.norms.base import COUNT, ChannelNorm, RunningNorm
 from pn_fairseq.norms.channel import no_fast_path
-from pn_fairseq.norms.checks import can_look_at_values, empty_sentences
+from pn_fairseq.norms.checks import (
+    IS_INVERTED,
+    can_look_at_values,
+    empty_sentences,
+    tokens_are_padding,
+)
 from pn_fairseq.norms.compiled import find, open_scopes, operator
 from pn_fairseq.norms.layouts import Layout
 from pn_fairseq.norms.mask_search import (
@@ -177,8 +182,10 @@ class ConvertedNorm:
                     "as 'rms', or leave "
                     "this norm out of the plan"
                 )
-            if not (self.training or torch.compiler.is_compiling()):
-                self._warn_of_initial_statistics()
+            if not self.training and torch.compiler.is_dynamo_compiling():
+                warn_of_initial_statistics(self.handle)
+            elif not self.training:
+                self.warn_of_initial_statistics()
         if x.is_nested:  # has no padding
             return super().forward(x)
         try:
@@ -223,25 +230,42 @@ class ConvertedNorm:
         else:
             found = Found(GIVEN, "the mask of the call", PaddingMask("mask", mask, "the mask"))
             self.mask_history.add(found)
-        if found.mask is None:
+        mask = found.mask
+        if mask is None:
             return None
-        self._warn_of_empty_sentences(found.mask)
+        if tokens.dim() > 2 and mask.form != "lengths":
+            if mask.value.dim() not in (2, tokens.dim() - 1):
+                raise ValueError(f"{mask}, but an input of {tuple(tokens.shape)} needs (B, T)")
         generates = self.training and not torch.is_grad_enabled()
-        return self.layout.padding(tokens, found.mask, generates)
+        padding = self.layout.padding(tokens, mask, generates)
+        self._warn_of_inverted_mask(tokens, mask)
+        return padding
 
-    def _warn_of_empty_sentences(self, mask: PaddingMask) -> None:
+    def _warn_of_inverted_mask(self, tokens: Tensor, mask: PaddingMask) -> None:
         """Look at every mask that is on the CPU, once, and elsewhere at the first one, since that
         waits for the device. An inverted mask already shows there: nothing is left of the longest
-        sentence.
+        sentence, or, where all sentences are shorter than the batch, what is left is padding.
         """
-        is_first, self.conversion.has_had_mask = not self.conversion.has_had_mask, True
-        if "empty" in self.conversion.warned or (mask.waits_for_device and not is_first):
+        is_first = not self.conversion.has_had_mask
+        self.conversion.has_had_mask = True
+        if "inverted" in self.conversion.warned or not can_look_at_values():
             return
-        if can_look_at_values() and mask.empty_sentences:
+        if (is_first or not mask.waits_for_device) and mask.empty_sentences:
             text = empty_sentences(mask.empty_sentences, mask.batch)
-            self.conversion.warn("empty", f"{self.name}: by {mask.source} {text}")
+        elif is_first and tokens.dim() == 3 and mask.value.dim() == 2:
+            is_time_first = self.layout.name == "TBC" or len(tokens) != mask.batch
+            sentences = tokens.transpose(0, 1) if is_time_first else tokens
+            if not tokens_are_padding(sentences, mask.of(sentences.size(1))):
+                return
+            text = (
+                "what every sentence has at its end as tokens is the same in all of them, and what "
+                f"is called padding differs: {IS_INVERTED}"
+            )
+        else:
+            return
+        self.conversion.warn("inverted", f"{self.name}: by {mask.source} {text}")
 
-    def _warn_of_initial_statistics(self) -> None:
+    def warn_of_initial_statistics(self) -> None:
         """Called in evaluation. It looks at the state once, since that waits for the device."""
         if (
             self.has_looked_at_count
@@ -361,6 +385,12 @@ class ConvertedNorm:
             if x.is_contiguous():
                 y = y.contiguous()  # as torch's norms, whose callers may call view
         return y
+
+
+@torch.compiler.assume_constant_result
+def warn_of_initial_statistics(handle: Tensor) -> None:
+    """:meth:`ConvertedNorm.warn_of_initial_statistics`; in a compiled model while it is traced."""
+    find(handle).warn_of_initial_statistics()
 
 
 @operator(

@@ -79,8 +79,8 @@ class ArgumentHook:
         parameters: of its forward, without ``self``.
         forms: argument that may hold a mask -> its form, see :func:`mask_forms`.
         norms: those that it serves, of one :class:`Conversion`.
-        named: whether the caller named ``forms``, whose masks then count whatever else the module
-            gets.
+        named: whether the caller named ``forms``. If all of them are masks of a source, they count
+            whatever else the module gets.
     """
 
     def __init__(
@@ -93,7 +93,9 @@ class ArgumentHook:
         attended = [parameter for parameter in parameters if parameter.name in _ATTENDED]
         self._attended = [parameter.name for parameter in attended]
         #: Arguments by which a call shows that a mask of another sequence is among its arguments.
-        self._first, self._seconds = _second_sequences(parameters, {} if named else forms)
+        self._first, self._seconds = _second_sequences(parameters, forms)
+        if named and all(name.startswith(ATTENDED_NAMES) for name in forms):
+            self._seconds = []
         #: Whether a call may attend to something, and whether every call does.
         self.may_attend = bool(attended)
         self.always_attends = any(parameter.default is parameter.empty for parameter in attended)

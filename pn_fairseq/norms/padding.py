@@ -65,11 +65,14 @@ class PaddingMask:
     def __init__(self, form: str, value: Tensor, source: str):
         self.source = source
         if not isinstance(value, Tensor):
+            dtype = getattr(value, "dtype", None)
+            kind = type(value).__name__ if dtype is None else f"{type(value).__name__} of {dtype}"
             raise ValueError(
-                f"{source}: expected a tensor, got {type(value).__name__}; the numbers of tokens "
-                "of the sequences are "
-                "lengths=torch.tensor([...])"
+                f"{source}: expected a tensor, got {kind}; the numbers of tokens of the sequences "
+                "are lengths=torch.tensor([...])"
             )
+        if value.dim() == 0:
+            raise ValueError(f"{source}: a mask has a value for each token (B, T), got one value")
         floating = value.is_floating_point()
         if form == "mask" and floating:  # as torch.nn.TransformerEncoder hands it on
             form = "additive"
@@ -130,7 +133,12 @@ class PaddingMask:
 
     @cached_property
     def _longest(self) -> int:
-        return int(self.value.max()) if self.value.numel() else 0
+        if not self.value.numel():
+            return 0
+        shortest, longest = torch.stack(self.value.aminmax()).tolist()
+        if shortest < 0:
+            raise ValueError(f"{self.source}: a sentence cannot have {shortest} tokens")
+        return longest
 
     def of(self, tokens: int) -> Tensor:
         """Bool, True = padding, in the shape of the mask; for lengths (B, ``tokens``)."""
@@ -267,7 +275,7 @@ class padding(AbstractContextManager):
             loss = model(x).sum()
 
     The backward pass may run after the block. Inside the block its mask takes the place of masks
-    that are arguments of modules. At most one mask; none, or None, says that there is no padding:
+    that are arguments of modules. Give one mask, or None, which says that there is no padding:
 
     Args:
         mask: bool, True = padding, (B, T), or (N,) for tokens (N, C), or (B, H, W) for images; a
@@ -288,15 +296,19 @@ class padding(AbstractContextManager):
 
     def __init__(
         self,
-        mask: Tensor | None = None,
+        mask: Tensor | None = ...,
         *,
-        valid: Tensor | None = None,
-        lengths: Tensor | None = None,
-        additive: Tensor | None = None,
+        valid: Tensor | None = ...,
+        lengths: Tensor | None = ...,
+        additive: Tensor | None = ...,
         only: str | Iterable[str] | None = None,
     ):
         values = {"mask": mask, "valid": valid, "lengths": lengths, "additive": additive}
-        given = [form for form in FORMS if values[form] is not None]
+        if all(value is ... for value in values.values()):
+            raise ValueError(
+                "padding() without a mask: give one, or None, which says that there is no padding"
+            )
+        given = [form for form in FORMS if values[form] is not None and values[form] is not ...]
         if len(given) > 1:
             raise ValueError(
                 f"padding({', '.join(f'{form}=' for form in given)}): give one of them"

@@ -2,6 +2,7 @@
 ranks.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -9,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from pn_fairseq.norms.base import COUNT, RunningNorm, running_norms
+from pn_fairseq.norms.base import COUNT, ChannelNorm, RunningNorm, running_norms
 from pn_fairseq.norms.distributed import all_reduce_sum, world_size
 
 
@@ -44,6 +45,12 @@ def recalibrating(model: nn.Module) -> Iterator[list[RunningNorm]]:
         The norms concerned, as :func:`running_norms`.
     """
     norms = running_norms(model)
+    if not any(isinstance(module, ChannelNorm) for module in model.modules()):
+        warnings.warn(
+            f"recalibrating({type(model).__name__}) changes nothing: the model has no norm of this "
+            "package",
+            stacklevel=3,
+        )
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     means: list[dict[str, Tensor]] = [{} for _ in norms]

@@ -72,7 +72,8 @@ def test_without_padding_is_what_was_replaced(replaced, norm, dtype):
     x, everything = torch.randn(B * T, C, dtype=dtype), torch.ones(B * T, dtype=torch.bool)
     for _ in range(3):
         assert_close(
-            *(results(each, x, everything) for each in (model, reference)), **TOLERANCE[dtype]
+            *(results(each, x, everything, mask=None) for each in (model, reference)),
+            **TOLERANCE[dtype],
         )
     torch.testing.assert_close(model.eval()(x), reference.eval()(x), **TOLERANCE[dtype])
 
@@ -503,6 +504,11 @@ def test_patterns_choose():
 def test_wrong_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         convert_norms(FeedForward(), **{"norm": "batch", **arguments})
+
+
+def test_swapped_arguments_are_named():
+    with pytest.raises(ValueError, match=r"the model comes first, .* but it is 'batch'"):
+        convert_norms("batch", FeedForward())
 
 
 def test_a_model_that_is_converted_and_one_without_norms_are_told_apart():

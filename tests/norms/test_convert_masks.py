@@ -10,6 +10,7 @@ import warnings
 from contextlib import nullcontext
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -271,11 +272,38 @@ def test_a_mask_of_another_length_names_the_module():
         ({"lengths": LENGTHS.float()}, "lengths are \\(B,\\) whole numbers"),
         ({"mask": MASK, "lengths": LENGTHS}, "padding\\(mask=, lengths=\\): give one of them"),
         ({"mask": [[True]]}, "expected a tensor, got list"),
+        ({"mask": np.array(["pad"])}, "expected a tensor, got ndarray of <U3"),
+        ({"mask": torch.tensor(True)}, "a value for each token \\(B, T\\), got one value"),
+        ({}, "padding\\(\\) without a mask: give one, or None, which says that there is no"),
+        ({"only": "norm"}, "padding\\(\\) without a mask"),
     ],
 )
 def test_wrong_masks(arguments, message):
     with pytest.raises(ValueError, match=message):
         padding(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"lengths": torch.tensor([7, -1, 2])}, r"norm: .* a sentence cannot have -1 tokens"),
+        (
+            {"mask": MASK[0]},
+            r"norm: padding\(mask=...\) is \(7,\), but an input of .* needs \(B, T\)",
+        ),
+        ({"valid": LENGTHS}, r"norm: padding\(valid=...\) is \(3,\), but an input of .* needs"),
+        (
+            {"mask": MASK[..., None].expand(B, T, T)},
+            r"is \(3, 7, 7\), but an input of \(3, 7, 12\)",
+        ),
+    ],
+)
+def test_masks_of_another_form_than_the_tokens(given, message):
+    """Without a warning before the error."""
+    model = convert_norms(FeedForward(), "batch")
+    with warnings.catch_warnings(), padding(**given), pytest.raises(ValueError, match=message):
+        warnings.simplefilter("error")
+        model(torch.randn(B, T, C))
 
 
 @pytest.mark.parametrize("form", ["additive", "mask"])
@@ -743,12 +771,14 @@ def test_a_mask_that_the_caller_names_counts_beside_a_second_sequence():
     torch.testing.assert_close(model.norm.running_mean, 0.1 * x[~MASK].mean(0))
 
 
-def test_the_targets_own_mask_beside_a_second_sequence():
+@pytest.mark.parametrize(
+    "mask_from", [None, ["src_key_padding_mask", "tgt_key_padding_mask"], "tgt_key_padding_mask"]
+)
+def test_the_targets_own_mask_beside_a_second_sequence(mask_from):
     """Also in a compiled model."""
     forward = lambda self, x, z, src_key_padding_mask, tgt_key_padding_mask: self.norm(x)  # noqa: E731
-    model = convert_norms(
-        type("Layer", (Attending,), {"forward": forward})(), "batch", layout="BTC"
-    )
+    layer = type("Layer", (Attending,), {"forward": forward})()
+    model = convert_norms(layer, "batch", layout="BTC", mask_from=mask_from)
     x, z = torch.randn(2, B, T, C)
     for call in (model, torch.compile(copy.deepcopy(model), backend="aot_eager")):
         call(x, z, MASK, MASK.flip(0)).sum().backward()
@@ -967,6 +997,44 @@ def test_sentences_without_a_token_are_told_once(given, count, layout):
     assert len(caught) == bool(count) and all(text.startswith(expected) for text in texts(caught))
 
 
+class Embedded(nn.Module):
+    """The first norm sees padding as the same vectors in all sentences."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.positions = nn.Embedding(50, C), nn.Embedding(T, C)
+        self.norm = nn.LayerNorm(C)
+
+    def forward(self, ids):
+        return self.norm(self.embed(ids) + self.positions(torch.arange(T)))
+
+
+@pytest.mark.parametrize(
+    ("side", "inverted", "is_told"),
+    [("right", True, True), ("right", False, False), ("left", False, False), ("left", True, False)],
+)
+@pytest.mark.parametrize("layout", ["BTC", None])
+def test_an_inverted_mask_of_a_batch_that_is_padded_to_a_fixed_length(
+    side, inverted, is_told, layout
+):
+    """Every sentence keeps some tokens by it, and it has the form of padding on the left."""
+    ids = torch.randint(1, 50, (B, T))
+    mask = torch.arange(T) >= torch.tensor([5, 4, 2])[:, None]
+    if side == "left":
+        mask = mask.flip(1)
+        ids[:, -1] = 7  # a last token that all sentences have, such as the end of a sentence
+    model = convert_norms(Embedded(), "batch", layout=layout)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with padding(~mask if inverted else mask):
+                model(ids.masked_fill(mask, 0))
+    assert [text.startswith("norm: by padding(mask=...) what every") for text in texts(caught)] == [
+        True
+    ] * is_told
+    assert all("is the mask inverted? True is padding" in text for text in texts(caught))
+
+
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_a_norm_of_ones_own_layer_tells_once_of_sentences_without_a_token(batch_first, monkeypatch):
     monkeypatch.setattr(checks, "_told", set())
@@ -1033,6 +1101,24 @@ def test_evaluation_of_a_norm_that_counted_no_step_is_told_once():
     lost.load_state_dict(plain.state_dict())
     with pytest.warns(UserWarning, match="convert the model before you load it"):
         lost.eval()(x)
+
+
+def test_a_compiled_model_that_counted_no_step_is_told_once():
+    """While it is compiled."""
+    x, model = torch.randn(B, T, C), convert_norms(FeedForward(), "batch").eval()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        compiled(x)
+        compiled(x)
+    (text,) = texts(caught)
+    assert text.startswith("norm is evaluated, but has counted no training step")
+    trained = convert_norms(FeedForward(), "batch")
+    trained(x, LENGTHS).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.compile(trained.eval(), backend="aot_eager", fullgraph=True)(x)
+        torch.export.export(convert_norms(FeedForward(), "batch").eval(), (x,), strict=True)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,9 @@
 """Recalibration against torch's update_bn. The rest is in the shared suite."""
 
+import warnings
+
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -40,6 +43,12 @@ def test_the_psi_warmup_does_not_begin_again():
 
 def test_a_model_without_running_statistics():
     model = nn.Sequential(nn.Linear(CHANNELS, CHANNELS), build_norm("layer", CHANNELS))
-    with recalibrating(model) as norms:
-        model(torch.randn(2, 3, CHANNELS))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with recalibrating(model) as norms:
+            model(torch.randn(2, 3, CHANNELS))
+    assert norms == []
+    with pytest.warns(UserWarning, match=r"recalibrating\(Linear\) changes nothing: .* no norm of"):
+        with recalibrating(model[0]) as norms:
+            pass
     assert norms == []
