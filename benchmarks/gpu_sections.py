@@ -846,6 +846,7 @@ def run(section: Section, tiny: bool, part: int, parts: int, log: Path, connecti
     with kit.trying(section.name):
         section.measure(kit)
     connection.close()
+    print(f"{section.name}, part {part}: {time.process_time():.0f} s of a processor")
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(int(kit.failed))  # the threads of NCCL and of inductor may not end
