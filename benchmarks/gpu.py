@@ -34,6 +34,7 @@ from benchmarks.gpu_sections import (
     Section,
     run,
 )
+from benchmarks.table import markdown_table
 from pn_fairseq.common import command
 from pn_fairseq.common.files import atomic_write
 from pn_fairseq.common.machine import describe
@@ -221,12 +222,13 @@ def shown(value: object) -> str:
     return str(value)
 
 
-def markdown_table(rows: list[dict]) -> str:
+def table(rows: list[dict]) -> str:
+    """Rows in Markdown; what a row lacks is left open."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
-    lines = [columns, ["---"] * len(columns)]
+    lines = []
     for row in rows:
         lines.append([shown(row.get(column)) for column in columns])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown_table(columns, lines, "---")
 
 
 def goal_rows(results: dict[str, Result], tables: dict[str, list[dict]]) -> list[dict]:
@@ -259,12 +261,12 @@ def page(results: dict[str, Result], machine: dict) -> str:
     for section in SECTIONS:
         if section.name in results:
             tables |= tables_of(section, results[section.name])
-    text += ["### Goals", markdown_table(goal_rows(results, tables))]
+    text += ["### Goals", table(goal_rows(results, tables))]
     for title, rows in tables.items():
-        text += [f"### {title}", markdown_table(rows)]
-    text += ["### Sections", markdown_table(section_rows(results))]
+        text += [f"### {title}", table(rows)]
+    text += ["### Sections", table(section_rows(results))]
     for name, result in results.items():
-        for note in result.notes:
+        for note in dict.fromkeys(result.notes):  # several processes can say the same
             text.append(f"- {name}: {note}")
     return "\n\n".join(text) + "\n"
 

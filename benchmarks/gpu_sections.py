@@ -4,6 +4,7 @@ A section runs in a process of its own, or in several. It sends each row of a ta
 measured, so that a section that is cut off keeps what it has.
 """
 
+import gc
 import itertools
 import os
 import signal
@@ -471,19 +472,13 @@ def fairseq_updates(kit: Kit, size: str, dtype: str) -> dict[str, Update]:
         trainer = training.make_trainer(norm, dtype, args)
         if name == DIAGNOSTICS:
             watched(trainer.get_model())
-        found[name] = partial(_update_by, trainer, batches)
+        found[name] = partial(training.update_by, trainer, batches)
     return found
 
 
 def _updated_norms() -> dict[str, str]:
     """What is compared -> the abbreviation of its norm."""
     return {LN: LN, "bn": "bn", "pn": "pn", "rms": "rms", DIAGNOSTICS: "pn"}
-
-
-def _update_by(trainer, batches: list[dict], number: int) -> None:
-    from benchmarks import training
-
-    training.update(trainer, batches[number % len(batches)])
 
 
 @dataclass(frozen=True)
@@ -842,14 +837,23 @@ def run(section: Section, tiny: bool, part: int, parts: int, log: Path, connecti
         os.dup2(file.fileno(), 2)
     hide_messages()
     torch.set_num_threads(1)
+    gc.freeze()  # or every capture of a CUDA graph looks for garbage in all that was imported
     kit = Kit(tiny, part, parts, connection.send)
     with kit.trying(section.name):
         section.measure(kit)
+        check_kernels(kit)
     connection.close()
     print(f"{section.name}, part {part}: {time.process_time():.0f} s of a processor")
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(int(kit.failed))  # the threads of NCCL and of inductor may not end
+
+
+def check_kernels(kit: Kit) -> None:
+    """Raise RuntimeError if not Triton but the reference has computed on the GPU."""
+    used, reason = kernels.describe()[kit.device.type.upper()]
+    if used == "reference":
+        raise RuntimeError(f"plain PyTorch computed in place of the kernels ({reason})")
 
 
 def _end_with_parent() -> None:

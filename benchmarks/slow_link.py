@@ -1,7 +1,7 @@
 """Ranks in two network namespaces of one machine, with a slow link between them.
 
-    sudo .venv/bin/python -m benchmarks.slow_link --ranks 4 -- benchmarks.ranks --encoder --device
-        cpu \\ --dtype float32 --rows 512 --channels 128
+    sudo .venv/bin/python -m benchmarks.slow_link --ranks 4 -- benchmarks.ranks --device cpu \\
+        --dtype float32 --rows 512 --channels 128
 
 needs Linux, root and the command ``ip``. The namespaces stand for two machines: ``torchrun`` runs
 in both, each with half of the ranks. The link is a pair of tun devices. This process takes every

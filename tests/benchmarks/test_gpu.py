@@ -4,6 +4,7 @@ and measure what they say.
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -89,7 +90,8 @@ def test_a_section_that_fails_leaves_a_line_and_the_next_begins(tmp_path, monkey
     rows = sorted(row["cases"] for _, row in found["third"]["rows"])
     assert rows == ["['a', 'c', 'e']", "['b', 'd']"]  # a dry run has two processes at most
     page = (tmp_path / "gpu.md").read_text()
-    assert "| first | failed |" in page and "- first: the second case failed: " in page
+    assert "| first | failed |" in page
+    assert "- first: the second case failed: " in page
     assert "not finished: first, second (run the same command again)" in capfd.readouterr().err
     assert "and more" in (tmp_path / "log.txt").read_text()  # the traceback
 
@@ -100,7 +102,8 @@ def test_a_section_that_hangs_is_cut_off_and_keeps_its_rows(tmp_path, monkeypatc
     assert measure(tmp_path, "28") == 0
     assert time.monotonic() - begin < 200
     found = sections_of(tmp_path)
-    assert found["first"]["state"] == "cut off" and found["second"]["state"] == "finished"
+    assert found["first"]["state"] == "cut off"
+    assert found["second"]["state"] == "finished"
     assert "| 1,234 |" in (tmp_path / "gpu.md").read_text()
 
 
@@ -111,7 +114,8 @@ def test_finished_sections_are_not_repeated(tmp_path, monkeypatch):
     use(monkeypatch, first=(1, is_killed), second=(1, finishes))
     assert measure(tmp_path) == 0
     after = sections_of(tmp_path)
-    assert after["first"] == before["first"] and after["second"]["state"] == "finished"
+    assert after["first"] == before["first"]
+    assert after["second"]["state"] == "finished"
     assert [table for table, _ in after["second"]["rows"]] == ["Finished"]
 
 
@@ -120,8 +124,9 @@ def test_an_interrupted_section_is_written_and_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "receive", partial(interrupted, gpu.receive))
     with pytest.raises(KeyboardInterrupt):
         measure(tmp_path)
-    assert sections_of(tmp_path)["first"]["state"] == "cut off"
-    assert sections_of(tmp_path)["first"]["rows"] == [["Cut off", {"value": 1234.5}]]
+    found = sections_of(tmp_path)["first"]
+    assert found["state"] == "cut off"
+    assert found["rows"] == [["Cut off", {"value": 1234.5}]]
 
 
 def interrupted(receive, pipes, until, result):
@@ -133,7 +138,9 @@ def interrupted(receive, pipes, until, result):
 def test_a_section_gets_the_time_that_others_leave():
     sections = [Section(str(seconds), seconds, finishes) for seconds in (90, 20, 60)]
     given = partial(gpu.seconds_for, sections[0], sections[1:])
-    assert given(170) == 90 and given(200) == 120 and given(50) == 50
+    assert given(170) == 90
+    assert given(200) == 120
+    assert given(50) == 50
 
 
 def test_the_sections_fit_into_the_time():
@@ -155,7 +162,8 @@ def test_goals_by_hand(monkeypatch):
     assert [row["reached"] for row in found] == ["yes", "no", "not measured"]
     assert [row["limit"] for row in found] == ["at most 1.05", "at least 0.8", "at most 1"]
     result.state = "cut off"
-    (first, *_) = gpu.goal_rows({"a": result}, {"T": [{"model": "tiny", "x": float("nan")}]})
+    rows = [{"model": "tiny", "x": float("nan")}]
+    (first, *_) = gpu.goal_rows({"a": result}, {"T": rows})
     assert first["reached"] == "no, of what was measured"
 
 
@@ -163,10 +171,31 @@ def test_the_goals_are_about_columns_that_exist(monkeypatch):
     """Their names are those of the dry run, and of the shapes of a GPU."""
     assert gpu_sections.LARGE in gpu_sections.SHAPES
     bandwidth = next(goal for goal in gpu.GOALS if goal.section == "bandwidth")
-    assert bandwidth.where == {"shape": "131072x1024"} and len(bandwidth.columns) == 10
+    assert bandwidth.where == {"shape": "131072x1024"}
+    assert len(bandwidth.columns) == 10
     updates = [goal for goal in gpu.GOALS if goal.section == "updates"]
     assert [goal.limit for goal in updates] == [1.05, 1.02, 1.10, 1.04]
     assert {goal.where["model"] for goal in updates} == {*gpu_sections.SIZES}
+
+
+def test_the_page_has_these_goals():
+    page = (ROOT / "docs/results/gpu.md").read_text("utf-8")
+    (goals,) = re.findall(r"\| measured \| goal \|\n\|---\|---\|\n((?:\|.*\|\n)+)", page)
+    listed = re.findall(r"at (?:most|least) ([\d.]+%?) \|", goals)
+    expected = []
+    for goal in gpu.GOALS:
+        if goal.section == "updates":
+            expected.append(f"{goal.limit:.2f}")
+        if goal.section == "bandwidth":
+            expected.append(f"{goal.limit:.0%}")
+    assert sorted(listed) == sorted(expected)
+
+
+def test_a_fallback_to_the_reference_is_a_failure(monkeypatch):
+    reason = {"CPU": ("reference", "no compiler")}
+    monkeypatch.setattr(kernels, "describe", lambda: reason)
+    with pytest.raises(RuntimeError, match="plain PyTorch computed in place of .*no compiler"):
+        gpu_sections.check_kernels(kit())
 
 
 def test_dry_run(tmp_path, monkeypatch):
@@ -179,24 +208,45 @@ def test_dry_run(tmp_path, monkeypatch):
 
 def check_dry_run(out: Path, names: set[str]) -> None:
     found = sections_of(out)
-    assert {name: part["state"] for name, part in found.items()} == dict.fromkeys(names, "finished")
-    assert not any(part["notes"] for part in found.values())
-    rows = {name: [row for _, row in part["rows"]] for name, part in found.items()}
-    assert len(rows["norms"]) == 3 * len(gpu_sections.modules()) == 3 * 48
-    assert all(row["largest difference"] < row["tolerance"] for row in rows["norms"])
-    assert [row["norm"] for row in rows["ranks"]] == ["batch", "power-v", "power"]
-    assert all(row["of the tolerance"] < 1 for row in rows["ranks"])
-    assert len(rows["replays"]) == 10 and not any(row["missed"] for row in rows["replays"])
-    assert all(row["state differs by"] == 0 for row in rows["replays"])
-    (update,) = rows["updates"]
-    assert update["trainer"] == "fairseq" and update["ln"] == 1
+    assert found.keys() == names
+    for part in found.values():
+        assert part["state"] == "finished"
+        assert part["notes"] == []
+    check_norms(rows_of(found, "norms"))
+    ranks = rows_of(found, "ranks")
+    assert [row["norm"] for row in ranks] == ["batch", "power-v", "power"]
+    assert max(row["of the tolerance"] for row in ranks) < 1
+    replays = rows_of(found, "replays")
+    assert len(replays) == 10
+    for row in replays:
+        assert row["counted"] == row["steps"] == 6
+        assert row["state differs by"] == 0
+    (update,) = rows_of(found, "updates")
+    assert update["trainer"] == "fairseq"
+    assert update["ln"] == 1
     assert {"bn", "pn", "rms", "pn, diagnostics", "ln again"} <= update.keys()
-    assert {"torch LN", "pn", "pn, diagnostics", "un"} <= {row["norm"] for row in rows["steps"]}
-    assert all({*gpu_sections.KERNEL_COLUMNS} <= row.keys() for row in rows["bandwidth"])
+    steps = {row["norm"] for row in rows_of(found, "steps")}
+    assert {"torch LN", "pn", "pn, diagnostics", "un"} <= steps
+    for row in rows_of(found, "bandwidth"):
+        assert {*gpu_sections.KERNEL_COLUMNS} <= row.keys()
     page = (out / "gpu.md").read_text()
     assert page.startswith("<!-- not of runs.csv: ")
-    assert f"PyTorch {torch.__version__}" in page and " commit " in page
-    assert "| at most 1.05 |" in page and "| 48 |" in page
+    assert f"PyTorch {torch.__version__}" in page
+    assert " commit " in page
+    assert "| at most 1.05 |" in page
+
+
+def rows_of(found: dict, name: str) -> list[dict]:
+    return [row for _, row in found[name]["rows"]]
+
+
+def check_norms(rows):
+    """All modules in three types."""
+    assert len(rows) == 3 * len(gpu_sections.modules()) == 3 * 48
+    for row in rows:
+        assert row["largest difference"] < row["tolerance"]
+    summary = gpu_sections.summary_of_check(rows)
+    assert [row["modules"] for row in summary] == [48, 48, 48]
 
 
 @pytest.mark.slow
@@ -213,13 +263,13 @@ def test_a_killed_dry_run_is_finished_by_the_same_command(tmp_path):
     assert result.returncode == 0, (tmp_path / "log.txt").read_text()[-3000:]
     check_dry_run(tmp_path, {section.name for section in gpu.SECTIONS})
     after = sections_of(tmp_path)
-    assert all(after[name] == part for name, part in before.items())
-    rows = {name: [row for _, row in part["rows"]] for name, part in after.items()}
-    assert len(rows["compiled"]) == 6 and {row.get("missed") for row in rows["compiled"]} == {
-        0,
-        None,
-    }
-    assert all(row["results differ by"] < 2e-6 for row in rows["inductor"])
+    for name, part in before.items():
+        assert after[name] == part
+    compiled = rows_of(after, "compiled")
+    assert len(compiled) == 6
+    assert [row["missed"] for row in compiled] == [0, 0, 0, None, None, None]
+    for row in rows_of(after, "inductor"):
+        assert row["results differ by"] < 2e-6
     assert "not measured" in (tmp_path / "gpu.md").read_text()  # of the large model and shapes
 
 
@@ -243,7 +293,8 @@ def test_mistakes(flags, message, tmp_path, monkeypatch, capsys):
     (tmp_path / "other/gpu.json").write_text(json.dumps(saved))
     assert gpu.command.run(gpu.TOOL, lambda: gpu.main(flags.split())) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("benchmarks.gpu: error: ") and message in line
+    assert line.startswith("benchmarks.gpu: error: ")
+    assert message in line
 
 
 @pytest.mark.slow
@@ -325,9 +376,11 @@ def test_updates_without_fairseq(dtype, monkeypatch):
     monkeypatch.setattr(gpu_sections, "DTYPES", {"float32": gpu_sections.DTYPES[dtype]})
     messages = []
     gpu_sections.updates(kit(messages.append))
-    note, (_, table, row) = messages
-    assert note[0] == "note" and "fairseq is missing (ModuleNotFoundError" in note[1]
-    assert table == gpu_sections.UPDATES and row["trainer"] == "torch"
+    (kind, note), (_, table, row) = messages
+    assert kind == "note"
+    assert "fairseq is missing (ModuleNotFoundError" in note
+    assert table == gpu_sections.UPDATES
+    assert row["trainer"] == "torch"
     assert list(before) == ["ln", "bn", "pn", "rms", "pn, diagnostics", "ln again"]
 
 
@@ -351,7 +404,9 @@ def test_a_model_of_torch_has_its_norms_in_the_encoder():
     before = model.embedding.weight.clone()
     update(0)
     assert not model.embedding.weight.equal(before)
-    assert all(norm.num_batches_tracked == 1 and norm.diagnostics() for norm in norms)
+    for norm in norms:
+        assert norm.num_batches_tracked == 1
+        assert norm.diagnostics()
 
 
 def test_a_wrong_norm_is_found(monkeypatch):
@@ -395,7 +450,8 @@ def test_the_script_installs_what_was_carried_along(tmp_path):
     script = ["bash", ROOT / "benchmarks/gpu.sh"]
     done = run(*script, "--out", out, check=False, **changes)
     assert done.returncode == 2
-    assert f"torch {torch.__version__}" in done.stderr and "bitarray 99.0" in done.stderr
+    assert f"torch {torch.__version__}" in done.stderr
+    assert "bitarray 99.0" in done.stderr
     assert "benchmarks.gpu: error: torch sees no GPU" in done.stderr
     again = out / "compiled.tar.gz"
     done = run(*script, "--out", out, check=False, COMPILED=str(again), **changes)
@@ -418,4 +474,5 @@ def test_the_script_installs_what_was_carried_along(tmp_path):
 def test_mistakes_of_the_script(words, message):
     done = run("bash", ROOT / "benchmarks/gpu.sh", *words.split(), check=False)
     assert done.returncode == 2
-    assert done.stderr.startswith(f"gpu.sh: error: {message}") and done.stderr.count("\n") == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"gpu.sh: error: {message}")
