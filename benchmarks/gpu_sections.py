@@ -175,6 +175,8 @@ def watched(module: nn.Module) -> nn.Module:
 # Every norm against float64.
 
 CHECK = "Norms against float64"
+#: Column: a difference as a share of its tolerance.
+SHARE = "of the tolerance"
 CHECKED_CHANNELS = 64
 TRAINING_STEPS = 6
 
@@ -269,7 +271,7 @@ def summary_of_check(rows: list[dict]) -> list[dict]:
                 "dtype": dtype,
                 "modules": len(own),
                 "largest difference": worst["largest difference"],
-                "of the tolerance": _of_tolerance(worst),
+                SHARE: _of_tolerance(worst),
                 "where": worst["where"],
             }
         )
@@ -301,7 +303,7 @@ def one_rank_as_two(kit: Kit) -> None:
                     largest = max(difference(*pair) for pair in zip(*results, strict=True))
                     share = largest / TOLERANCE[torch.float32]
                     row = {"backend": backend, "largest difference": largest}
-                    kit.row(RANKS, norm=name, **row, **{"of the tolerance": share})
+                    kit.row(RANKS, norm=name, **row, **{SHARE: share})
         finally:
             dist.destroy_process_group()
 
@@ -566,6 +568,8 @@ def _torch_update(kit: Kit, model: nn.Module, vocabulary: int, dtype: torch.dtyp
 
 # The reference's formulas compiled by inductor, beside Triton.
 
+#: Columns: inductor's time as a multiple of Triton's.
+ON_DEVICE, ON_HOST = "inductor, device", "inductor, host"
 INDUCTOR = "The reference compiled by inductor, beside Triton: forward and backward"
 
 
@@ -682,8 +686,8 @@ def inductor(kit: Kit) -> None:
                 device[label] = sum(kit.device_time(each) for each in both)
                 host[label] = sum(kit.times(each, calls, rounds)[0] for each in both)
             row = {"Triton, device, µs": device["Triton"], "Triton, host, µs": host["Triton"]}
-            row["inductor, device"] = device["inductor"] / device["Triton"]
-            row["inductor, host"] = host["inductor"] / host["Triton"]
+            row[ON_DEVICE] = device["inductor"] / device["Triton"]
+            row[ON_HOST] = host["inductor"] / host["Triton"]
             row["results differ by"] = difference(*results)
             kit.row(INDUCTOR, norm=name, shape=_times(shape), dtype=dtype, **row)
 

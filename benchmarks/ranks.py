@@ -132,7 +132,8 @@ def parse(argv) -> argparse.Namespace:
 
 def main(argv=None) -> None:
     args = parse(argv)
-    if missing := {"RANK", "WORLD_SIZE", "LOCAL_RANK"} - set(os.environ):
+    missing = {"RANK", "WORLD_SIZE", "LOCAL_RANK"} - set(os.environ)
+    if missing:
         raise command.UserError(
             f"torchrun has to start it, which sets {', '.join(sorted(missing))}"
         )

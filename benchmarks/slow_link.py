@@ -72,6 +72,12 @@ def start(node: int, ranks: int, module: list[str]) -> subprocess.Popen:
     return subprocess.Popen(words, env={**os.environ, "GLOO_SOCKET_IFNAME": NAMES[node]})
 
 
+def _running(nodes: list[subprocess.Popen]) -> bool:
+    """Whether a node still runs and none has failed."""
+    codes = [node.poll() for node in nodes]
+    return None in codes and not any(codes)
+
+
 def main(argv=None) -> int:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
@@ -92,12 +98,7 @@ def main(argv=None) -> int:
         nodes += [start(node, args.ranks, args.module) for node in (0, 1)]
         # a packet does not wait for a processor
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
-        relay(
-            ends,
-            args.mbit,
-            args.ms,
-            lambda: None in (codes := [node.poll() for node in nodes]) and not any(codes),
-        )
+        relay(ends, args.mbit, args.ms, lambda: _running(nodes))
     finally:
         for node in nodes:
             node.terminate()

@@ -158,7 +158,7 @@ def test_goals_by_hand(monkeypatch):
     rows = [{"model": "tiny", "x": 1.01, "y": 1.05}, {"model": "big", "x": 2.0, "y": 0.7}]
     result = gpu.Result("finished")
     found = gpu.goal_rows({"a": result}, {"T": rows})
-    assert [row["measured"] for row in found] == [1.05, 0.7, None]
+    assert [row["worst"] for row in found] == [1.05, 0.7, None]
     assert [row["reached"] for row in found] == ["yes", "no", "not measured"]
     assert [row["limit"] for row in found] == ["at most 1.05", "at least 0.8", "at most 1"]
     result.state = "cut off"
@@ -372,7 +372,8 @@ def test_torchs_layer_norm_is_measured():
 def test_updates_without_fairseq(dtype, monkeypatch):
     """Models of torch take the place of fairseq's, and a line says so."""
     monkeypatch.setitem(sys.modules, "fairseq", None)
-    monkeypatch.setattr(gpu_sections, "in_turns", partial(once, before := {}))
+    before = {}
+    monkeypatch.setattr(gpu_sections, "in_turns", partial(once, before))
     monkeypatch.setattr(gpu_sections, "DTYPES", {"float32": gpu_sections.DTYPES[dtype]})
     messages = []
     gpu_sections.updates(kit(messages.append))
