@@ -255,7 +255,9 @@ def test_a_killed_dry_run_is_finished_by_the_same_command(tmp_path):
     command += ["--out", str(tmp_path)]
     options = {"cwd": ROOT, "env": environment(), "stderr": subprocess.DEVNULL}
     process = subprocess.Popen(command, **options)
-    wait_for(lambda: "replays" in sections_of(tmp_path), process)
+    figures = tmp_path / "gpu.json"
+    ranks = '"ranks": {"state": "finished"'
+    wait_for(lambda: figures.exists() and ranks in figures.read_text(), process, 1500)
     process.kill()
     process.wait()
     before = sections_of(tmp_path)
