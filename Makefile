@@ -50,7 +50,7 @@ lint: venv ## check style and floors: ruff, import-linter, shellcheck
 	@"$(VENV)/bin/ruff" check .
 	@"$(VENV)/bin/ruff" format --check .
 	@"$(VENV)/bin/lint-imports"
-	@"$(VENV)/bin/shellcheck" .ci/run scripts/pn scripts/*.sh
+	@"$(VENV)/bin/shellcheck" .ci/run scripts/pn scripts/*.sh benchmarks/*.sh
 
 format: venv ## let ruff format the Python files
 	@"$(VENV)/bin/ruff" format .

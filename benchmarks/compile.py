@@ -54,13 +54,20 @@ class Norm(nn.Module):
 class Encoder(nn.Module):
     """An encoder whose norms are ``name``, with ``options``, and its batch."""
 
-    def __init__(self, name: str, sentences: int = SENTENCES, channels: int = CHANNELS, **options):
+    def __init__(
+        self,
+        name: str,
+        sentences: int = SENTENCES,
+        channels: int = CHANNELS,
+        layers: int = LAYERS,
+        **options,
+    ):
         super().__init__()
         layer = nn.TransformerEncoderLayer(
             channels, 4, 4 * channels, 0.0, "gelu", norm_first=True, batch_first=True
         )
         encoder = nn.TransformerEncoder(
-            layer, LAYERS, nn.LayerNorm(channels), enable_nested_tensor=False
+            layer, layers, nn.LayerNorm(channels), enable_nested_tensor=False
         )
         if name == "power":
             # most steps of a training are after the warm-up

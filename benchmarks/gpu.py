@@ -1,312 +1,391 @@
-"""All evidence that a machine with GPUs can give: ``python -m benchmarks.gpu --out DIR --minutes
-N``.
+"""Everything that a GPU can tell, in nine minutes: ``python -m benchmarks.gpu --out DIR``.
 
-The kernels are compared with plain PyTorch, the tests that need CUDA run, and norms, training,
-decoding and NCCL are measured, in parts that are commands of their own. A part begins if it is
-likely to end within the minutes, and is cut off if it does not. A finished part is not repeated:
-the same command, given again, does the rest. DIR receives of each part what it printed (PART.txt,
-PART.log) and its figures (PART.csv), and of all a page, gpu.md, and a picture, gpu.png.
+The sections (:data:`benchmarks.gpu_sections.SECTIONS`) run one after another, the most wanted
+first, in processes of their own, so that one that fails or hangs cannot harm the next. DIR receives
+``gpu.md``, the tables with this project's goals, which is written again after every section;
+``gpu.json``, the same figures; and ``log.txt``, what the sections printed. The same command, given
+again, runs the sections that are not finished.
 """
 
+import argparse
 import json
-import math
+import multiprocessing
 import os
-import shlex
 import signal
-import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from multiprocessing import connection
 from pathlib import Path
 
-import pandas
-import torch
-
-from benchmarks.norms import COPY, DTYPES, LARGE, PHASES, SHAPES
-from benchmarks.table import draw_points, markdown_table
+from benchmarks.gpu_sections import (
+    BANDWIDTH,
+    CHECK,
+    COMPILED,
+    INDUCTOR,
+    LARGE,
+    ON_DEVICE,
+    ON_HOST,
+    OWN_COLUMNS,
+    RANKS,
+    REPLAYS,
+    SECTIONS,
+    SHARE,
+    UPDATES,
+    Section,
+    run,
+)
+from benchmarks.table import markdown_table
 from pn_fairseq.common import command
 from pn_fairseq.common.files import atomic_write
 from pn_fairseq.common.machine import describe
 
-ROOT = Path(__file__).resolve().parents[1]
+TOOL = "benchmarks.gpu"
+#: A process begins as a copy of one that has imported what takes seconds and has used no GPU.
+CONTEXT = multiprocessing.get_context("forkserver")
+PRELOADED = ["benchmarks.gpu_sections"]
+#: No section begins with fewer seconds than these.
+LEAST_SECONDS = 10.0
 
-#: Options of each benchmark. Of the norms: torch's, ours by Triton, and PN also by plain PyTorch
-#: and torch.compile.
-FULL = {
-    "norms": r"--rounds 10 --only ^(?!.*(reference|compiled)$)|^pn(.\+LS)?.(reference|compiled)$",
-    "training": "--norms bn pnv pn rms gn dyt",
-    "decoding": "--rounds 20",
-    "ranks": "--dtype bfloat16",
-}
-TINY = {
-    "norms": "--rounds 1 --threads 1 --only ^(pn|dyt).(cpp|ref)|Batch|copy",
-    "training": "--tokens 24 --length 6 --vocabulary 50 --rounds 1 --threads 1 --no-memory --norms "
-    "pn",
-    "decoding": "--sentences 2 --source-length 5 --target-length 4 --beam 2 --vocabulary 50 "
-    "--rounds 1 --norms pn",
-    "ranks": "--rows 48 --channels 16 --rounds 1 --dtype float32",
-}
+FINISHED, FAILED, CUT_OFF = "finished", "failed", "cut off"
+
+
+@dataclass
+class Result:
+    """What a section gave.
+
+    Attributes:
+        state: ``finished``, ``failed`` (some rows may be missing) or ``cut off``.
+        seconds: how long it ran.
+        rows: table and values of each row.
+        notes: lines, among them those of errors.
+    """
+
+    state: str = CUT_OFF
+    seconds: float = 0.0
+    rows: list[tuple[str, dict]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class Part:
-    """``python -m`` and ``words``, which take some ``minutes``.
+class Goal:
+    """A limit for some columns of those rows of a table whose values are those of ``where``."""
 
-    ``figures``: the option that names the CSV file.
-    """
+    title: str
+    section: str
+    table: str
+    columns: tuple[str, ...]
+    limit: float
+    where: dict = field(default_factory=dict)
+    at_most: bool = True
 
-    name: str
-    minutes: float
-    words: tuple[str, ...]
-    figures: str = ""
+    def worst(self, rows: list[dict]) -> float | None:
+        """The value that is farthest from the goal; None: nothing was measured."""
+        found = []
+        for row in rows:
+            if all(row.get(key) == value for key, value in self.where.items()):
+                values = [row.get(column) for column in self.columns]
+                found += [value for value in values if value is not None]
+        if not found:
+            return None
+        return max(found) if self.at_most else min(found)
 
-    def command(self, out: Path) -> list[str]:
-        return [
-            "-m",
-            *self.words,
-            *([self.figures, str(out / f"{self.name}.csv")] if self.figures else []),
-        ]
+    def reached(self, value: float) -> bool:
+        return value <= self.limit if self.at_most else value >= self.limit
 
-    def result(self, out: Path) -> dict | None:
-        """Exit code and seconds, if it has ended."""
-        file = out / f"{self.name}.json"
-        return json.loads(file.read_text("utf-8")) if file.exists() else None
 
-    def run(self, out: Path, seconds: float) -> int | None:
-        """The exit code; None if it was cut off after ``seconds``."""
-        with (
-            (out / f"{self.name}.txt").open("wb") as text,
-            (out / f"{self.name}.log").open("wb") as log,
-        ):
-            options = {"stdout": text, "stderr": log, "cwd": ROOT, "start_new_session": True}
-            process = subprocess.Popen([sys.executable, *self.command(out)], **options)
+def _updates_goal(size: str, name: str, column: str, limit: float) -> Goal:
+    title = f"an update of the {size} model with {name}, times LN's"
+    return Goal(title, "updates", UPDATES, (column,), limit, {"model": size})
+
+
+#: PN as `pn train` runs it.
+PN = "PN and diagnostics"
+GOALS = (
+    Goal("a norm's difference from float64, of the tolerance", "norms", CHECK, (SHARE,), 1.0),
+    Goal("an all-reduce's difference, of the tolerance", "ranks", RANKS, (SHARE,), 1.0),
+    Goal("replayed steps that were not counted", "replays", REPLAYS, ("missed",), 0.0),
+    _updates_goal("tiny", PN, "pn, diagnostics", 1.05),
+    _updates_goal("iwslt", PN, "pn, diagnostics", 1.02),
+    _updates_goal("tiny", "BN", "bn", 1.10),
+    _updates_goal("iwslt", "BN", "bn", 1.04),
+    Goal("inductor on the device, times Triton", "inductor", INDUCTOR, (ON_DEVICE,), 1.1),
+    Goal("inductor on the host, times Triton", "inductor", INDUCTOR, (ON_HOST,), 1.0),
+    Goal(
+        f"a kernel on {LARGE[0]} x {LARGE[1]}, share of a copy's bandwidth",
+        "bandwidth",
+        BANDWIDTH,
+        OWN_COLUMNS,
+        0.8,
+        {"shape": f"{LARGE[0]}x{LARGE[1]}"},
+        at_most=False,
+    ),
+    Goal("compiled steps that were not counted", "compiled", COMPILED, ("missed",), 0.0),
+)
+
+
+def measure(section: Section, seconds: float, tiny: bool, log: Path, result: Result) -> None:
+    """Run a section for at most ``seconds``, and fill in its ``result``."""
+    parts = min(section.parts, 2) if tiny else section.parts
+    begin = time.monotonic()
+    processes, open_pipes = [], []
+    try:
+        for part in range(parts):
+            receiver, sender = CONTEXT.Pipe(duplex=False)
+            arguments = section, tiny, part, parts, log, sender
+            process = CONTEXT.Process(target=run, args=arguments)
+            process.start()
+            sender.close()
+            processes.append(process)
+            open_pipes.append(receiver)
+        ended = receive(open_pipes, begin + seconds, result)
+        if ended:
+            result.state = FINISHED
+            for process in processes:
+                process.join()
+                if process.exitcode:
+                    result.state = FAILED
+                if process.exitcode < 0:
+                    name = signal.Signals(-process.exitcode).name
+                    result.notes.append(f"a process ended by {name}")
+    finally:
+        for process in processes:
+            end(process)
+        result.seconds = time.monotonic() - begin
+
+
+def receive(open_pipes: list, until: float, result: Result) -> bool:
+    """Receive messages until all pipes are closed (True) or the time is over (False)."""
+    while open_pipes:
+        ready = connection.wait(open_pipes, max(until - time.monotonic(), 0))
+        if not ready:
+            return False
+        for pipe in ready:
             try:
-                return process.wait(seconds)
-            except subprocess.TimeoutExpired:
-                return None
-            finally:
-                # torchrun passes the first one on to its ranks
-                for number in (signal.SIGTERM, signal.SIGKILL):
-                    if process.poll() is None:
-                        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                            os.killpg(process.pid, number)
-                            process.wait(10)
+                kind, *message = pipe.recv()
+            except EOFError:
+                open_pipes.remove(pipe)
+                continue
+            if kind == "row":
+                result.rows.append(tuple(message))
+            else:
+                result.notes += message
+    return True
 
 
-def parts(tiny: bool) -> list[Part]:
-    """What is wanted most comes first."""
-
-    def measured(kind: str, name: str, minutes: float, options: str = "", start: str = "") -> Part:
-        device = "cpu" if tiny else "cuda"
-        sizes = (TINY if tiny else FULL)[kind]
-        words = f"{start} benchmarks.{kind} --device {device} {options} {sizes}".split()
-        return Part(
-            name, 0 if tiny else minutes, tuple(words), "--csv" if kind == "norms" else "--output"
-        )
-
-    def tests(name: str, which: str) -> Part:
-        where = ("check.py", "-k", "samples") if tiny else ("cuda.py", "-k", which)
-        return Part(
-            name,
-            0 if tiny else 4,
-            ("pytest", "-q", "-n0", f"tests/kernels/test_{where[0]}", *where[1:]),
-        )
-
-    found = [
-        Part("check", 0 if tiny else 2, ("pn_fairseq", "check")),
-        tests("tests", "not test_operators"),
-    ]
-    for shape in ("40x8",) if tiny else (*SHAPES, *LARGE):
-        for dtype in ("float32",) if tiny else ("bfloat16", "float32"):
-            options = f"--shapes {shape} --dtypes {dtype} --targets"
-            found.append(measured("norms", f"norms-{shape}-{dtype}", 5, options))
-    for size, minutes in ({"tiny": 0} if tiny else {"iwslt": 3, "wmt_en_de_big": 6}).items():
-        for dtype in ("bfloat16",) if tiny else ("float16", "bfloat16"):
-            found.append(
-                measured(
-                    "training",
-                    f"training-{size}-{dtype}",
-                    minutes,
-                    f"--size {size} --dtype {dtype}",
-                )
-            )
-        dtype = "float32" if tiny else "float16"
-        found.append(
-            measured(
-                "decoding", f"decoding-{size}-{dtype}", minutes, f"--size {size} --dtype {dtype}"
-            )
-        )
-    ranks = 2 if tiny else torch.cuda.device_count()
-    start = f"torch.distributed.run --standalone --nproc-per-node {ranks} -m"
-    found.append(measured("ranks", f"ranks-{ranks}", 3, start=start))
-    found.append(measured("ranks", f"updates-{ranks}", 3, "--encoder", start))
-    types = () if tiny else (*DTYPES.values(), torch.float64)
-    return found + [
-        tests(f"tests-{str(dtype)[6:]}", f"test_operators and {dtype}") for dtype in types
-    ]
+def end(process) -> None:
+    """End a process and all that it has started."""
+    if process.is_alive():
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()  # it may not lead a group yet
+        process.join()
 
 
-def figures(of: list[Part], out: Path, kind: str) -> dict[str, pandas.DataFrame]:
-    """The figures of the finished parts of a kind, by the rest of their names, with a row for
-    each norm.
-    """
-    found = {}
-    for part in of:
-        if part.name.startswith(f"{kind}-") and (how := part.result(out)) and not how["code"]:
-            rows = pandas.read_csv(out / f"{part.name}.csv")
-            both = (
-                rows[rows["phase"] == "both"].set_index("contestant")
-                if kind == "norms"
-                else rows.set_index("norm")
-            )
-            found[part.name.partition("-")[2]] = both
+def tables_of(section: Section, result: Result) -> dict[str, list[dict]]:
+    """The tables of a section as the page shows them."""
+    found: dict[str, list[dict]] = {}
+    for table, row in result.rows:
+        found.setdefault(table, []).append(row)
+    if section.summary is not None:
+        found = {table: section.summary(rows) for table, rows in found.items()}
     return found
 
 
-def page(of: list[Part], out: Path, machine: dict) -> str:
-    """Everything in Markdown."""
-    results = {part: part.result(out) for part in of}
+def shown(value: object) -> str:
+    """A value as a cell."""
+    if value is None or value == "":
+        return "–"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if 1000 <= value < 1e9 else f"{value:.4g}"
+    return str(value)
+
+
+def table(rows: list[dict]) -> str:
+    """Rows in Markdown; what a row lacks is left open."""
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    lines = []
+    for row in rows:
+        lines.append([shown(row.get(column)) for column in columns])
+    return markdown_table(columns, lines, "---")
+
+
+def goal_rows(results: dict[str, Result], tables: dict[str, list[dict]]) -> list[dict]:
+    """A row for each goal, beside what was measured."""
+    found = []
+    for goal in GOALS:
+        worst = goal.worst(tables.get(goal.table, []))
+        verdict = "not measured"
+        if worst is not None:
+            verdict = "yes" if goal.reached(worst) else "no"
+            if results[goal.section].state != FINISHED:
+                verdict += ", of what was measured"
+        bound = "at most" if goal.at_most else "at least"
+        limit = f"{bound} {goal.limit:g}"
+        found.append({"goal": goal.title, "limit": limit, "worst": worst, "reached": verdict})
+    return found
+
+
+def page(results: dict[str, Result], machine: dict) -> str:
+    """Everything in Markdown, as it can stand on docs/results/gpu.md."""
+    where = ", ".join(machine["gpus"])
+    if machine["tiny"]:
+        where = "a CPU: a dry run with small sizes, whose figures mean nothing"
     text = [
-        f"# Measurements on {', '.join(machine['gpus']) or 'a CPU: a test'}",
-        "![All ratios.](gpu.png)",
+        "<!-- not of runs.csv: the output of python -m benchmarks.gpu -->",
+        f"## Measurements on {where}",
+        described(machine),
     ]
-    text.append(
-        markdown_table(["", ""], [[key, str(value)] for key, value in machine.items()], "---")
-    )
-    states = {None: "not run yet", 0: "finished"}
-    lines = [
-        [
-            part.name,
-            states.get(how and how["code"], "FAILED"),
-            f"{how['seconds']:.0f}" if how else "",
-        ]
-        for part, how in results.items()
-    ]
-    text.append(markdown_table(["part", "state", "seconds"], lines))
-    if settings := figures(of, out, "norms"):
-        text.append(
-            "## Norms\n\nForward and backward: time as a ratio to LayerNorm's, and share of a "
-            "copy's bandwidth."
-        )
-        wide = pandas.DataFrame(
-            {
-                name: rows["ratio"].map("{:.2f}, ".format)
-                + rows["copy_bandwidth"].map("{:.0%}".format)
-                for name, rows in settings.items()
-            }
-        ).reindex(dict.fromkeys(name for rows in settings.values() for name in rows.index))
-        copies = [rows.loc[COPY] for rows in settings.values()]
-        speeds = []
-        for row in copies:
-            elements = math.prod(map(int, row["shape"].split("x")))
-            moved = PHASES["both"] * elements * DTYPES[row["dtype"]].itemsize
-            speeds.append(f"{moved / row['milliseconds'] / 1e6:.1f}")
-        wide.loc["the copy and addition, GB/s"] = speeds
-        text.append(markdown_table(["", *settings], wide.fillna("").reset_index().values.tolist()))
-    for part, how in results.items():
-        if how:
-            printed = (out / f"{part.name}.txt").read_text("utf-8", "replace").strip()
-            if how["code"]:
-                printed += (
-                    "\n" + (out / f"{part.name}.log").read_text("utf-8", "replace").strip()[-3000:]
-                )
-            text.append(f"## {part.name}\n\n`python {shlex.join(part.command(Path('DIR')))}`")
-            text.append(printed if printed.startswith("|") else f"```\n{printed}\n```")
+    tables: dict[str, list[dict]] = {}
+    for section in SECTIONS:
+        if section.name in results:
+            tables |= tables_of(section, results[section.name])
+    text += ["### Goals", table(goal_rows(results, tables))]
+    for title, rows in tables.items():
+        text += [f"### {title}", table(rows)]
+    text += ["### Sections", table(section_rows(results))]
+    for name, result in results.items():
+        for note in dict.fromkeys(result.notes):  # several processes can say the same
+            text.append(f"- {name}: {note}")
     return "\n\n".join(text) + "\n"
 
 
-def draw(of: list[Part], out: Path) -> None:
-    """Ratios of times and shares of a copy's bandwidth of all norms,
-
-    and speeds of training and decoding.
-    """
-    norms, training, decoding = (
-        figures(of, out, kind) for kind in ("norms", "training", "decoding")
-    )
-    speeds = {f"training {key}": rows["times_ln"] for key, rows in training.items()}
-    speeds |= {f"decoding {key}": rows["times_ln"] for key, rows in decoding.items()}
-    panels = {
-        "time, ratio to LayerNorm": {key: rows["ratio"] for key, rows in norms.items()},
-        "share of a copy's bandwidth": {key: rows["copy_bandwidth"] for key, rows in norms.items()},
-        "speed, times LN's": speeds,
+def described(machine: dict) -> str:
+    """Versions, commit, machine and date in a sentence."""
+    named = {
+        "PyTorch": machine["torch"],
+        "CUDA": machine["cuda"],
+        "Triton": machine["triton"],
+        "Python": machine["python"],
+        "fairseq": machine["fairseq"],
     }
-    draw_points(panels, out / "gpu.png")
-
-
-def check_machine(out: Path, machine: dict) -> None:
-    """Figures of different machines or versions do not belong on one page."""
-    file = out / "machine.json"
-    before = json.loads(file.read_text("utf-8")) if file.exists() else machine
-    for key in machine:
-        if before.get(key) != machine[key]:
-            was = f"{key} {before.get(key)}, now {machine[key]}"
-            raise command.UserError(
-                f"{out} has figures of another machine or version ({was}); choose another --out"
-            )
-    with atomic_write(file, "w") as opened:
-        json.dump(machine, opened)
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = command.ArgumentParser(
-        prog="python -m benchmarks.gpu", description=__doc__.split("\n")[0]
+    versions = ", ".join(f"{name} {version or 'not there'}" for name, version in named.items())
+    return (
+        f"{versions}; {machine['cores']} cores of {machine['cpu']}; commit "
+        f"{machine['git_commit'] or 'unknown'}; {datetime.now(UTC):%d %B %Y}."
     )
+
+
+def section_rows(results: dict[str, Result]) -> list[dict]:
+    found = []
+    for section in SECTIONS:
+        result = results.get(section.name)
+        state = result.state if result else "not run yet"
+        seconds = f"{result.seconds:.0f}" if result else None
+        found.append({"section": section.name, "state": state, "seconds": seconds})
+    return found
+
+
+def triton_version() -> str | None:
+    try:
+        import triton
+    except ImportError:
+        return None
+    return triton.__version__
+
+
+def load(file: Path, machine: dict) -> dict[str, Result]:
+    """The results of an earlier call, which must be of the same machine and code."""
+    if not file.exists():
+        return {}
+    saved = json.loads(file.read_text("utf-8"))
+    for key, value in machine.items():
+        if saved["machine"].get(key) != value:
+            was = f"{key} {saved['machine'].get(key)}, now {value}"
+            raise command.UserError(
+                f"{file.parent} has figures of another machine or version ({was}); choose another "
+                "--out"
+            )
+    return {name: Result(**values) for name, values in saved["sections"].items()}
+
+
+def save(out: Path, results: dict[str, Result], machine: dict) -> None:
+    sections = {name: asdict(result) for name, result in results.items()}
+    with atomic_write(out / "gpu.json", "w") as file:
+        json.dump({"machine": machine, "sections": sections}, file)
+    with atomic_write(out / "gpu.md", "w") as file:
+        file.write(page(results, machine))
+
+
+def seconds_for(section: Section, waiting: list[Section], left: float) -> float:
+    """What a section may take of the time that is left: its own, and what the others leave."""
+    later = sum(other.seconds for other in waiting)
+    return min(left, max(section.seconds, left - later))
+
+
+def measure_all(args: argparse.Namespace, machine: dict) -> dict[str, Result]:
+    """Run the sections that are not finished, as far as the seconds go."""
+    out, deadline = args.out.resolve(), time.monotonic() + args.seconds
+    out.mkdir(parents=True, exist_ok=True)
+    results = load(out / "gpu.json", machine)
+    save(out, results, machine)
+    waiting = []
+    for section in SECTIONS:
+        known = results.get(section.name)
+        if known is None or known.state != FINISHED:
+            waiting.append(section)
+    CONTEXT.set_forkserver_preload(PRELOADED)
+    while waiting and deadline - time.monotonic() > LEAST_SECONDS:
+        section = waiting.pop(0)
+        seconds = seconds_for(section, waiting, deadline - time.monotonic())
+        result = results[section.name] = Result()
+        try:
+            measure(section, seconds, args.tiny, out / "log.txt", result)
+        finally:
+            save(out, results, machine)
+        command.say(TOOL, f"{section.name}: {result.state} ({result.seconds:.0f} s)")
+    return results
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = command.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument(
         "--out", required=True, type=Path, metavar="DIR", help="where the results go"
     )
     parser.add_argument(
-        "--minutes",
-        required=True,
+        "--seconds",
         type=command.whole,
+        default=520,
         metavar="N",
-        help="how long this run may take",
+        help="how long this call may take (default: 520)",
     )
     parser.add_argument(
-        "--tiny", action="store_true", help="a test: all parts on the CPU, with tiny sizes"
+        "--commit",
+        default=None,
+        metavar="HASH",
+        help="the commit of this code, for a copy without its history",
     )
-    args = parser.parse_args(argv)
+    parser.add_argument(
+        "--tiny", action="store_true", help="a dry run: all sections on the CPU, with small sizes"
+    )
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    import torch
+
+    args = parse(argv)
     if not (args.tiny or torch.cuda.is_available()):
         raise command.UserError(
-            "torch sees no GPU; --tiny runs all parts on the CPU, with tiny sizes"
+            "torch sees no GPU; --tiny is a dry run of all sections on the CPU, with small sizes"
         )
     command.handle_signals()
-    end, out, of = time.monotonic() + 60 * args.minutes, args.out.resolve(), parts(args.tiny)
-    out.mkdir(parents=True, exist_ok=True)
-    machine = {**describe(), "tiny": args.tiny}
-    check_machine(out, machine)
-    tried = False
-    for part in of:
-        begin, before = time.monotonic(), part.result(out)
-        if (
-            before
-            and not before["code"]
-            or end <= begin
-            or tried
-            and end - begin < 60 * part.minutes
-        ):
-            continue
-        tried, code = True, part.run(out, end - begin)
-        seconds = time.monotonic() - begin
-        state = {0: "finished", None: "cut off; it needs more minutes"}.get(
-            code, f"FAILED, see {out / part.name}.log"
-        )
-        command.say("benchmarks.gpu", f"{part.name}: {state} ({seconds:.0f} s)")
-        if code is not None:
-            with atomic_write(out / f"{part.name}.json", "w") as file:
-                json.dump({"code": code, "seconds": seconds}, file)
-    with atomic_write(out / "gpu.md", "w") as file:
-        file.write(page(of, out, machine))
-    draw(of, out)
-    results = [part.result(out) for part in of]
-    left, failed = results.count(None), sum(bool(how and how["code"]) for how in results)
-    again = "; run the same command again for the rest" if left or failed else ""
-    command.say(
-        "benchmarks.gpu",
-        f"{out / 'gpu.md'}: {len(of)} parts, {left} not run yet, {failed} failed{again}",
-    )
-    return int(failed > 0)
+    machine = {**describe(), "triton": triton_version(), "tiny": args.tiny}
+    if machine["git_commit"] is None:
+        machine["git_commit"] = args.commit
+    results = measure_all(args, machine)
+    unfinished = []
+    for section in SECTIONS:
+        if section.name not in results or results[section.name].state != FINISHED:
+            unfinished.append(section.name)
+    again = ""
+    if unfinished:
+        again = f"; not finished: {', '.join(unfinished)} (run the same command again)"
+    command.say(TOOL, f"{args.out / 'gpu.md'} is written{again}")
+    return int(any(result.state == FAILED for result in results.values()))
 
 
 if __name__ == "__main__":
-    sys.exit(command.run("benchmarks.gpu", main))
+    sys.exit(command.run(TOOL, main))

@@ -1,4 +1,4 @@
-"""Time, peak memory, kernels and bytes of every norm against LayerNorm: ``python -m
+"""Time, peak memory, kernels and bytes of every norm on a CPU, against LayerNorm: ``python -m
 benchmarks.norms``.
 
 All contestants take turns on the same activations, so that other load on the machine affects all of
@@ -14,9 +14,9 @@ them. There are two measures of time, both medians over the rounds of the ratio 
 
 A second LayerNorm shows the noise. Beside this project's norms, by implementation of their kernels,
 are torch's own norms, batch normalization on gathered tokens, PN's reference under
-``torch.compile``, Liger-Kernel's norms on CUDA, and a lower bound for any norm: a copy forward and
-an addition backward. Kernels and bytes are those of
-:func:`benchmarks.profiling.count`, the same on every machine.
+``torch.compile``, and a lower bound for any norm: a copy forward and an addition backward. Kernels
+and bytes are those of :func:`benchmarks.profiling.count`, the same on every machine. On a GPU,
+:mod:`benchmarks.gpu` measures norms.
 """
 
 import argparse
@@ -40,18 +40,23 @@ from torch import Tensor, nn
 
 from benchmarks import keep_memory
 from benchmarks.profiling import Counts, count, peak_memory
-from benchmarks.results import output_file, positive, quartiles, ratios, write_csv
-from benchmarks.table import draw, draw_sizes, markdown, targets, text
+from benchmarks.results import (
+    output_file,
+    positive,
+    quartiles,
+    ratios,
+    show_round,
+    write_csv,
+)
+from benchmarks.table import draw, draw_sizes, targets, text
 from pn_fairseq import kernels
 from pn_fairseq.kernels.selection import IMPLEMENTATIONS
 from pn_fairseq.norms import NORMS, RunningNorm, build_norm
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-#: Rows x channels: shapes of translation models, shapes that fill a GPU, and shapes that no vector
-#: width divides.
+#: Rows x channels: shapes of translation models, and shapes that no vector width divides.
 SHAPES = ("4096x512", "4096x1024")
-LARGE = ("32768x1024", "131072x1024")
 ODD = ("4095x515", "1x512")
 
 #: Time steps of a batch at least, if its number of rows allows.
@@ -78,8 +83,8 @@ WARM = 3
 #: cold after a large contestant.
 UNTIMED = 5
 
-#: Steps that are timed together in a turn. On a GPU a single one is too short to be measured.
-REPEATS = {"cpu": 3, "cuda": 10}
+#: Steps that are timed together in a turn.
+REPEATS = 3
 
 
 @dataclass
@@ -173,30 +178,8 @@ def _compiled(threads: int) -> Callable[[], AbstractContextManager]:
     return lambda: patch.multiple(kernels, **functions)
 
 
-def _liger(channels: int) -> list[Contestant]:
-    """Liger-Kernel's norms, where it is installed.
-
-    Its RMSNorm would by default write dx over dy.
-    """
-    if importlib.util.find_spec("liger_kernel") is None:
-        return []
-    from liger_kernel.transformers.layer_norm import LigerLayerNorm
-    from liger_kernel.transformers.rms_norm import LigerRMSNorm
-
-    return [
-        Contestant("Liger LayerNorm", Unmasked(LigerLayerNorm(channels)), "LayerNorm", opaque=True),
-        Contestant(
-            "Liger RMSNorm",
-            Unmasked(LigerRMSNorm(channels, in_place=False)),
-            "RMSNorm",
-            opaque=True,
-        ),
-    ]
-
-
-def contestants(channels: int, device: str, threads: int) -> list[Contestant]:
-    """All that can run on ``device``, LayerNorm first, norms with running statistics with and
-    without layer-scale.
+def contestants(channels: int, threads: int) -> list[Contestant]:
+    """LayerNorm first; norms with running statistics with and without layer-scale.
 
     There are :data:`GROUPS` layer-scale groups, and as many groups of GN, or the largest number
     that divides both them and the channels.
@@ -208,25 +191,22 @@ def contestants(channels: int, device: str, threads: int) -> list[Contestant]:
         Contestant("BatchNorm1d gathered", Gathered(channels), "BatchNorm1d"),
         Contestant(COPY, lambda x, _: _CopyAndAdd.apply(x), COPY),
     ]
-    if device == "cuda":
-        found += _liger(channels)
-    ways = {
-        name: partial(kernels.using, name)
-        for name in reversed(kernels.available())
-        if IMPLEMENTATIONS[name] in (None, device.upper())
-    }
-    compiled = {"compiled": _compiled(threads)}
+    ways = {}
+    for implementation in reversed(kernels.available()):
+        if IMPLEMENTATIONS[implementation] in (None, "CPU"):
+            ways[implementation] = partial(kernels.using, implementation)
+    compiled = _compiled(threads)
     heads = math.gcd(GROUPS, channels)
     for norm, entry in NORMS.items():
         if norm == "layer":
             continue
-        for name, computing in {**ways, **(compiled if norm == "power" else {})}.items():
-            for scaled in (0, heads) if issubclass(entry.cls, RunningNorm) else (0,):
-                label = f"{entry.short}{' +LS' if scaled else ''} {name}"
-                module = build_norm(norm, channels, layer_scale_groups=scaled, groups=heads)
-                found.append(
-                    Contestant(label, module, norm, scaled, name, computing, name == "compiled")
-                )
+        own_ways = {**ways, "compiled": compiled} if norm == "power" else ways
+        scales = (0, heads) if issubclass(entry.cls, RunningNorm) else (0,)
+        for (implementation, computing), scaled in itertools.product(own_ways.items(), scales):
+            label = f"{entry.short}{' +LS' if scaled else ''} {implementation}"
+            module = build_norm(norm, channels, layer_scale_groups=scaled, groups=heads)
+            opaque = implementation == "compiled"
+            found.append(Contestant(label, module, norm, scaled, implementation, computing, opaque))
     return found
 
 
@@ -239,7 +219,7 @@ def time_and_batch(rows: int) -> tuple[int, int]:
 
 
 def make_batch(
-    shape: tuple[int, int, int], padding: float, dtype: torch.dtype, device: torch.device
+    shape: tuple[int, int, int], padding: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Activations that need a gradient, the output's gradient, and a mask with about ``padding`` of
     it at the ends.
@@ -247,15 +227,14 @@ def make_batch(
     Without padding the mask is None.
     """
     steps, sentences, _ = shape
-    generator = torch.Generator(device).manual_seed(0)
-    x, dy = (torch.randn(shape, generator=generator, device=device, dtype=dtype) for _ in range(2))
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(shape, generator=generator, dtype=dtype)
+    dy = torch.randn(shape, generator=generator, dtype=dtype)
     mask = None
     if padding:
         shortest = max(round(steps * (1 - 2 * padding)), 1)
-        lengths = torch.randint(
-            shortest, steps + 1, (sentences, 1), generator=generator, device=device
-        )
-        mask = torch.arange(steps, device=device) >= lengths
+        lengths = torch.randint(shortest, steps + 1, (sentences, 1), generator=generator)
+        mask = torch.arange(steps) >= lengths
     return x.requires_grad_(), dy, mask
 
 
@@ -270,34 +249,20 @@ def step(contestant: Contestant, batch, mark: Callable[[], None]) -> None:
     mark()
 
 
-def seconds_of_steps(contestant: Contestant, batch, device: torch.device) -> list[float]:
-    """Mean seconds of forward, backward and both; on a GPU from CUDA events, waiting for the
-    host included.
-    """
-    marks = []
-    if device.type == "cuda":
-
-        def mark() -> None:
-            marks.append(torch.cuda.Event(enable_timing=True))
-            marks[-1].record()
-    else:
-
-        def mark() -> None:
-            marks.append(time.perf_counter())
-
-    for _ in range(REPEATS[device.type]):
-        step(contestant, batch, mark)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        marks = [marks[0].elapsed_time(event) / 1000 for event in marks]
-    forward, backward = (
-        sum(marks[at + 1] - marks[at] for at in range(first, len(marks), 3)) / (len(marks) // 3)
-        for first in (0, 1)
-    )
+def seconds_of_steps(contestant: Contestant, batch) -> list[float]:
+    """Mean seconds of forward, backward and both."""
+    marks: list[float] = []
+    for _ in range(REPEATS):
+        step(contestant, batch, lambda: marks.append(time.perf_counter()))
+    forward = backward = 0.0
+    for first in range(0, len(marks), 3):
+        begin, middle, end = marks[first : first + 3]
+        forward += (middle - begin) / REPEATS
+        backward += (end - middle) / REPEATS
     return [forward, backward, forward + backward]
 
 
-def take_turns(found: list[Contestant], batch, rounds: int, device: torch.device) -> None:
+def take_turns(found: list[Contestant], batch, rounds: int) -> None:
     """Fill in ``seconds``."""
     order = random.Random(0)
     for number in range(rounds + WARM):
@@ -305,33 +270,22 @@ def take_turns(found: list[Contestant], batch, rounds: int, device: torch.device
             with contestant.computing():
                 for _ in range(UNTIMED):
                     step(contestant, batch, lambda: None)
-                if device.type == "cuda":
-                    torch.cuda.synchronize()
-                taken = seconds_of_steps(contestant, batch, device)
+                taken = seconds_of_steps(contestant, batch)
             contestant.forget(batch[0])
             if number >= WARM:
                 for phase, seconds in zip(PHASES, taken, strict=True):
                     contestant.seconds[phase].append(seconds)
-        turn = (
-            f"warm-up round {number + 1} of {WARM}"
-            if number < WARM
-            else f"round {number + 1 - WARM} of {rounds}"
-        )
-        print(f"\r{turn:<25}", end="", file=sys.stderr, flush=True)
+        show_round(number, WARM, rounds)
     print(file=sys.stderr)
 
 
-def alternate(found: list[Contestant], batch, rounds: int, device: torch.device) -> None:
+def alternate(found: list[Contestant], batch, rounds: int) -> None:
     """Fill in ``single``: the first contestant and another take turns step by step."""
 
     def seconds(contestant: Contestant) -> float:
         contestant.forget(batch[0])
-        if device.type == "cuda":
-            torch.cuda.synchronize()
         begin = time.perf_counter()
         step(contestant, batch, lambda: None)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
         return time.perf_counter() - begin
 
     base = found[0]
@@ -346,24 +300,20 @@ def alternate(found: list[Contestant], batch, rounds: int, device: torch.device)
         contestant.forget(batch[0])
 
 
-def profile_all(found: list[Contestant], batch, device: torch.device) -> None:
+def profile_all(found: list[Contestant], batch) -> None:
     """Fill in ``extra_bytes`` and ``counts``."""
     x, dy, mask = batch
-
-    def counted(contestant: Contestant, run: Callable[[], object]) -> Counts:
-        made_of_others = "pn_fairseq" if contestant.implementation == "reference" else None
-        return count(run, device, made_of_others, contestant.opaque)
-
     for contestant in found:
+        made_of_others = "pn_fairseq" if contestant.implementation == "reference" else None
+        counted = partial(count, look_into=made_of_others, opaque=contestant.opaque)
         with contestant.computing():
             contestant.forget(x)
-            contestant.extra_bytes = peak_memory(
-                partial(step, contestant, batch, lambda: None), device
-            )
+            whole = partial(step, contestant, batch, lambda: None)
+            contestant.extra_bytes = peak_memory(whole, torch.device("cpu"))
             contestant.forget(x)
-            contestant.counts["forward"] = counted(contestant, partial(contestant.module, x, mask))
+            contestant.counts["forward"] = counted(partial(contestant.module, x, mask))
             y = contestant.module(x, mask)
-            contestant.counts["backward"] = counted(contestant, partial(y.backward, dy))
+            contestant.counts["backward"] = counted(partial(y.backward, dy))
             contestant.forget(x)
 
 
@@ -381,46 +331,55 @@ def rows_of(found: list[Contestant], common: dict) -> list[dict]:
     """What was measured of the contestants, the first of which is the base: a row for each of
     them and each phase.
     """
-    base = found[0]
-    copy = next((each for each in found if each.name == COPY), None)
-    plain = {
-        (each.norm, each.layer_scale): each for each in found if each.implementation == "reference"
-    }
     rows = []
-    for (phase, tensors), contestant in itertools.product(PHASES.items(), found):
-        own = contestant.seconds[phase]
-        times_reference = bandwidth = ""
-        if other := plain.get((contestant.norm, contestant.layer_scale)):
-            times_reference = round(ratios(other.seconds[phase], own)[1], 3)
-        if copy:
-            shares = [
-                tensors / 2 * both / alone
-                for both, alone in zip(copy.seconds["forward"], own, strict=True)
-            ]
-            bandwidth = round(quartiles(shares)[1], 3)
-        counts = list(contestant.counts.values()) if phase == "both" else [contestant.counts[phase]]
-        rows.append(
-            {
-                **common,
-                "phase": phase,
-                "contestant": contestant.name,
-                "norm": contestant.norm,
-                "layer_scale": contestant.layer_scale,
-                "implementation": contestant.implementation,
-                "milliseconds": round(1000 * quartiles(own)[1], 5),
-                **_rounded("ratio", ratios(own, base.seconds[phase])),
-                "ratio_of_least": round(min(own) / min(base.seconds[phase]), 3),
-                **_rounded("ratio_single", quartiles(contestant.single) if phase == "both" else ()),
-                "times_reference": times_reference,
-                "copy_bandwidth": bandwidth,
-                "extra_bytes": contestant.extra_bytes,
-                "extra_ratio": round(contestant.extra_bytes / base.extra_bytes, 4),
-                "kernels": sum(each.kernels for each in counts),
-                "bytes_read": _sum([each.bytes_read for each in counts]),
-                "bytes_written": _sum([each.bytes_written for each in counts]),
-            }
-        )
+    for phase, contestant in itertools.product(PHASES, found):
+        rows.append({**common, **_row_of(contestant, phase, found)})
     return rows
+
+
+def _row_of(contestant: Contestant, phase: str, found: list[Contestant]) -> dict:
+    base, own = found[0], contestant.seconds[phase]
+    counts = [contestant.counts[phase]] if phase != "both" else [*contestant.counts.values()]
+    extra_ratio = contestant.extra_bytes / base.extra_bytes
+    row = {
+        "phase": phase,
+        "contestant": contestant.name,
+        "norm": contestant.norm,
+        "layer_scale": contestant.layer_scale,
+        "implementation": contestant.implementation,
+        "milliseconds": round(1000 * quartiles(own)[1], 5),
+    }
+    row |= _rounded("ratio", ratios(own, base.seconds[phase]))
+    row["ratio_of_least"] = round(min(own) / min(base.seconds[phase]), 3)
+    row |= _rounded("ratio_single", quartiles(contestant.single) if phase == "both" else ())
+    row["times_reference"] = _times_reference(contestant, phase, found)
+    row["copy_bandwidth"] = _copy_bandwidth(contestant, phase, found)
+    row["extra_bytes"] = contestant.extra_bytes
+    row["extra_ratio"] = round(extra_ratio, 4)
+    row["kernels"] = sum(each.kernels for each in counts)
+    row["bytes_read"] = _sum([each.bytes_read for each in counts])
+    row["bytes_written"] = _sum([each.bytes_written for each in counts])
+    return row
+
+
+def _times_reference(contestant: Contestant, phase: str, found: list[Contestant]) -> float | str:
+    """How many times faster than the same norm by the reference; empty for others."""
+    key = contestant.norm, contestant.layer_scale
+    for other in found:
+        if other.implementation == "reference" and (other.norm, other.layer_scale) == key:
+            return round(ratios(other.seconds[phase], contestant.seconds[phase])[1], 3)
+    return ""
+
+
+def _copy_bandwidth(contestant: Contestant, phase: str, found: list[Contestant]) -> float | str:
+    """The share of a copy's bandwidth that a norm reaches; empty where no copy was measured."""
+    copies = [other for other in found if other.name == COPY]
+    if not copies:
+        return ""
+    shares = []
+    for copying, own in zip(copies[0].seconds["forward"], contestant.seconds[phase], strict=True):
+        shares.append(PHASES[phase] / 2 * copying / own)
+    return round(quartiles(shares)[1], 3)
 
 
 def _able(contestant: Contestant, batch) -> bool:
@@ -443,23 +402,22 @@ def measure(
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     rows, channels = shape
-    device = torch.device(args.device)
-    found = contestants(channels, args.device, threads)
-    found = found[:1] + [
-        each for each in found[1:] if args.only is None or args.only.search(each.name)
-    ]
+    found = contestants(channels, threads)
+    if args.only is not None:
+        named = [each for each in found[1:] if args.only.search(each.name)]
+        found = [found[0], *named]
     for contestant in found:
         if isinstance(contestant.module, nn.Module):
-            contestant.module.to(device, DTYPES[dtype]).train()
-    batch = make_batch((*time_and_batch(rows), channels), padding, DTYPES[dtype], device)
+            contestant.module.to(DTYPES[dtype]).train()
+    batch = make_batch((*time_and_batch(rows), channels), padding, DTYPES[dtype])
     found = [contestant for contestant in found if _able(contestant, batch)]
     rounds = args.rounds * max(1, FULL_SIZE // rows) if args.sizes else args.rounds
-    take_turns(found, batch, rounds, device)
-    alternate(found, batch, rounds, device)
-    profile_all(found, batch, device)
+    take_turns(found, batch, rounds)
+    alternate(found, batch, rounds)
+    profile_all(found, batch)
     common = {
-        "device": args.device,
-        "threads": threads if args.device == "cpu" else "",
+        "device": "cpu",
+        "threads": threads,
         "shape": f"{rows}x{channels}",
         "dtype": dtype,
         "padding": padding,
@@ -508,9 +466,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--shapes",
         nargs="+",
         type=_shape,
+        default=[_shape(shape) for shape in SHAPES],
         metavar="ROWSxC",
-        help=f"rows and channels, such as {', '.join(SHAPES + LARGE + ODD)} (default: "
-        f"{' '.join(SHAPES)}; on CUDA {' '.join(LARGE)}, too)",
+        help=f"rows and channels, such as {', '.join(SHAPES + ODD)} (default: {' '.join(SHAPES)})",
     )
     parser.add_argument(
         "--dtypes",
@@ -522,7 +480,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--threads", nargs="+", type=positive, metavar="N", help="numbers of threads (default: 1)"
     )
-    parser.add_argument("--device", default="cpu", choices=list(REPEATS), help="default: cpu")
     parser.add_argument(
         "--padding",
         nargs="+",
@@ -544,11 +501,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--targets",
         action="store_true",
         help="measure what this project's targets are about, with 1 and 2 threads, and say which "
-        "are "
-        "reached",
-    )
-    parser.add_argument(
-        "--markdown", action="store_true", help="print tables in Markdown at the end"
+        "are reached",
     )
     parser.add_argument(
         "--csv", type=output_file, metavar="FILE", help="write all figures to a CSV file"
@@ -561,26 +514,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         type=_picture,
         metavar="FILE",
         help="draw the ratios in turns of one step against the number of rows; with fewer rows "
-        "than "
-        f"{FULL_SIZE} there are more rounds than --rounds",
+        f"than {FULL_SIZE} there are more rounds than --rounds",
     )
     args = parser.parse_args(argv)
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch sees no GPU")
     if (args.picture or args.sizes) and importlib.util.find_spec("matplotlib") is None:
         parser.error("a picture needs matplotlib, which is not installed")
-    if args.shapes is None:
-        args.shapes = [
-            _shape(shape) for shape in (SHAPES if args.device == "cpu" else SHAPES + LARGE)
-        ]
     if args.targets:
-        ours = kernels.describe()[args.device.upper()][0]
-        args.only = args.only or re.compile(
-            rf"^(pn( \+LS)? ({ours}|reference)|{COPY}|{BASE} again)$"
-        )
-        args.ours = ours
+        args.ours = kernels.describe()["CPU"][0]
+        about = rf"^(pn( \+LS)? ({args.ours}|reference)|{COPY}|{BASE} again)$"
+        args.only = args.only or re.compile(about)
     if args.threads is None:
-        both = args.targets and args.device == "cpu" and (os.cpu_count() or 1) > 1
+        both = args.targets and (os.cpu_count() or 1) > 1
         args.threads = [1, 2] if both else [1]
     return args
 
@@ -591,7 +535,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = []
     for setting in itertools.product(args.threads, args.shapes, args.dtypes, args.padding):
         new = measure(args, *setting)
-        if not (args.markdown or args.targets):
+        if not args.targets:
             print(text(new))
         rows += new
     if args.csv:
@@ -600,10 +544,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         draw(rows, args.picture)
     if args.sizes:
         draw_sizes(rows, args.sizes)
-    if args.markdown:
-        print(markdown(rows))
     if args.targets:
-        print(targets(rows, args.device, args.ours))
+        print(targets(rows, args.ours))
 
 
 if __name__ == "__main__":

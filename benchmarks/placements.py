@@ -47,10 +47,11 @@ def loss_of(model: torch.nn.Module, source: torch.Tensor, target: torch.Tensor) 
 
 def gradients(layers: torch.nn.ModuleList) -> list[float]:
     """L2 norm of the gradient of the weights of each layer."""
-    return [
-        torch.stack([each.grad.norm() for each in layer.parameters()]).norm().item()
-        for layer in layers
-    ]
+    found = []
+    for layer in layers:
+        norms = torch.stack([parameter.grad.norm() for parameter in layer.parameters()])
+        found.append(norms.norm().item())
+    return found
 
 
 def measure(norm: str, placement: str, layers: int, updates: int) -> list[dict]:
@@ -76,17 +77,10 @@ def measure(norm: str, placement: str, layers: int, updates: int) -> list[dict]:
         loss.backward()
         if update in (0, updates):
             where = {"norm": norm, "placement": placement, "layers": layers, "update": update}
-            rows += [
-                {
-                    **where,
-                    "loss": f"{loss.item():.4f}",
-                    "side": side,
-                    "gradients": " ".join(
-                        f"{value:.4g}" for value in gradients(getattr(model, side).layers)
-                    ),
-                }
-                for side in ("encoder", "decoder")
-            ]
+            for side in ("encoder", "decoder"):
+                values = [f"{value:.4g}" for value in gradients(getattr(model, side).layers)]
+                row = {"loss": f"{loss.item():.4f}", "side": side, "gradients": " ".join(values)}
+                rows.append({**where, **row})
         optimizer.step()
     return rows
 
@@ -111,20 +105,19 @@ def draw(folder: Path) -> None:
         )
         for (side, update), line in zip(rows, axes, strict=True):
             for depth, axis in zip(depths, line, strict=True):
-                panel = of_norm[
-                    (of_norm["side"] == side)
-                    & (of_norm["update"] == update)
-                    & (of_norm["layers"] == depth)
-                ]
-                for index, (name, values) in enumerate(
-                    zip(panel["placement"], panel["gradients"], strict=True)
-                ):
-                    values = [float(value) for value in values.split()]
-                    style = {
-                        "color": f"C{index % 10}",
-                        "linestyle": STYLES[index // 3 % len(STYLES)],
-                    }
-                    axis.plot(range(1, depth + 1), values, label=name, **style)
+                of_side = of_norm[of_norm["side"] == side]
+                of_update = of_side[of_side["update"] == update]
+                panel = of_update[of_update["layers"] == depth]
+                for index, name in enumerate(panel["placement"]):
+                    values = [float(value) for value in panel["gradients"].iloc[index].split()]
+                    style = STYLES[index // 3 % len(STYLES)]
+                    axis.plot(
+                        range(1, depth + 1),
+                        values,
+                        label=name,
+                        color=f"C{index % 10}",
+                        linestyle=style,
+                    )
                 axis.set(yscale="log", xlabel="layer")
                 axis.set_title(f"{side}, {depth} layers, after {update} updates", fontsize=9)
                 axis.xaxis.get_major_locator().set_params(integer=True)

@@ -19,31 +19,23 @@ NO_WORK = re.compile(
 #: In-place operators that do not read what they overwrite.
 OVERWRITES = ("aten::copy_", "aten::fill_", "aten::zero_")
 
-#: Calls of the CUDA runtime and driver that start a kernel, a copy or a memset.
-LAUNCH = re.compile(r"cu(da)?Launch(Cooperative)?Kernel|cuda(Memcpy|Memset)|cuMem(cpy|set)")
-
 #: A CPU kernel that torch.compile has generated.
 COMPILED = re.compile(r"cpp_fused|cpp_\d+$")
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Kernels launched, and bytes read and written; None where the profiler cannot see them."""
+    """Kernels, and bytes read and written; None where the profiler cannot see them."""
 
     kernels: int
     bytes_read: int | None
     bytes_written: int | None
 
 
-def _profiled(run: Callable[[], object], device: torch.device):
-    activities = [ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
-        torch.cuda.synchronize()
-    with profile(activities=activities, profile_memory=True, record_shapes=True) as found:
+def _profiled(run: Callable[[], object]):
+    options = {"profile_memory": True, "record_shapes": True}
+    with profile(activities=[ProfilerActivity.CPU], **options) as found:
         kept = run()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
     del kept
     return found.profiler.kineto_results
 
@@ -60,22 +52,20 @@ def peak_memory(run: Callable[[], object], device: torch.device) -> int:
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
     in_use = most = 0
-    for event in _profiled(run, device).events():
+    for event in _profiled(run).events():
         if event.name() == "[memory]":
             in_use += event.nbytes()
             most = max(most, in_use)
     return most
 
 
-def count(
-    run: Callable[[], object],
-    device: torch.device,
-    look_into: str | None = None,
-    opaque: bool = False,
-) -> Counts:
-    """Profile one call of ``run``.
+def count(run: Callable[[], object], look_into: str | None = None, opaque: bool = False) -> Counts:
+    """Profile one call of ``run``, which computes on the CPU.
 
-    An operator counts if it has a kernel for the device, or if nothing that it calls counts:
+    ``kernels`` is the number of the operators that count, and of loops that torch.compile generated
+    (``torch._inductor.config.cpp.enable_kernel_profile``).
+
+    An operator counts if it has a kernel for the CPU, or if nothing that it calls counts:
     ``layer_norm`` is one ``native_layer_norm``, and ``masked_fill`` a ``copy_`` and a
     ``masked_fill_``. Views, allocations and what only asks for a type do not count.
 
@@ -86,22 +76,14 @@ def count(
 
     Args:
         run: the call; what it returns is kept alive while the operators are counted.
-        device: where it computes. On a CPU ``kernels`` is the number of the operators that count,
-            and of loops that torch.compile generated
-            (``torch._inductor.config.cpp.enable_kernel_profile``); on CUDA it is the number of
-            launches, copies and memsets, and sizes are those of the allocator.
         look_into: a namespace whose operators are counted by the operators that they call.
         opaque: whether code runs that is not an operator; the bytes are None then.
     """
-    results = _profiled(run, device)
     operators, kernels = [], 0
-    for root in results.experimental_event_tree():
-        operators += _operators(root, device.type.upper(), f"{look_into}::")
+    for root in _profiled(run).experimental_event_tree():
+        operators += _operators(root, f"{look_into}::")
         kernels += sum(bool(COMPILED.search(event.name)) for event in _all(root))
-    if device.type == "cuda":
-        kernels = sum(bool(LAUNCH.match(event.name())) for event in results.events())
-    else:
-        kernels += len(operators)
+    kernels += len(operators)
     if opaque:
         return Counts(kernels, None, None)
     moved = [_moved(*operator) for operator in operators]
@@ -125,7 +107,7 @@ def _schema(event):
     return next(iter([*SchemaMatcher.match_schemas(fields), *same_length]), None)
 
 
-def _operators(event, device: str, look_into: str) -> list[tuple]:
+def _operators(event, look_into: str) -> list[tuple]:
     """The operators under ``event`` that count, each with its schema."""
     schema = _schema(event)
     own = False
@@ -144,11 +126,11 @@ def _operators(event, device: str, look_into: str) -> list[tuple]:
             for value in schema.returns
         ):
             return []
-        if own and has(device):
+        if own and has("CPU"):
             return [(event, schema)]
-    found = [
-        operator for child in event.children for operator in _operators(child, device, look_into)
-    ]
+    found = []
+    for child in event.children:
+        found += _operators(child, look_into)
     return found or ([(event, schema)] if own else [])
 
 

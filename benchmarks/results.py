@@ -32,14 +32,17 @@ def in_turns(
             work[name](number)
             if number >= warm:
                 seconds[name].append(time.perf_counter() - begin)
-        turn = (
-            f"warm-up round {number + 1} of {warm}"
-            if number < warm
-            else f"round {number + 1 - warm} of {rounds}"
-        )
-        print(f"\r{turn:<25}", end="", file=sys.stderr, flush=True)
+        show_round(number, warm, rounds)
     print(file=sys.stderr)
     return seconds
+
+
+def show_round(number: int, warm: int, rounds: int) -> None:
+    """Say on stderr, on one line, that a round is over."""
+    turn = f"round {number + 1 - warm} of {rounds}"
+    if number < warm:
+        turn = f"warm-up round {number + 1} of {warm}"
+    print(f"\r{turn:<25}", end="", file=sys.stderr, flush=True)
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
@@ -93,34 +96,29 @@ def report_speeds(
     """
     rows = {}
     for name, taken in seconds.items():
+        speeds = [amount / each for amount, each in zip(amounts, taken, strict=True)]
         low, middle, high = ratios(seconds[base], taken)  # of speeds: the inverse of times
-        speed = quartiles([amount / each for amount, each in zip(amounts, taken, strict=True)])[1]
-        measured = {
-            f"{unit}_per_s": speed,
-            f"times_{base}": middle,
-            "times_low": low,
-            "times_high": high,
-        }
-        measured |= more[name]
-        rows[name] = {
-            key: "" if value is None else value if isinstance(value, str) else f"{value:.4g}"
-            for key, value in measured.items()
-        }
+        measured = {f"{unit}_per_s": quartiles(speeds)[1], f"times_{base}": middle}
+        measured |= {"times_low": low, "times_high": high, **more[name]}
+        rows[name] = {key: _cell(value) for key, value in measured.items()}
     print(pandas.DataFrame.from_dict(rows, orient="index").to_string())
     if output:
         write_csv(output, [{"norm": name, **settings, **row} for name, row in rows.items()])
+
+
+def _cell(value: float | str | None) -> str:
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else f"{value:.4g}"
 
 
 def write_csv(path: Path, rows: list[dict]) -> None:
     """Write ``rows``, which have the same keys, each with the date (UTC), the versions and the
     machine.
     """
-    where = {
-        key: ", ".join(value) if isinstance(value, list) else value
-        for key, value in describe().items()
-    }
-    frame = pandas.DataFrame(rows, dtype=object).assign(
-        date=datetime.now(UTC).isoformat(timespec="seconds"), **where
-    )
+    where = describe()
+    where["gpus"] = ", ".join(where["gpus"])
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    frame = pandas.DataFrame(rows, dtype=object).assign(date=date, **where)
     with atomic_write(path) as file:
         frame.to_csv(file, index=False)

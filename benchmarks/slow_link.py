@@ -1,7 +1,7 @@
 """Ranks in two network namespaces of one machine, with a slow link between them.
 
-    sudo .venv/bin/python -m benchmarks.slow_link --ranks 4 -- benchmarks.ranks --encoder --device
-        cpu \\ --dtype float32 --rows 512 --channels 128
+    sudo .venv/bin/python -m benchmarks.slow_link --ranks 4 -- benchmarks.ranks --device cpu \\
+        --dtype float32 --rows 512 --channels 128
 
 needs Linux, root and the command ``ip``. The namespaces stand for two machines: ``torchrun`` runs
 in both, each with half of the ranks. The link is a pair of tun devices. This process takes every
@@ -72,6 +72,12 @@ def start(node: int, ranks: int, module: list[str]) -> subprocess.Popen:
     return subprocess.Popen(words, env={**os.environ, "GLOO_SOCKET_IFNAME": NAMES[node]})
 
 
+def _running(nodes: list[subprocess.Popen]) -> bool:
+    """Whether a node still runs and none has failed."""
+    codes = [node.poll() for node in nodes]
+    return None in codes and not any(codes)
+
+
 def main(argv=None) -> int:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
@@ -92,12 +98,7 @@ def main(argv=None) -> int:
         nodes += [start(node, args.ranks, args.module) for node in (0, 1)]
         # a packet does not wait for a processor
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
-        relay(
-            ends,
-            args.mbit,
-            args.ms,
-            lambda: None in (codes := [node.poll() for node in nodes]) and not any(codes),
-        )
+        relay(ends, args.mbit, args.ms, lambda: _running(nodes))
     finally:
         for node in nodes:
             node.terminate()

@@ -52,6 +52,10 @@ def one_spike(step, x, dy):
     return x, (dy * 1e4 if step == SPIKE else dy)
 
 
+def _largest(vectors: list[torch.Tensor]) -> float:
+    return max(float(vector.abs().max()) for vector in vectors)
+
+
 def main() -> None:
     disturbances = {
         "none": lambda step, x, dy: (x, dy),
@@ -62,9 +66,7 @@ def main() -> None:
     print(f"{'disturbance':46} {'largest |nu|':>12} {'unguarded':>12}  finite  guarded steps")
     for name, disturb in disturbances.items():
         stress = Stress(disturb)
-        guarded, unguarded = (
-            max(float(nu.abs().max()) for nu in values) for values in (stress.nu, stress.unguarded)
-        )
+        guarded, unguarded = _largest(stress.nu), _largest(stress.unguarded)
         acted = int(stress.norm.diagnostics()["guarded_steps"])
         print(f"{name:46} {guarded:12.3g} {unguarded:12.3g}  {stress.finite!s:6}  {acted}")
 

@@ -2,8 +2,8 @@
 targets.
 """
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pandas
@@ -14,15 +14,12 @@ from pn_fairseq.report.curves import headless_pyplot
 #: The columns that say what was measured.
 SETTING = ("shape", "dtype", "device", "threads", "padding")
 
-PHASES = ("forward", "backward", "both")
-
 #: Okabe and Ito's colours, which colour-blind readers can tell apart.
 COLOURS = {
     "": "#999999",
     "reference": "#E69F00",
     "compiled": "#CC79A7",
     "cpp": "#0072B2",
-    "triton": "#009E73",
 }
 
 
@@ -35,60 +32,40 @@ def _grouped(rows: Iterable[dict], *keys: str) -> dict[tuple, list[dict]]:
 
 def setting(row: dict) -> str:
     """The setting of a row in words."""
-    threads = (
-        f", {row['threads']} thread{'s' if row['threads'] > 1 else ''}" if row["threads"] else ""
-    )
+    threads = f"{row['threads']} thread{'s' if row['threads'] > 1 else ''}"
     padding = f"{row['padding']:.0%} padding" if row["padding"] else "no mask"
-    return f"{row['shape']} {row['dtype']}, {row['device']}{threads}, {padding}"
+    return f"{row['shape']} {row['dtype']}, {row['device']}, {threads}, {padding}"
 
 
 def _with_quartiles(row: dict, column: str) -> str:
     return f"{row[column]:.3f} ({row[column + '_low']:.2f}, {row[column + '_high']:.2f})"
 
 
-def _bytes_of_x(row: dict) -> float:
-    """Bytes that were read and written, in multiples of those of the activations; NaN if they
-    are not known.
-    """
+def _bytes_of_x(row: dict) -> str:
+    """Bytes that were read and written, in multiples of those of the activations."""
+    if row["bytes_read"] is None:
+        return "unknown"
     tokens, channels = map(int, row["shape"].split("x"))
     size = tokens * channels * {"float32": 4, "bfloat16": 2, "float16": 2}[row["dtype"]]
-    return (
-        math.nan if row["bytes_read"] is None else (row["bytes_read"] + row["bytes_written"]) / size
-    )
-
-
-def _shown(rows: Iterable[dict]) -> pandas.DataFrame:
-    """What tables show: a row for each setting and contestant."""
-    found = []
-    for own in _grouped(rows, *SETTING, "contestant").values():
-        phases = {row["phase"]: row for row in own}
-        both, each = phases["both"], [phases["forward"], phases["backward"]]
-        found.append(
-            {"setting": setting(both), "ratio to LayerNorm": both["contestant"]}
-            | {phase: _with_quartiles(phases[phase], "ratio") for phase in PHASES}
-            | {
-                "of least": f"{both['ratio_of_least']:.3f}",
-                "turns of one step": _with_quartiles(both, "ratio_single"),
-            }
-            | {
-                "peak memory, ratio": f"{both['extra_ratio']:.3f}",
-                "kernels": " + ".join(str(row["kernels"]) for row in each),
-            }
-            | {
-                "bytes / bytes of x": " + ".join(f"{_bytes_of_x(row):.2f}" for row in each).replace(
-                    "nan", "unknown"
-                )
-            }
-        )
-    return pandas.DataFrame(found).set_index(["setting", "ratio to LayerNorm"])
+    return f"{(row['bytes_read'] + row['bytes_written']) / size:.2f}"
 
 
 def text(rows: list[dict]) -> str:
-    """All of one setting, for a terminal."""
-    return (
-        f"\n{setting(rows[0])}, ratio to "
-        f"LayerNorm\n{_shown(rows).droplevel('setting').rename_axis(None).to_string()}"
-    )
+    """All of one setting, for a terminal: a line for each contestant."""
+    found = {}
+    for name, own in _grouped(rows, "contestant").items():
+        phases = {row["phase"]: row for row in own}
+        both = phases["both"]
+        each = [phases["forward"], phases["backward"]]
+        line = {phase: _with_quartiles(row, "ratio") for phase, row in phases.items()}
+        line["of least"] = f"{both['ratio_of_least']:.3f}"
+        line["turns of one step"] = _with_quartiles(both, "ratio_single")
+        line["peak memory, ratio"] = f"{both['extra_ratio']:.3f}"
+        line["kernels"] = " + ".join(str(row["kernels"]) for row in each)
+        line["bytes / bytes of x"] = " + ".join(map(_bytes_of_x, each))
+        found[name[0]] = line
+    table = pandas.DataFrame.from_dict(found, orient="index").to_string()
+    return f"\n{setting(rows[0])}, ratio to LayerNorm\n{table}"
 
 
 def markdown_table(
@@ -97,27 +74,6 @@ def markdown_table(
     """A table with its first column aligned left, the others as ``align``."""
     rows = [header, ["---"] + [align] * (len(header) - 1), *lines]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
-
-
-def markdown(rows: list[dict]) -> str:
-    """Tables of forward and backward for every setting, in turns of several and of one step, and
-    of the costs.
-    """
-    shown = _shown(rows)
-    settings, names = (shown.index.unique(level) for level in shown.index.names)
-    tables = {
-        "forward + backward, ratio to LayerNorm": "both",
-        "the same in turns of one step": "turns of one step",
-    }
-    found = []
-    for title, column in tables.items():
-        wide = shown[column].unstack("setting").reindex(names)[list(settings)].fillna("")
-        found.append(markdown_table([title, *settings], wide.reset_index().values.tolist()))
-    costs = shown.loc[
-        settings[0], ["peak memory, ratio", "kernels", "bytes / bytes of x"]
-    ].reset_index()
-    found.append(markdown_table([settings[0], *costs.columns[1:]], costs.values.tolist()))
-    return "\n\n".join(found)
 
 
 def draw(rows: list[dict], output: Path) -> None:
@@ -139,14 +95,12 @@ def draw(rows: list[dict], output: Path) -> None:
     for axis, own in zip(axes.flat, settings.values(), strict=False):
         places = range(len(own), 0, -1)
         middle = [row["ratio"] for row in own]
-        quartiles = [
-            [row["ratio"] - row["ratio_low"] for row in own],
-            [row["ratio_high"] - row["ratio"] for row in own],
-        ]
+        below = [row["ratio"] - row["ratio_low"] for row in own]
+        above = [row["ratio_high"] - row["ratio"] for row in own]
         axis.errorbar(
             middle,
             places,
-            xerr=quartiles,
+            xerr=[below, above],
             fmt="none",
             ecolor="black",
             elinewidth=1.2,
@@ -173,10 +127,9 @@ def draw(rows: list[dict], output: Path) -> None:
             )
         axis.axvline(1.0, color="black", linewidth=0.9, linestyle=(0, (4, 2)))
         axis.set_xscale("log")
-        axis.set_xlim(
-            min([0.5, *(0.8 * row["ratio_low"] for row in own)]),
-            1.6 * max(row["ratio_high"] for row in own),
-        )
+        lowest = min(row["ratio_low"] for row in own)
+        highest = max(row["ratio_high"] for row in own)
+        axis.set_xlim(min(0.5, 0.8 * lowest), 1.6 * highest)
         axis.xaxis.set_major_locator(FixedLocator([0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100]))
         axis.xaxis.set_minor_locator(NullLocator())
         axis.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
@@ -207,11 +160,8 @@ def draw_sizes(rows: list[dict], output: Path) -> None:
         [row for row in rows if row["phase"] == "both" and row["contestant"] != "LayerNorm"]
     )
     frame = frame.assign(tokens=frame["shape"].str.split("x").str[0].astype(int))
-    names, dtypes, threads = (
-        frame["contestant"].unique(),
-        frame["dtype"].unique(),
-        sorted(frame["threads"].unique()),
-    )
+    names, dtypes = frame["contestant"].unique(), frame["dtype"].unique()
+    threads = sorted(frame["threads"].unique())
     figure, axes = pyplot.subplots(
         len(dtypes),
         len(threads),
@@ -247,142 +197,92 @@ def draw_sizes(rows: list[dict], output: Path) -> None:
     pyplot.close(figure)
 
 
-def draw_points(panels: Mapping[str, Mapping[str, pandas.Series]], output: Path) -> None:
-    """Panels side by side, by their titles; in each a row for each name in the series, and a
-    marker for each series.
-    """
-    pyplot = headless_pyplot()
-    most = max([len(values) for found in panels.values() for values in found.values()], default=1)
-    size = (5 * len(panels), 2.5 + 0.26 * most)
-    figure, axes = pyplot.subplots(1, len(panels), figsize=size, constrained_layout=True)
-    for axis, (title, found) in zip(axes, panels.items(), strict=True):
-        names = dict.fromkeys(name for values in found.values() for name in values.index)
-        places = {name: -place for place, name in enumerate(names)}
-        for marker, (label, values) in zip("osD^v<>P", found.items(), strict=False):
-            axis.plot(
-                values, [places[name] for name in values.index], marker, label=label, alpha=0.7
-            )
-        axis.set_yticks(list(places.values()), list(places), fontsize=9)
-        spread = max(
-            (values.max() / max(values.min(), 1e-3) for values in found.values()), default=1
-        )
-        axis.set(xlabel=title, xscale="log" if spread > 20 else "linear")
-        axis.axvline(1.0, color="black", linewidth=0.9, linestyle=(0, (4, 2)))
-        axis.grid(alpha=0.3)
-        if found:
-            axis.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
-    with atomic_write(output) as file:
-        figure.savefig(file, dpi=110, format=output.suffix[1:])
-    pyplot.close(figure)
+@dataclass(frozen=True)
+class Target:
+    """A limit for a column of the rows that ``where`` selects."""
+
+    title: str
+    column: str
+    limit: float
+    where: str = "tokens > 0"
+    at_most: bool = True
+
+    @property
+    def bound(self) -> str:
+        return f"{'at most' if self.at_most else 'at least'} {self.limit:g}"
+
+    def reached(self, values: pandas.Series) -> bool:
+        return bool((values <= self.limit if self.at_most else values >= self.limit).all())
 
 
-_FLOAT32_LS, _BFLOAT16_LS = (
-    f"dtype == '{dtype}' and layer_scale > 0 and padding > 0" for dtype in ("float32", "bfloat16")
-)
-_EVERYWHERE = (
-    ("peak memory, ratio to LayerNorm", "extra_ratio", "at most", 1.02, "tokens > 0"),
-    ("times faster than the reference", "times_reference", "at least", 4.0, "tokens > 0"),
-)
+_FLOAT32_LS = "dtype == 'float32' and layer_scale > 0 and padding > 0"
+_BFLOAT16_LS = "dtype == 'bfloat16' and layer_scale > 0 and padding > 0"
 
-#: Targets of PN's forward and backward with the kernels that are the default: title, column (of
-#: ratios over rounds the median), bound, limit, and the rows that it is about.
-TARGETS = {
-    "cpu": (
-        (
-            "float32, C = 512, turns of one step",
-            "ratio_single",
-            "at most",
-            0.95,
-            f"channels == 512 and {_FLOAT32_LS}",
-        ),
-        (
-            "bfloat16, C = 512, turns of one step",
-            "ratio_single",
-            "at most",
-            0.55,
-            f"channels == 512 and {_BFLOAT16_LS}",
-        ),
-        (
-            "float32 with layer-scale and mask, 1 thread",
-            "ratio",
-            "at most",
-            0.95,
-            f"threads == 1 and {_FLOAT32_LS}",
-        ),
-        (
-            "float32 with layer-scale and mask, 2 threads",
-            "ratio",
-            "at most",
-            0.90,
-            f"threads == 2 and {_FLOAT32_LS}",
-        ),
-        ("bfloat16 with layer-scale and mask", "ratio", "at most", 0.50, _BFLOAT16_LS),
-        (
-            "float32 without layer-scale",
-            "ratio",
-            "at most",
-            0.85,
-            "dtype == 'float32' and layer_scale == 0",
-        ),
-        (
-            "bfloat16 without layer-scale",
-            "ratio",
-            "at most",
-            0.40,
-            "dtype == 'bfloat16' and layer_scale == 0",
-        ),
-        *_EVERYWHERE,
+#: Targets of PN's forward and backward with the kernels that are the default.
+TARGETS = (
+    Target(
+        "float32, C = 512, turns of one step",
+        "ratio_single",
+        0.95,
+        f"channels == 512 and {_FLOAT32_LS}",
     ),
-    "cuda": (
-        ("4096 tokens", "ratio", "at most", 1.0, "tokens == 4096"),
-        ("32768 tokens and more", "ratio", "at most", 0.95, "tokens >= 32768"),
-        (
-            "share of a copy's bandwidth, 32768 tokens and more",
-            "copy_bandwidth",
-            "at least",
-            0.8,
-            "tokens >= 32768",
-        ),
-        *_EVERYWHERE,
+    Target(
+        "bfloat16, C = 512, turns of one step",
+        "ratio_single",
+        0.55,
+        f"channels == 512 and {_BFLOAT16_LS}",
     ),
-}
+    Target(
+        "float32 with layer-scale and mask, 1 thread",
+        "ratio",
+        0.95,
+        f"threads == 1 and {_FLOAT32_LS}",
+    ),
+    Target(
+        "float32 with layer-scale and mask, 2 threads",
+        "ratio",
+        0.90,
+        f"threads == 2 and {_FLOAT32_LS}",
+    ),
+    Target("bfloat16 with layer-scale and mask", "ratio", 0.50, _BFLOAT16_LS),
+    Target("float32 without layer-scale", "ratio", 0.85, "dtype == 'float32' and layer_scale == 0"),
+    Target(
+        "bfloat16 without layer-scale", "ratio", 0.40, "dtype == 'bfloat16' and layer_scale == 0"
+    ),
+    Target("peak memory, ratio to LayerNorm", "extra_ratio", 1.02),
+    Target("times faster than the reference", "times_reference", 4.0, at_most=False),
+)
 
 
-def targets(rows: list[dict], device: str, implementation: str) -> str:
-    """A table of PN by ``implementation`` and the targets for ``device``,
-
-    with a line for every setting.
-    """
+def targets(rows: list[dict], implementation: str) -> str:
+    """A table of PN by ``implementation`` and the targets, with a line for every setting."""
     frame = pandas.DataFrame(rows)
     frame[["tokens", "channels"]] = frame["shape"].str.split("x", expand=True).astype(int)
-    frame = frame[
-        (frame["phase"] == "both")
-        & (frame["norm"] == "power")
-        & (frame["implementation"] == implementation)
-    ]
+    of_pn = (frame["norm"] == "power") & (frame["implementation"] == implementation)
+    frame = frame[of_pn & (frame["phase"] == "both")]
     lines = []
-    for title, column, bound, limit, where in TARGETS[device]:
-        about = frame.query(where, engine="python")
-        about = about[about[column] != ""]
-        if about.empty:
-            lines.append([title, f"{bound} {limit:g}", "", "", "not measured"])
-        for _, own in about.groupby(["dtype", "threads", "padding", "layer_scale"], sort=False):
-            row = own.iloc[0]
-            setting_of = setting(row).split(" ", 1)[1] + (", +LS" if row["layer_scale"] else "")
-            quartiles = f"{column}_low" in own
-            texts = [
-                _with_quartiles(one, column) if quartiles else f"{one[column]:.3f}"
-                for _, one in own.iterrows()
-            ]
-            measured = ", ".join(
-                f"{shape}: {text}" for shape, text in zip(own["shape"], texts, strict=True)
-            )
-            reached = (own[column] <= limit if bound == "at most" else own[column] >= limit).all()
-            lines.append(
-                [title, f"{bound} {limit:g}", setting_of, measured, "yes" if reached else "no"]
-            )
-    return markdown_table(
-        [f"PN ({implementation}), forward + backward", "target", "setting", "measured", "reached"],
-        lines,
-        "---",
-    )
+    for target in TARGETS:
+        lines += _lines_of(target, frame)
+    title = f"PN ({implementation}), forward + backward"
+    return markdown_table([title, "target", "setting", "measured", "reached"], lines, "---")
+
+
+def _lines_of(target: Target, frame: pandas.DataFrame) -> list[list[str]]:
+    about = frame.query(target.where, engine="python")
+    about = about[about[target.column] != ""]
+    if about.empty:
+        return [[target.title, target.bound, "", "", "not measured"]]
+    lines = []
+    for _, own in about.groupby(["dtype", "threads", "padding", "layer_scale"], sort=False):
+        measured = []
+        for _, row in own.iterrows():
+            value = f"{row[target.column]:.3f}"
+            if f"{target.column}_low" in own:
+                value = _with_quartiles(row, target.column)
+            measured.append(f"{row['shape']}: {value}")
+        first = own.iloc[0]
+        scaled = ", +LS" if first["layer_scale"] else ""
+        where = setting(first).partition(" ")[2] + scaled
+        reached = "yes" if target.reached(own[target.column]) else "no"
+        lines.append([target.title, target.bound, where, ", ".join(measured), reached])
+    return lines

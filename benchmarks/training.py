@@ -11,6 +11,7 @@ LayerNorm before each sublayer.
 
 import argparse
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,6 +32,14 @@ PRECISIONS = {"float32": (), "bfloat16": ("bf16",), "float16": ("fp16",)}
 #: Fairseq's own model, as a name beside those of the norms.
 FAIRSEQ = "fairseq"
 
+#: Settings of all trainers.
+FLAGS = (
+    *"--task translation --source-lang src --target-lang tgt --share-all-embeddings".split(),
+    *"--criterion label_smoothed_cross_entropy --label-smoothing 0.1 --dropout 0.3".split(),
+    *"--optimizer adam --clip-norm 0.1 --lr 1e-5 --psi-warmup-updates 0".split(),
+    *("--adam-betas", "(0.9, 0.98)"),
+)
+
 #: Number of different batches, which every trainer sees in turn.
 BATCHES = 4
 
@@ -45,38 +54,9 @@ def make_trainer(short: str, dtype: str, args: argparse.Namespace) -> Trainer:
         dictionary = make_dictionary(args.vocabulary)
         for side in ("src", "tgt"):
             dictionary.save(str(Path(data) / f"dict.{side}.txt"))
-        flags = [
-            *(
-                data,
-                "--task",
-                "translation",
-                "--source-lang",
-                "src",
-                "--target-lang",
-                "tgt",
-                "--arch",
-                arch,
-            ),
-            *(
-                "--share-all-embeddings",
-                "--optimizer",
-                "adam",
-                "--adam-betas",
-                "(0.9, 0.98)",
-                "--clip-norm",
-                "0.1",
-            ),
-            *(
-                "--lr",
-                "1e-5",
-                "--criterion",
-                "label_smoothed_cross_entropy",
-                "--label-smoothing",
-                "0.1",
-            ),
-            *("--dropout", "0.3", "--psi-warmup-updates", "0", "--max-tokens", str(args.tokens)),
-            *(["--cpu"] if args.device == "cpu" else []),
-        ]
+        flags = [data, "--arch", arch, *FLAGS, "--max-tokens", str(args.tokens)]
+        if args.device == "cpu":
+            flags.append("--cpu")
         settings = options.parse_args_and_arch(options.get_training_parser(), flags)
         if short == FAIRSEQ:
             settings.arch = "transformer"  # the sizes are those of the other models
@@ -105,18 +85,14 @@ def make_batches(args: argparse.Namespace) -> list[dict]:
         tokens[-1] = 2
         return tokens
 
-    sentences = max(1, args.tokens // args.length)
-    return [
-        collate(
-            [
-                {"id": n, "source": draw(args.length), "target": draw(args.length)}
-                for n in range(sentences)
-            ],
-            pad_idx=1,
-            eos_idx=2,
-        )
-        for _ in range(BATCHES)
-    ]
+    batches = []
+    for _ in range(BATCHES):
+        samples = []
+        for number in range(max(1, args.tokens // args.length)):
+            sides = {"source": draw(args.length), "target": draw(args.length)}
+            samples.append({"id": number, **sides})
+        batches.append(collate(samples, pad_idx=1, eos_idx=2))
+    return batches
 
 
 def update(trainer: Trainer, batch: dict) -> None:
@@ -124,6 +100,11 @@ def update(trainer: Trainer, batch: dict) -> None:
         raise RuntimeError("an update was skipped: its gradient overflowed")
     if trainer.cuda:
         torch.cuda.synchronize()
+
+
+def update_by(trainer: Trainer, batches: list[dict], number: int) -> None:
+    """An update on one of the batches, as :func:`.in_turns` calls it."""
+    update(trainer, batches[number % len(batches)])
 
 
 def memory_of(short: str, dtype: str, args: argparse.Namespace, batches: list[dict]) -> int:
@@ -188,31 +169,28 @@ def main(argv=None) -> None:
     torch.set_num_threads(args.threads)
     batches = make_batches(args)
 
-    names = {
-        short if dtype == args.dtype[0] else f"{short} {dtype}": (short, dtype)
-        for dtype in args.dtype
-        for short in [BASE, *args.norms]
-    }
-    memory = (
-        {}
-        if args.no_memory
-        else {name: memory_of(*each, args, batches) for name, each in names.items()}
-    )
-    trainers = {name: make_trainer(*each, args) for name, each in names.items()}
-    work = {
-        name: lambda number, trainer=trainer: update(trainer, batches[number % BATCHES])
-        for name, trainer in trainers.items()
-    }
+    names = {}
+    for dtype in args.dtype:
+        for short in [BASE, *args.norms]:
+            name = short if dtype == args.dtype[0] else f"{short} {dtype}"
+            names[name] = short, dtype
+    memory = {}
+    if not args.no_memory:
+        for name, each in names.items():
+            memory[name] = memory_of(*each, args, batches)
+    work = {}
+    for name, each in names.items():
+        work[name] = partial(update_by, make_trainer(*each, args), batches)
     # each shape once; the first makes the optimizer's state
     warm = BATCHES if args.device == "cuda" else 1
     seconds = in_turns(work, args.rounds, warm)
     tokens = [batches[(number + warm) % BATCHES]["ntokens"] for number in range(args.rounds)]
-    more = {
-        name: {"dtype": dtype, "memory_mb": None, "memory_times": None}
-        for name, (_, dtype) in names.items()
-    }
-    for name, size in memory.items():
-        more[name] |= {"memory_mb": size / 1e6, "memory_times": size / memory[BASE]}
+    more = {}
+    for name, (_, dtype) in names.items():
+        more[name] = {"dtype": dtype, "memory_mb": None, "memory_times": None}
+        if name in memory:
+            more[name]["memory_mb"] = memory[name] / 1e6
+            more[name]["memory_times"] = memory[name] / memory[BASE]
     print(
         f"transformer_*_{args.size}, {args.tokens} tokens a batch, {args.device}, {args.threads} "
         f"threads, torch {torch.__version__}"

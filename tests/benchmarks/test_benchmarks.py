@@ -34,8 +34,6 @@ from pn_fairseq import kernels
 
 from ..scripts_helpers import ROOT, run
 
-CPU = torch.device("cpu")
-
 
 @pytest.fixture(autouse=True)
 def _in_this_process(monkeypatch):
@@ -61,6 +59,9 @@ def read(path):
 
 def test_ratios_are_of_the_same_round():
     assert ratios([2.0, 40.0, 6.0], [1.0, 20.0, 3.0]) == (2.0, 2.0, 2.0)
+
+
+def test_quartiles():
     assert quartiles([4.0, 1.0, 2.0, 3.0, 5.0]) == (2.0, 3.0, 4.0)
     assert quartiles([7.0]) == (7.0, 7.0, 7.0)
 
@@ -71,56 +72,61 @@ def test_decoding(tmp_path, capsys):
         "--vocabulary 50"
     )
     rows = measured(decoding, f"{flags} --threads 1", tmp_path / "decoding.csv")
-    folded = [[short, f"{short} folded"] for short in ("bn", "pnv", "pn")]
-    assert [row["norm"] for row in rows] == ["ln", *sum(folded, []), "ln again"]
+    expected = ["ln", "bn", "bn folded", "pnv", "pnv folded", "pn", "pn folded", "ln again"]
+    assert [row["norm"] for row in rows] == expected
     printed = capsys.readouterr()
     for row in rows:
-        assert float(row["sentences_per_s"]) > 0 and float(row["times_low"]) <= float(
-            row["times_high"]
-        )
-        assert row["torch"] == torch.__version__ and row["cores"] and row["date"]
+        assert float(row["sentences_per_s"]) > 0
+        assert float(row["times_low"]) <= float(row["times_high"])
+        check_machine(row)
         assert f"\n{row['norm']} " in printed.out
     assert printed.err.count("maximum logit difference") == 3
     assert rows[0]["times_ln"] == "1"
 
 
+def check_machine(row):
+    assert row["torch"] == torch.__version__
+    assert row["cores"] and row["date"]
+
+
 def test_training(tmp_path, capsys):
     flags = (
         "--size tiny --rounds 2 --tokens 24 --length 6 --vocabulary 50 --threads 1 --no-memory "
-        "--norms fairseq pn"
+        "--norms fairseq pn --dtype float32 bfloat16"
     )
-    rows = measured(training, f"{flags} --dtype float32 bfloat16", tmp_path / "training.csv")
+    rows = measured(training, flags, tmp_path / "training.csv")
     names = ["ln", "fairseq", "pn"]
-    assert [row["norm"] for row in rows] == [*names, *(f"{name} bfloat16" for name in names)]
-    assert [row["dtype"] for row in rows] == ["float32"] * 3 + ["bfloat16"] * 3
+    expected = [(name, "float32") for name in names]
+    expected += [(f"{name} bfloat16", "bfloat16") for name in names]
+    assert [(row["norm"], row["dtype"]) for row in rows] == expected
     printed = capsys.readouterr().out
     for row in rows:
-        assert float(row["tokens_per_s"]) > 0 and row["memory_mb"] == ""
+        assert float(row["tokens_per_s"]) > 0
+        assert row["memory_mb"] == ""
         assert f"\n{row['norm']} " in printed
     assert rows[0]["times_ln"] == "1"
 
 
 def test_fairseqs_own_model_makes_the_update_of_the_layer_norm_model():
     args = training.parse("--size tiny --tokens 24 --length 6 --vocabulary 50 --threads 1".split())
-    own, ours = (training.make_trainer(name, "float32", args) for name in ("fairseq", "ln"))
+    own = training.make_trainer("fairseq", "float32", args)
+    ours = training.make_trainer("ln", "float32", args)
     assert type(own.model).__name__ == "TransformerModel" != type(ours.model).__name__
     batch = training.make_batches(args)[0]
     for trainer in (own, ours):
         training.update(trainer, batch)
-    assert own.model.state_dict().keys() == ours.model.state_dict().keys()
-    for name, weight in own.model.state_dict().items():
-        torch.testing.assert_close(
-            ours.model.state_dict()[name], weight, rtol=0, atol=1e-8, msg=name
-        )
+    expected, found = own.model.state_dict(), ours.model.state_dict()
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-8, msg=name)
 
 
 def test_probe(tmp_path, capsys, monkeypatch):
     """Of 50 updates 10 take 1.1 times as long, and 1 takes twice as long: 4% more on average."""
     probe.main("--size tiny --rounds 1 --tokens 24 --length 6 --vocabulary 50".split())
     assert re.search(r"averaged [\d.]+ times, recorded [\d.]+ times", capsys.readouterr().out)
-    monkeypatch.setattr(
-        probe, "measure", lambda args: {"plain": [2.0], "averaged": [2.2], "recorded": [4.0]}
-    )
+    seconds = {"plain": [2.0], "averaged": [2.2], "recorded": [4.0]}
+    monkeypatch.setattr(probe, "measure", lambda args: seconds)
     assert measured(probe, "", tmp_path / "probe.csv")[0]["percent_of_an_update"] == "4"
     assert "--norm-probe-interval 50: +4.00% of an update" in capsys.readouterr().out
 
@@ -132,21 +138,17 @@ def test_memory_of_training_is_that_of_the_model_at_least():
     # Embeddings, their gradient and Adam's two averages, 20,000 x 128 float32 each; the rest of the
     # model is smaller.
     embeddings = 4 * 20000 * 128 * 4
-    assert (
-        embeddings
-        < training.memory_of("ln", "float32", args, training.make_batches(args)[:1])
-        < 3 * embeddings
-    )
+    memory = training.memory_of("ln", "float32", args, training.make_batches(args)[:1])
+    assert embeddings < memory < 3 * embeddings
 
 
 def test_norms(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(norms, "FULL_SIZE", 140)
-    pictures = ["--picture", str(tmp_path / "norms.png"), "--sizes", str(tmp_path / "sizes.png")]
-    files = ["--csv", str(tmp_path / "norms.csv"), *pictures, "--markdown"]
     flags = "--shapes 70x10 --rounds 1 --padding 0.2 0 --dtypes bfloat16 --only".split()
-    norms.main(
-        [*flags, r"^(bn|pn|none)( .LS)? (reference|cpp)$|again|Batch|^RMSNorm$|copy", *files]
-    )
+    flags.append(r"^(bn|pn|none)( .LS)? (reference|cpp)$|again|Batch|^RMSNorm$|copy")
+    for option, name in (("csv", "norms.csv"), ("picture", "norms.png"), ("sizes", "sizes.png")):
+        flags += [f"--{option}", str(tmp_path / name)]
+    norms.main(flags)
     rows = read(tmp_path / "norms.csv")
     # 10 channels have no 4 groups, but 2.
     assert {row["layer_scale"] for row in rows} == {"0", "2"}
@@ -157,33 +159,35 @@ def test_norms(tmp_path, capsys, monkeypatch):
     assert len(names) == 5 + (2 * 2 + 1) * len(ours)
     assert len(rows) == len(names) * 3 * 2
     assert {row["rounds"] for row in rows} == {"2"}  # half as many rows, twice as many rounds
-    assert all(
-        (tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("norms.png", "sizes.png")
-    )
+    for name in ("norms.png", "sizes.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     assert not list(tmp_path.glob("*.partial"))
     for row in rows:
-        assert float(row["milliseconds"]) > 0 and float(row["ratio_low"]) <= float(
-            row["ratio_high"]
-        )
-        assert row["norm"] == "none" or all(
-            int(row[key]) > 0 for key in ("kernels", "bytes_read", "extra_bytes")
-        )
-        assert (
-            row["torch"] == torch.__version__
-            and row["cores"]
-            and row["date"]
-            and row["padding"] in ("0.2", "0.0")
-        )
-    both = {(row["contestant"], row["padding"]): row for row in rows if row["phase"] == "both"}
+        check_row(row)
+    both = {}
+    for row in rows:
+        if row["phase"] == "both":
+            both[row["contestant"], row["padding"]] = row
+    first = both["LayerNorm", "0.0"]
     assert both["pn reference", "0.2"]["times_reference"] == "1.0"
-    assert both["LayerNorm", "0.0"]["ratio"] == both["LayerNorm", "0.0"]["extra_ratio"] == "1.0"
+    assert first["ratio"] == first["extra_ratio"] == "1.0"
     # What fills up the mask is work only where there is one.
-    kernels_used = [int(both["pn reference", padding]["kernels"]) for padding in ("0.0", "0.2")]
-    assert kernels_used[0] < kernels_used[1]
+    without, masked = both["pn reference", "0.0"], both["pn reference", "0.2"]
+    assert int(without["kernels"]) < int(masked["kernels"])
     printed = capsys.readouterr().out
-    # turns of several steps, of one, and the costs
-    assert all(printed.count(f"| {name} |") == 3 for name in names)
-    assert "70x10 bfloat16, cpu, 1 thread, no mask" in printed
+    for name in names:
+        assert printed.count(f"\n{name}  ") == 2  # a table for each padding
+    assert "70x10 bfloat16, cpu, 1 thread, no mask, ratio to LayerNorm" in printed
+
+
+def check_row(row):
+    assert float(row["milliseconds"]) > 0
+    assert float(row["ratio_low"]) <= float(row["ratio_high"])
+    assert row["padding"] in ("0.2", "0.0")
+    check_machine(row)
+    if row["norm"] != "none":
+        for key in ("kernels", "bytes_read", "extra_bytes"):
+            assert int(row[key]) > 0
 
 
 def test_targets_are_measured(capsys):
@@ -197,50 +201,30 @@ def test_targets_are_measured(capsys):
     assert all(line.endswith(("| yes |", "| no |")) for line in lines)
 
 
-def test_targets_of_a_gpu_by_hand():
-    common = {
-        "device": "cuda",
-        "threads": "",
-        "dtype": "bfloat16",
-        "padding": 0.1,
-        "norm": "power",
-        "phase": "both",
-    }
-    common |= {
-        "layer_scale": 4,
-        "ratio_low": 0.9,
-        "ratio_high": 1.1,
-        "extra_ratio": 1.02,
-        "times_reference": 3.999,
-    }
-    rows = [
-        {
-            **common,
-            "implementation": "triton",
-            "shape": "4096x512",
-            "ratio": 1.0,
-            "copy_bandwidth": 0.2,
-        },
-        {
-            **common,
-            "implementation": "triton",
-            "shape": "32768x1024",
-            "ratio": 0.951,
-            "copy_bandwidth": 0.8,
-        },
-        {
-            **common,
-            "implementation": "reference",
-            "shape": "32768x1024",
-            "ratio": 7.0,
-            "copy_bandwidth": 0.1,
-        },
-    ]
-    lines = targets(rows, "cuda", "triton").splitlines()[2:]
-    assert [line.split(" | ")[-1] for line in lines] == ["yes |", "no |", "yes |", "yes |", "no |"]
-    assert len(lines) == len(TARGETS["cuda"])
-    assert "32768x1024: 0.951 (0.90, 1.10) | no |" in lines[1] and "4096" not in lines[2]
-    assert targets(rows[2:], "cuda", "triton").count("not measured") == len(TARGETS["cuda"])
+def test_targets_by_hand():
+    common = {"device": "cpu", "threads": 1, "dtype": "bfloat16", "padding": 0.1, "phase": "both"}
+    common |= {"norm": "power", "layer_scale": 4, "ratio_low": 0.4, "ratio_high": 0.6}
+    common |= {"ratio_single_low": 0.5, "ratio_single_high": 0.7, "implementation": "cpp"}
+    first = {"shape": "4096x512", "ratio": 0.5, "ratio_single": 0.551}
+    first |= {"extra_ratio": 1.02, "times_reference": 3.999}
+    second = {"shape": "4096x1024", "ratio": 0.49, "ratio_single": 0.9}
+    second |= {"extra_ratio": 1.0, "times_reference": 9.0}
+    other = {**second, "implementation": "reference", "ratio": 7.0}
+    rows = [common | first, common | second, common | other]
+    found = {}
+    for line in targets(rows, "cpp").splitlines()[2:]:
+        title, *_, measured, reached = line.strip("| ").split(" | ")
+        found[title] = measured, reached
+    assert found.keys() == {target.title for target in TARGETS}
+    single = "4096x512: 0.551 (0.50, 0.70)"
+    assert found["bfloat16, C = 512, turns of one step"] == (single, "no")
+    several = "4096x512: 0.500 (0.40, 0.60), 4096x1024: 0.490 (0.40, 0.60)"
+    assert found["bfloat16 with layer-scale and mask"] == (several, "yes")
+    memory = "4096x512: 1.020, 4096x1024: 1.000"
+    assert found["peak memory, ratio to LayerNorm"] == (memory, "yes")
+    assert found["times faster than the reference"][1] == "no"
+    reached = [reached for _, reached in found.values()]
+    assert reached.count("not measured") == len(found) - 4
 
 
 @pytest.mark.slow
@@ -274,14 +258,12 @@ def test_calls(tmp_path, monkeypatch):
         ("--picture norms.gif", "'norms.gif' does not end in .png, .pdf or .svg"),
         ("--csv missing/norms.csv", "missing/norms.csv: cannot be written, there is no directory"),
         ("--csv .", ".: cannot be written, it exists and is not a regular file"),
-        ("--device cuda", "--device cuda: torch sees no GPU"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_measured(
     flags, message, capsys, monkeypatch, tmp_path
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(norms, "measure", lambda *_: pytest.fail("measured"))
     with pytest.raises(SystemExit) as stopped:
         norms.main(flags.split())
@@ -297,42 +279,18 @@ def test_what_cannot_run_is_left_out_with_a_line(capsys, monkeypatch):
     printed = capsys.readouterr()
     reasons = [line for line in printed.err.splitlines() if "left out" in line]
     # BatchNorm1d refuses a single token.
-    assert [line.split(":")[0] for line in reasons] == [
-        "BatchNorm1d gathered",
-        "pn compiled",
-        "pn +LS compiled",
-    ]
+    names = ["BatchNorm1d gathered", "pn compiled", "pn +LS compiled"]
+    assert [line.partition(":")[0] for line in reasons] == names
     assert reasons[1].endswith("left out: no C++ compiler")
     assert "compiled" not in printed.out and "copy and add" in printed.out
 
 
-def test_liger_takes_part_on_cuda_where_it_is_installed(tmp_path, monkeypatch):
-    assert not any("Liger" in each.name for each in norms.contestants(8, "cuda", 1))
-    package = tmp_path / "liger_kernel" / "transformers"
-    package.mkdir(parents=True)
-    code = (
-        "from torch.nn import LayerNorm\n{} = lambda size, in_place=True: LayerNorm(size + "
-        "in_place)"
-    )
-    for file, name in (("layer_norm", "LigerLayerNorm"), ("rms_norm", "LigerRMSNorm")):
-        (package / f"{file}.py").write_text(code.format(name), "utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
-    found = {each.name: each for each in norms.contestants(8, "cuda", 1)}
-    # All contestants share dy, so none may overwrite it.
-    assert found["Liger RMSNorm"].module.norm.normalized_shape == (8,)
-    assert found["Liger LayerNorm"].opaque
-    assert not any("Liger" in each.name for each in norms.contestants(8, "cpu", 1))
-
-
-def test_a_gpu_gets_shapes_that_fill_it(monkeypatch):
-    assert norms.parse([]).shapes == [(4096, 512), (4096, 1024)]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert norms.parse(["--device", "cuda"]).shapes[2:] == [(32768, 1024), (131072, 1024)]
-
-
-def test_rows_are_time_and_batch():
-    factors = {4096: (32, 128), 4095: (35, 117), 1: (1, 1), 31: (31, 1), 67: (67, 1)}
-    assert {rows: norms.time_and_batch(rows) for rows in factors} == factors
+@pytest.mark.parametrize(
+    ("rows", "factors"),
+    [(4096, (32, 128)), (4095, (35, 117)), (1, (1, 1)), (31, (31, 1)), (67, (67, 1))],
+)
+def test_rows_are_time_and_batch(rows, factors):
+    assert norms.time_and_batch(rows) == factors
 
 
 def test_turns_are_taken_in_changing_order():
@@ -344,18 +302,20 @@ def test_turns_are_taken_in_changing_order():
         return x * 2.0
 
     found = [norms.Contestant(name, partial(module, name), name) for name in "abcd"]
-    batch = norms.make_batch((4, 3, 2), 0.0, torch.float32, CPU)
-    norms.take_turns(found, batch, 12, CPU)
-    assert [len(each.seconds[phase]) for each in found for phase in norms.PHASES] == [12] * 12
+    batch = norms.make_batch((4, 3, 2), 0.0, torch.float32)
+    norms.take_turns(found, batch, 12)
+    for each in found:
+        for phase in norms.PHASES:
+            assert len(each.seconds[phase]) == 12
     # Each turn is some steps that are not timed and some that are.
-    steps = norms.UNTIMED + norms.REPEATS["cpu"]
+    steps = norms.UNTIMED + norms.REPEATS
     turns = events[::steps]
-    assert all(turns == events[number::steps] for number in range(steps)) and len(turns) == 4 * (
-        12 + norms.WARM
-    )
-    rounds = [turns[at : at + 4] for at in range(0, len(turns), 4)]
-    assert all(sorted(each) == list("abcd") for each in rounds)
-    assert set(itertools.pairwise(turns)) >= set(itertools.permutations("abcd", 2))
+    for number in range(steps):
+        assert turns == events[number::steps]
+    assert len(turns) == 4 * (12 + norms.WARM)
+    for at in range(0, len(turns), 4):
+        assert sorted(turns[at : at + 4]) == list("abcd")
+    assert {*itertools.pairwise(turns)} >= {*itertools.permutations("abcd", 2)}
     assert batch[0].grad is None
 
 
@@ -366,65 +326,58 @@ def test_figures_of_a_round_by_hand():
         norms.Contestant("pn reference", nn.Identity(), "power", 4, "reference"),
         norms.Contestant("pn cpp", nn.Identity(), "power", 4, "cpp"),
     ]
-    forward, backward = [(4.0, 8.0), (2.0, 4.0), (40.0, 80.0), (4.0, 8.0)], [(6.0, 12.0)] * 4
-    for each, first, second in zip(found, forward, backward, strict=True):
-        each.seconds = {
-            "forward": first,
-            "backward": second,
-            "both": [a + b for a, b in zip(first, second, strict=False)],
-        }
-        each.single = [second / 8.0 for second in first]
+    for each, first in zip(found, (4.0, 2.0, 40.0, 4.0), strict=True):
+        second = 2 * first
+        each.seconds["forward"] = [first, second]
+        each.seconds["backward"] = [6.0, 12.0]
+        each.seconds["both"] = [first + 6.0, second + 12.0]
+        each.single = [0.75, 1.5]
         each.extra_bytes = 100
-        each.counts = {
-            "forward": Counts(1, 20, 10),
-            "backward": Counts(3, 30, None if each is found[2] else 10),
-        }
-    rows = {(row["contestant"], row["phase"]): row for row in norms.rows_of(found, {})}
+        each.counts = {"forward": Counts(1, 20, 10), "backward": Counts(3, 30, 10)}
+    found[2].counts["backward"] = Counts(3, 30, None)
+    found[2].single = [6.0, 9.0]
+    rows = {}
+    for row in norms.rows_of(found, {}):
+        rows[row["contestant"], row["phase"]] = row
+    ours = {phase: rows["pn cpp", phase] for phase in norms.PHASES}
     # Copying takes 1 s for each time the size of x; the norm reads or writes 2, 3 and 5 times as
     # much.
-    shares = [rows["pn cpp", phase]["copy_bandwidth"] for phase in norms.PHASES]
-    assert shares == [2 / 4, 3 / 6, 5 / 10]
-    assert rows["pn cpp", "forward"]["times_reference"] == 10.0
-    assert rows["pn cpp", "both"]["times_reference"] == 4.6
+    assert [row["copy_bandwidth"] for row in ours.values()] == [2 / 4, 3 / 6, 5 / 10]
+    assert ours["forward"]["times_reference"] == 10.0
+    assert ours["both"]["times_reference"] == 4.6
+    assert (ours["both"]["kernels"], ours["forward"]["kernels"]) == (4, 1)
+    assert (ours["both"]["bytes_read"], ours["both"]["bytes_written"]) == (50, 20)
     assert rows["LayerNorm", "both"]["times_reference"] == ""
-    assert rows["pn reference", "both"]["ratio"] == 4.6
-    assert (
-        rows["pn reference", "both"]["ratio_single"] == 7.5
-        and rows["pn reference", "forward"]["ratio_single"] == ""
-    )
-    assert [rows["pn cpp", "both"][key] for key in ("kernels", "bytes_read", "bytes_written")] == [
-        4,
-        50,
-        20,
-    ]
-    assert rows["pn reference", "both"]["bytes_written"] is None
+    plain = rows["pn reference", "both"]
+    assert plain["ratio"] == 4.6
+    assert plain["ratio_single"] == 7.5
+    assert plain["bytes_written"] is None
+    assert rows["pn reference", "forward"]["ratio_single"] == ""
 
 
 def test_placements(tmp_path, capsys):
-    placements.main(
-        ["--output", str(tmp_path), "--norms", "batch", "--layers", "2", "--updates", "2"]
-    )
+    flags = "--norms batch --layers 2 --updates 2"
+    placements.main(["--output", str(tmp_path), *flags.split()])
     table = pandas.read_csv(tmp_path / "gradients.csv")
-    assert set(table["placement"]) == set(placements.PLACEMENTS) and set(table["update"]) == {0, 2}
+    assert {*table["placement"]} == {*placements.PLACEMENTS}
+    assert {*table["update"]} == {0, 2}
     gradients = table["gradients"].str.split(expand=True).astype(float)
-    assert gradients.shape[1] == 2 and (gradients > 0).all(axis=None)
+    assert gradients.shape[1] == 2
+    assert (gradients > 0).all(axis=None)
     assert (tmp_path / "gradients-batch.png").stat().st_size > 10_000
 
 
 def test_gradients_of_layers_by_hand():
     layers = torch.nn.ModuleList([torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)])
     for number, layer in enumerate(layers, 1):
-        layer.weight.grad, layer.bias.grad = (
-            torch.tensor([[2.0, 4.0]]) * number,
-            torch.tensor([4.0]) * number,
-        )
+        layer.weight.grad = torch.tensor([[2.0, 4.0]]) * number
+        layer.bias.grad = torch.tensor([4.0]) * number
     assert placements.gradients(layers) == [6.0, 12.0]  # (4 + 16 + 16) ** 0.5
 
 
 def test_a_relayed_packet_waits_for_those_before_it_and_for_the_delay():
-    (sender, left), (right, receiver) = (
-        socket.socketpair(type=socket.SOCK_DGRAM) for _ in range(2)
-    )
+    sender, left = socket.socketpair(type=socket.SOCK_DGRAM)
+    right, receiver = socket.socketpair(type=socket.SOCK_DGRAM)
     arrivals = []
 
     def running():
@@ -437,9 +390,8 @@ def test_a_relayed_packet_waits_for_those_before_it_and_for_the_delay():
         sender.send(bytes([number]) * 1250)  # 10 ms at 1 Mbit/s
     slow_link.relay((left.fileno(), right.fileno()), 1, 5.0, running)
     assert [packet[0] for packet, _ in arrivals] == [0, 1, 2]
-    assert all(
-        seconds >= 0.005 + 0.01 * (number + 1) for number, (_, seconds) in enumerate(arrivals)
-    )
+    for number, (_, seconds) in enumerate(arrivals, 1):
+        assert seconds >= 0.005 + 0.01 * number
 
 
 @pytest.mark.slow
@@ -448,24 +400,18 @@ def test_updates_over_a_slow_link(tmp_path):
 
     BN sums them, then C in the forward and 2C in the backward; PN all at once.
     """
-    flags = (
-        f"--encoder --device cpu --dtype float32 --rows 64 --channels 16 --rounds 1 --output "
-        f"{tmp_path}/ranks.csv"
-    )
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.slow_link",
-        "--",
-        "benchmarks.ranks",
-        *flags.split(),
-    ]
+    flags = "--device cpu --dtype float32 --rows 64 --channels 16 --rounds 1"
+    module = ["benchmarks.ranks", *flags.split(), "--output", str(tmp_path / "ranks.csv")]
+    command = [sys.executable, "-m", "benchmarks.slow_link", "--", *module]
     done = run(*command, cwd=ROOT, check=False)
     if "this needs Linux, root" in done.stderr:
         pytest.skip(done.stderr)
     assert done.returncode == 0, done.stderr
     columns = ("norm", "norms", "waited_for", "asynchronous", "bytes")
-    assert [[row[name] for name in columns] for row in read(tmp_path / "ranks.csv")] == [
+    found = []
+    for row in read(tmp_path / "ranks.csv"):
+        found.append([row[name] for name in columns])
+    assert found == [
         ["layer", "0", "0.0", "0.0", "0.0"],
         ["batch", "13", "3.0", "0.0", "260.0"],
         ["power-v", "13", "2.0", "0.0", "196.0"],

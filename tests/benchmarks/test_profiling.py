@@ -12,7 +12,6 @@ from pn_fairseq import kernels
 from pn_fairseq.kernels import reference
 from pn_fairseq.norms import build_norm
 
-COUNT = partial(count, device=torch.device("cpu"))
 ROWS, CHANNELS = 48, 16
 X = ROWS * CHANNELS * 4
 VECTOR = CHANNELS * 4
@@ -21,7 +20,8 @@ VECTOR = CHANNELS * 4
 @pytest.fixture
 def activations():
     """x that needs a gradient, and dy, of 48 tokens and 16 channels."""
-    return torch.randn(ROWS, CHANNELS, requires_grad=True), torch.randn(ROWS, CHANNELS)
+    x = torch.randn(ROWS, CHANNELS, requires_grad=True)
+    return x, torch.randn(ROWS, CHANNELS)
 
 
 def test_counts_of_layer_norm_by_hand(activations):
@@ -29,72 +29,71 @@ def test_counts_of_layer_norm_by_hand(activations):
     norm = nn.LayerNorm(CHANNELS)
     statistics = 2 * ROWS * 4
     # x, weight, bias; y, means, 1 / standard deviations
-    assert COUNT(lambda: norm(x)) == Counts(1, X + 2 * VECTOR, X + statistics)
+    assert count(lambda: norm(x)) == Counts(1, X + 2 * VECTOR, X + statistics)
     y = norm(x)
     # dy, x, weight, bias, both statistics; the gradients of x, weight and bias
-    assert COUNT(lambda: y.backward(dy)) == Counts(
-        1, 2 * X + statistics + 2 * VECTOR, X + 2 * VECTOR
-    )
+    read, written = 2 * X + statistics + 2 * VECTOR, X + 2 * VECTOR
+    assert count(lambda: y.backward(dy)) == Counts(1, read, written)
 
 
 def test_counts_of_operators_by_hand(activations):
     x = activations[0].detach()
     mask = torch.zeros(ROWS, 1, dtype=torch.bool)
     out, row = torch.empty_like(x), torch.randn(1, CHANNELS)
-    assert COUNT(lambda: x.view(-1).unsqueeze(0).expand(3, -1)) == Counts(0, 0, 0)
-    assert COUNT(lambda: torch.empty_like(x).detach()) == Counts(0, 0, 0)
-    assert COUNT(lambda: x + 1.0) == Counts(1, X + 8, X)
-    assert COUNT(lambda: x * x) == Counts(1, X, X)
-    assert COUNT(lambda: x + row.expand_as(x)) == Counts(1, X + VECTOR, X)
-    assert COUNT(lambda: torch.exp(x, out=out)) == Counts(1, X, X)
-    assert COUNT(lambda: out.copy_(x)) == Counts(1, X, X)
-    assert COUNT(lambda: out.add_(x)) == Counts(1, 2 * X, X)
-    assert COUNT(lambda: torch.cat([x, out])) == Counts(1, 2 * X, 2 * X)
+    assert count(lambda: x.view(-1).unsqueeze(0).expand(3, -1)) == Counts(0, 0, 0)
+    assert count(lambda: torch.empty_like(x).detach()) == Counts(0, 0, 0)
+    assert count(lambda: x + 1.0) == Counts(1, X + 8, X)
+    assert count(lambda: x * x) == Counts(1, X, X)
+    assert count(lambda: x + row.expand_as(x)) == Counts(1, X + VECTOR, X)
+    assert count(lambda: torch.exp(x, out=out)) == Counts(1, X, X)
+    assert count(lambda: out.copy_(x)) == Counts(1, X, X)
+    assert count(lambda: out.add_(x)) == Counts(1, 2 * X, X)
+    assert count(lambda: torch.cat([x, out])) == Counts(1, 2 * X, 2 * X)
     # A copy, and then the copy and the mask are read and the copy is written.
-    assert COUNT(lambda: x.masked_fill(mask, 0.0)) == Counts(2, X + X + ROWS, 2 * X)
-    assert COUNT(lambda: x.to(torch.bfloat16)) == Counts(1, X, X // 2)
-    assert COUNT(lambda: x.to(torch.float32)) == Counts(0, 0, 0)
-    assert COUNT(lambda: x.reshape(-1)) == Counts(0, 0, 0)
-    assert COUNT(lambda: x.t().reshape(-1)) == Counts(1, X, X)
-    assert COUNT(lambda: x.exp().sum()) == Counts(2, 2 * X, X + 4)
-    assert COUNT(lambda: x.exp(), opaque=True) == Counts(1, None, None)
+    assert count(lambda: x.masked_fill(mask, 0.0)) == Counts(2, X + X + ROWS, 2 * X)
+    assert count(lambda: x.to(torch.bfloat16)) == Counts(1, X, X // 2)
+    assert count(lambda: x.to(torch.float32)) == Counts(0, 0, 0)
+    assert count(lambda: x.reshape(-1)) == Counts(0, 0, 0)
+    assert count(lambda: x.t().reshape(-1)) == Counts(1, X, X)
+    assert count(lambda: x.exp().sum()) == Counts(2, 2 * X, X + 4)
+    assert count(lambda: x.exp(), opaque=True) == Counts(1, None, None)
 
 
 @pytest.mark.skipif("cpp" not in kernels.available(), reason="there are no C++ kernels")
 @pytest.mark.parametrize("groups", [0, 4])
 def test_counts_of_fused_pn_by_hand(groups, activations):
     x, dy = activations
-    norm, mask = (
-        build_norm("power", CHANNELS, layer_scale_groups=groups),
-        torch.zeros(ROWS, dtype=torch.bool),
-    )
+    norm = build_norm("power", CHANNELS, layer_scale_groups=groups)
+    mask = torch.zeros(ROWS, dtype=torch.bool)
     scales = ROWS * groups * 4
     with kernels.using("cpp"):
-        forward = COUNT(lambda: norm(x, mask))
+        forward = count(lambda: norm(x, mask))
         y = norm(x, mask)
-        backward = COUNT(lambda: y.backward(dy))
+        backward = count(lambda: y.backward(dy))
     copies = 2 * VECTOR  # of psi^2 and nu
-    # x, mask, weight, bias, psi^2; y, 1 / rms, psi_B^2, N
-    read, written = X + ROWS + 3 * VECTOR, X + scales + VECTOR + 4
+    read = X + ROWS + 3 * VECTOR  # x, mask, weight, bias, psi^2
+    written = X + scales + VECTOR + 4  # y, 1 / rms, psi_B^2, N
     assert forward == Counts(2, read + copies, written + copies)
     # dy, x, mask, weight, psi^2, nu, 1 / rms, the state, psi_B^2, N; the gradients of x, weight and
     # bias, the state
     state = 2 * VECTOR + 8
-    assert backward == Counts(
-        1, 2 * X + ROWS + 3 * VECTOR + scales + state + VECTOR + 4, X + 2 * VECTOR + state
-    )
+    of_batch = VECTOR + 4
+    read = 2 * X + ROWS + 3 * VECTOR + scales + state + of_batch
+    assert backward == Counts(1, read, X + 2 * VECTOR + state)
 
 
 def test_the_reference_is_counted_by_what_it_is_made_of(activations):
     x = activations[0].detach()
     mask = torch.zeros(ROWS, dtype=torch.bool)
     args = (x, None, None, None, torch.ones(CHANNELS), mask, None, 4, 1e-5, True)
-    alone = COUNT(lambda: reference.normalize(*args))
+    alone = count(lambda: reference.normalize(*args))
     with kernels.using("reference"):
-        assert COUNT(lambda: kernels.normalize(*args), look_into="pn_fairseq") == alone
+        normalize = partial(kernels.normalize, *args)
+        assert count(normalize, look_into="pn_fairseq") == alone
         if len(kernels.available()) > 1:  # or else torch itself sees that it is made of others
-            assert COUNT(lambda: kernels.normalize(*args)).kernels == 1
-    assert alone.kernels > 10 and alone.bytes_read > 5 * X
+            assert count(normalize).kernels == 1
+    assert alone.kernels > 10
+    assert alone.bytes_read > 5 * X
 
 
 def test_peak_memory_of_layer_norm_by_hand(activations):
@@ -106,4 +105,5 @@ def test_peak_memory_of_layer_norm_by_hand(activations):
     contestant.forget(x)
     peak = peak_memory(step, torch.device("cpu"))
     # y, dx, both statistics, the gradients of weight and bias, and each thread's sums for these two
-    assert peak == 2 * X + 2 * ROWS * 4 + 2 * VECTOR + torch.get_num_threads() * 2 * VECTOR
+    of_parameters = (1 + torch.get_num_threads()) * 2 * VECTOR
+    assert peak == 2 * X + 2 * ROWS * 4 + of_parameters

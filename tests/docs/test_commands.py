@@ -52,10 +52,10 @@ def help_of(tool: str) -> str:
     if tool == "fairseq-hydra-train":
         return "--config-dir --config-name --multirun"
     if tool.endswith(".sh"):
-        path = ROOT / "scripts" / tool.removeprefix("scripts/")
+        path = ROOT / (tool if "/" in tool else f"scripts/{tool}")
         if not path.is_file():
             raise LookupError(f"there is no {tool}")
-        words = words_of(path.name)
+        words = words_of(path)
         return pn_help(*words) if words else run("bash", path, "--help").stdout
     return pn_help(*tool.split()[1:])
 

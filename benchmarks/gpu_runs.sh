@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# Train several models side by side on one GPU for a limited time, and go on another time.
+#   benchmarks/gpu_runs.sh LIST OUT SECONDS
+# Each line of LIST (such as benchmarks/gpu_runs.txt) has the words of a `pn` command; # begins a comment. All start at
+# once in the current folder, and end after SECONDS at the latest. OUT receives, every minute and at the end,
+#   runs.tar        runs/ without runs/data; where it is there at the beginning, the commands resume from it
+#   small.tar.gz    its files of at most 256 KiB: logs, settings, scores
+#   1.log, 2.log    what the commands printed
+# Variables: PN=pn  EVERY=60 (seconds between two copies)
+set -euo pipefail
+pn=${PN:-pn} every=${EVERY:-60}
+say() { echo "[gpu_runs.sh] $*" >&2; }
+die() { echo "gpu_runs.sh: error: $*" >&2 && exit 2; }
+[[ ${1-} != --help ]] || { sed -n '2,/^set/s/^# \?//p' "$0" && exit; }
+[[ $# -eq 3 && $3 =~ ^[1-9][0-9]*$ ]] || die "expected LIST OUT SECONDS (see --help)"
+list=$1 out=$2 seconds=$3
+[[ -f $list ]] || die "there is no list '$list'"
+command -v "$pn" >/dev/null || die "there is no '$pn' (PN=...)"
+mapfile -t lines < <(sed 's/#.*//; /^[[:space:]]*$/d' "$list")
+((${#lines[@]})) || die "'$list' names no command"
+
+mkdir -p "$out" runs
+if [[ -f $out/runs.tar ]]; then
+    tar -xf "$out/runs.tar" --keep-newer-files 2>/dev/null || die "'$out/runs.tar' cannot be unpacked"
+    say "goes on from $out/runs.tar"
+fi
+
+# A checkpoint appears under its name when it is complete. tar ends with 1 if a file changes meanwhile.
+copy() {
+    tar -cf "$out/runs.tar.partial" --exclude=runs/data --exclude='*.partial' runs 2>/dev/null || [[ $? -eq 1 ]]
+    mv "$out/runs.tar.partial" "$out/runs.tar"
+    find runs -path runs/data -prune -o -type f -size -257k -print0 >"$out/small.partial"
+    tar -czf "$out/small.tar.gz" --null --files-from "$out/small.partial" 2>/dev/null || [[ $? -eq 1 ]]
+    rm "$out/small.partial"
+}
+
+processes=()
+for line in "${lines[@]}"; do
+    read -ra words <<<"$line"
+    timeout --kill-after=30 "$seconds" "$pn" "${words[@]}" >>"$out/$((${#processes[@]} + 1)).log" 2>&1 &
+    processes+=($!)
+done
+trap 'kill "${processes[@]}" 2>/dev/null || true' EXIT
+while [[ -n $(jobs -pr) ]]; do
+    for ((waited = 0; waited < every; waited++)); do
+        [[ -z $(jobs -pr) ]] || sleep 1
+    done
+    copy
+done
+failed=0
+for number in "${!processes[@]}"; do
+    code=0
+    wait "${processes[number]}" || code=$?
+    case $code in
+        0) state=finished ;;
+        124 | 137 | 143) state="cut off; the same command goes on" ;;
+        *) state="FAILED, see $out/$((number + 1)).log" failed=1 ;;
+    esac
+    say "pn ${lines[number]}: $state"
+done
+exit "$failed"
