@@ -30,6 +30,7 @@ from pn_fairseq.pipeline.checks import check_values
 from pn_fairseq.pipeline.data.recipes import RECIPES
 from pn_fairseq.pipeline.reproduce import CORPORA
 from pn_fairseq.pipeline.runs import flat
+from pn_fairseq.pipeline.setting_roles import listed_role
 from pn_fairseq.pipeline.settings import compose as compose_settings
 
 from .scripts_helpers import ROOT
@@ -488,6 +489,15 @@ def test_what_every_config_reports_and_keeps(name):
     assert max(cfg.checkpoint.keep_last_epochs, cfg.checkpoint.keep_interval_updates) == 10
     limits = (cfg.checkpoint.patience, cfg.optimization.max_update, cfg.optimization.max_epoch)
     assert any(limit > 0 for limit in limits)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_setting_has_a_role(name):
+    """A new one has to be put into pn_fairseq/pipeline/setting_roles.py."""
+    settings = flat(OmegaConf.to_container(composed(name)))
+    assert not [
+        name for name in settings if not name.startswith("hydra.") and listed_role(name) is None
+    ]
 
 
 @pytest.mark.parametrize("name", CONFIGS)

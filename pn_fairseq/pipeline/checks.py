@@ -30,6 +30,7 @@ from pn_fairseq.common.files import read_settings
 from pn_fairseq.fairseq_patches.one_line_errors import check_criterion
 from pn_fairseq.models.from_checkpoint import load_weights
 from pn_fairseq.pipeline.runs import Run, flat, load_config
+from pn_fairseq.pipeline.setting_roles import role_of
 from pn_fairseq.pipeline.settings import Batches, flags
 
 #: Pattern of dotted names, lower bound, upper bound (excluded).
@@ -62,18 +63,6 @@ RANGES = (
         -1,
         math.inf,
     ),
-)
-#: Settings that may change when a run is resumed, as patterns of dotted names: when to stop, what
-#: to report, save and validate, how to decode, where things are, on how many ranks. All others
-#: decide the weights.
-MAY_CHANGE = re.compile(
-    r"(generation|common_eval|eval_lm|interactive|distributed_training|bmuf|scoring)(\..*)?|average_last"
-    r"|optimization\.(max_update|max_epoch|stop_time_hours|update_freq)"
-    r"|checkpoint\.(patience|save_.*|keep_.*|no_(epoch|last|save).*|write_checkpoints_asynchronously|maximize_.*|best_.*)"
-    r"|common\.(log_.*|tensorboard_logdir|wandb_.*|azureml_logging|aim_.*|user_dir|cpu|fp16_no_flatten_grads)"
-    r"|dataset\.(num_workers.*|data_buffer_size|max_tokens|max_tokens_valid|batch_size_valid|max_valid_steps"
-    r"|(validate|fixed_validation|disable_validation).*)"
-    r"|task\.data|model\.norm_(module|stats_interval|probe.*)"
 )
 
 
@@ -301,25 +290,24 @@ def check_same_run(cfg: DictConfig, data: Path, run: Path) -> None:
             f"'{run}' was started with different data than '{data}' (compare {kept}); use another "
             "--run"
         )
-    before, now = (
-        flat(OmegaConf.to_container(one)) for one in (load_config(run / "config.yaml"), cfg)
+    before = flat(OmegaConf.to_container(load_config(run / "config.yaml")))
+    now = flat(OmegaConf.to_container(cfg))
+    changed = []
+    for key in sorted({*before, *now}, key=lambda key: (not key.startswith("model."), key)):
+        old, new = before.get(key), now.get(key)
+        if old != new and not role_of(key).may_change:
+            old, new = ("unset" if value is None else value for value in (old, new))
+            changed.append(f"{key} {old} -> {new}")
+    if not changed:
+        return
+    shown = changed[:3]
+    if len(changed) > 3:
+        shown.append(f"and {len(changed) - 3} more")
+    raise UserError(
+        f"'{run}' was started with different settings: {', '.join(shown)}; use another --run or "
+        "remove it (only limits, decoding, saving, validation and logging may change when a run is "
+        "resumed)"
     )
-    keys = sorted({*before, *now}, key=lambda key: (not key.startswith("model."), key))
-    changed = [
-        key for key in keys if before.get(key) != now.get(key) and not MAY_CHANGE.fullmatch(key)
-    ]
-    if changed:
-        values = (
-            (key, *("unset" if one.get(key) is None else one[key] for one in (before, now)))
-            for key in changed
-        )
-        shown = ", ".join(f"{key} {old} -> {new}" for key, old, new in [*values][:3])
-        shown += f", and {len(changed) - 3} more" if len(changed) > 3 else ""
-        raise UserError(
-            f"'{run}' was started with different settings: {shown}; use another --run or remove "
-            "it (only limits, decoding, saving, validation and logging may change when a run is "
-            "resumed)"
-        )
 
 
 def longer_than_asked(cfg: DictConfig, run: Path) -> str:
