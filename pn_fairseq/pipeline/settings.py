@@ -30,7 +30,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 import pn_fairseq.models  # noqa: F401 (registers the architectures)
-from pn_fairseq.common.command import UserError, did_you_mean, say, whole_number
+from pn_fairseq.common.command import UserError, absolute, did_you_mean, say, whole_number
 from pn_fairseq.common.files import CONFIGS
 from pn_fairseq.fairseq_patches.convert_norms import SETTINGS
 from pn_fairseq.pipeline.runs import load_config
@@ -43,7 +43,16 @@ OWN = ("tokens_per_update", "average_last")
 POINTS = 20
 #: Settings that name files. They become absolute, since a run may be resumed, decoded or reported
 #: from another folder.
-PATHS = ("checkpoint.finetune_from_model", "model.norm_module", "model.norm_probe")
+PATHS = (
+    "checkpoint.continue_once",
+    "checkpoint.finetune_from_model",
+    "common.quantization_config_path",
+    "common.tensorboard_logdir",
+    "model.decoder_embed_path",
+    "model.encoder_embed_path",
+    "model.norm_module",
+    "model.norm_probe",
+)
 #: The sections of fairseq's settings.
 SECTIONS = {
     name: field.type
@@ -151,7 +160,7 @@ def compose(
                     f"model.norm_module: there is no file '{absent[0]}'; name it by "
                     "model.norm_module=FILE"
                 )
-            OmegaConf.update(cfg, name, ",".join(map(os.path.abspath, paths)))
+            OmegaConf.update(cfg, name, ",".join(str(absolute(path)) for path in paths))
     average_last = cfg.get("average_last", (cfg.scoring or {}).get("average_last", 0))
     cfg.average_last = whole_number("average_last", average_last, least=0) or None
     cfg.tokens_per_update, cfg.scoring = batches.tokens_per_update, None

@@ -154,6 +154,8 @@ def test_text_for_a_model_of_other_data(corpus, tmp_path):
     said = prepare(corpus, new, "--like", old)
     assert re.search(r"note: \d[\d.]+% of the subwords of train.es are not in the dictionary", said)
     assert "learning" not in said
+    weights = "checkpoint.finetune_from_model=RUN/checkpoints/averaged.pt"
+    assert f"next: pn train own_text --data {new} --run NEW-RUN {weights}\n" in said
     assert (new / "bin/dict.es.txt").read_bytes() == (old / "bin/dict.es.txt").read_bytes()
     assert (new / "bpe/codes").read_bytes() == (old / "bpe/codes").read_bytes()
     assert read(new / "settings.txt") == read(old / "settings.txt")
@@ -162,7 +164,7 @@ def test_text_for_a_model_of_other_data(corpus, tmp_path):
     words = ("prepare", "text", "--corpus", corpus, "--dest", tmp_path / "third", "--like")
     for options, needle in (
         ((old, "--target", "de"), "has target=en, not de"),
-        ((old / "bin",), "settings.txt does not exist"),
+        ((old / "bin",), "is inside of prepared data"),
         (
             (old, "--segmentation", "sentencepiece"),
             "has segmentation=subword-nmt, not sentencepiece",
