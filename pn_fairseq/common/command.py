@@ -41,23 +41,6 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
         return formatter._fill_text(self, text, width, indent)
 
 
-#: Environment variables of earlier versions -> the options that replace them.
-REPLACED = {
-    **{
-        "NORMS": "--norms ln,pn",
-        "SEEDS": "--seeds 1,2",
-        "SIZE": "--size SIZE",
-        "MODELS": "--models MODEL",
-    },
-    **{"TABLE": "--table NAME", "NPROC": "--ranks N"},
-    **{
-        "MOSES": "--moses DIR",
-        "BPE": "--segmentation sentencepiece",
-        "DATA_MIRROR": "--mirror DIR-OR-URL",
-    },
-}
-
-
 #: Options of fairseq's programs and scripts -> ours that mean the same.
 FAIRSEQ = {
     **dict.fromkeys(("--num-update-checkpoints", "--num-epoch-checkpoints"), "--last"),
@@ -82,9 +65,6 @@ class ArgumentParser(argparse.ArgumentParser):
 
     ``setting_of`` is asked for the setting ``key=value`` that an unknown option means; it gets the
     option, the word after it and all words.
-
-    It is an error that a variable is set which one of its options has replaced: the command would
-    do something else than it says.
     """
 
     def __init__(
@@ -97,16 +77,7 @@ class ArgumentParser(argparse.ArgumentParser):
         if "--version" not in self._option_string_actions:
             self.add_argument("--version", action="version", version=f"pn_fairseq {__version__}")
         self._words = list(sys.argv[1:] if args is None else args)
-        parsed = super().parse_known_args(args, namespace)
-        for variable, option in REPLACED.items():
-            if option.split()[0] in self._option_string_actions and (
-                value := os.environ.get(variable)
-            ):
-                self.error(
-                    f"{variable}={value!r} in the environment has no effect: unset it, and use "
-                    f"{option}"
-                )
-        return parsed
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         if (

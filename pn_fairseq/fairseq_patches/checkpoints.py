@@ -33,12 +33,10 @@ from fairseq.trainer import Trainer
 
 from pn_fairseq.common.checkpoints import (
     KEY,
-    UNSCALED,
     CheckpointError,
     allow_fairseq_checkpoints,
     explain_misfit,
     readable,
-    without_loss_scale,
 )
 from pn_fairseq.common.environment import patches_enabled
 from pn_fairseq.common.errors import FoldedModelError, one_line_errors
@@ -60,8 +58,7 @@ def load_checkpoint_to_cpu(original, path, *args, **kwargs):
         one_line_errors(CheckpointError),
         readable(path, pickle.UnpicklingError, RuntimeError, EOFError),
     ):
-        state = original(path, *args, **kwargs)
-    return without_loss_scale(state, path)
+        return original(path, *args, **kwargs)
 
 
 @patch(BaseFairseqModel, "load_state_dict", "self state_dict strict model_cfg args")
@@ -139,7 +136,7 @@ def write_files(original, cfg, trainer, epoch_itr, val_loss):
 
 @patch(Trainer, "save_checkpoint", "self filename extra_state")
 def save(original, trainer, filename, extra_state):
-    ours = {**extra_state.get(KEY, {}), UNSCALED: True}
+    ours = dict(extra_state.get(KEY, {}))
     count = counter()
     if hasattr(count, "best"):
         ours["early_stopping"] = {"best": count.best, "num_runs": getattr(count, "num_runs", 0)}

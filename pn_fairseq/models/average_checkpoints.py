@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from pn_fairseq.common.checkpoint_files import CheckpointError, check_input_path
-from pn_fairseq.common.checkpoints import load_checkpoint, without_loss_scale
+from pn_fairseq.common.checkpoints import load_checkpoint
 from pn_fairseq.common.command import say
 
 
@@ -58,7 +58,7 @@ def average_checkpoints(paths: Sequence[Path]) -> dict:
     tied: dict[str, str] = {}  # key -> the first key with the same memory, in the newest checkpoint
     path_of_update: dict[int, Path] = {}
     for number, path in enumerate(paths, 1):
-        state = without_loss_scale(load_checkpoint(path), path)
+        state = load_checkpoint(path)
         state.pop("last_optimizer_state", None)
         model, updates = state["model"], num_updates(state)
         print(f"[{number}/{len(paths)}] {path}: update {updates}, {len(model)} tensors", flush=True)

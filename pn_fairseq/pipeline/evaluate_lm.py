@@ -81,9 +81,7 @@ def read_perplexity(run: Path, subset: str = "test", context: int = 0) -> Perple
     file = result_file(run, subset, context)
     try:
         values = json.loads(file.read_text("utf-8"))
-        return Perplexity(
-            **{name: values[name] for name in Perplexity.__dataclass_fields__ if name in values}
-        )
+        return Perplexity(**{name: values[name] for name in Perplexity.__dataclass_fields__})
     except FileNotFoundError:
         raise UserError(f"there is no {file} (pn evaluate-lm writes it)") from None
     except (ValueError, TypeError, KeyError) as error:

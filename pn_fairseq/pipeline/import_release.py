@@ -13,7 +13,6 @@ from pn_fairseq.common.checkpoints import (
     check_output_path,
     load_checkpoint,
     save_checkpoint,
-    without_loss_scale,
 )
 from pn_fairseq.common.command import ArgumentParser, UserError, without_fairseqs_log
 
@@ -71,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.add_argument(f"--alpha-{option}", type=float, default=0.9, metavar="A", help=meaning)
     args = parser.parse_args(argv)
     check_output_path(args.output, [args.checkpoint])
-    state = without_loss_scale(load_release(args.checkpoint), args.checkpoint)
+    state = load_release(args.checkpoint)
     with without_fairseqs_log(logging.CRITICAL):
         # Imported here: --help and a misspelt name are answered at once.
         from pn_fairseq.models.import_release import import_release

@@ -312,20 +312,14 @@ def score_run(
 
 
 def is_scored(run: Path, subset: str) -> bool:
-    """Whether ``scores.json`` exists and belongs to the present hypotheses,
-
-    or an earlier version wrote it.
-    """
+    """Whether ``scores.json`` exists and belongs to the present hypotheses."""
     folder = run / "generate" / subset
-    scores, hypotheses = (
-        folder / "scores.json",
-        results_of_fairseq(run, subset, folder) or folder / "hyp.tok",
-    )
-    if not (made := stamp.stamp_of(scores)).is_file():
-        return scores.is_file()
-    return scores.is_file() and not stamp.differences(
-        made, stamp.made_from({}, {"hypotheses": [hypotheses]})
-    )
+    scores = folder / "scores.json"
+    if not scores.is_file():
+        return False
+    decoded = results_of_fairseq(run, subset, folder) or folder / "hyp.tok"
+    wanted = stamp.made_from({}, {"hypotheses": [decoded]})
+    return not stamp.differences(stamp.stamp_of(scores), wanted)
 
 
 def read_scores(folder: Path) -> Scores:

@@ -41,7 +41,7 @@ from pn_fairseq.common.machine import describe, own_cores
 from pn_fairseq.pipeline import stamp
 from pn_fairseq.pipeline.data.settings import check_not_inside, check_prepared
 from pn_fairseq.pipeline.launch import RESUME, RankLayout, TrainingFailed, find_layout, torchrun
-from pn_fairseq.pipeline.runs import Run, flat, load_config
+from pn_fairseq.pipeline.runs import flat, load_config
 
 EPILOG = """\
 settings (key=value, in hydra's syntax):
@@ -253,12 +253,7 @@ def is_finished(cfg, updates: int, run: Path, data: Path) -> bool:
     """Whether the run has reached its last update, or has ended with the same limits."""
     if cfg.optimization.max_update and updates >= cfg.optimization.max_update:
         return True
-    if (run / "made.txt").is_file():
-        return not stamp.differences(run / "made.txt", goal(cfg, data))
-    before = Run(run)  # which an earlier version may have trained
-    return (
-        before.log is not None and before.log.ended and goal(before.config, data) == goal(cfg, data)
-    )
+    return not stamp.differences(run / "made.txt", goal(cfg, data))
 
 
 def note_on_longer(cfg, run: Path) -> None:

@@ -8,11 +8,13 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from pn_fairseq.common.command import REPLACED, UserError
+from pn_fairseq.common.command import UserError
+from pn_fairseq.common.files import only_writer
 from pn_fairseq.common.published import LM_TABLES, PAPER
 from pn_fairseq.pipeline import reproduce, train
 from pn_fairseq.pipeline.data.recipes import RECIPES
@@ -196,12 +198,6 @@ def test_dry_run_can_be_pasted_into_a_shell(unchecked, tmp_path):
     assert not (tmp_path / "a b").exists()
 
 
-def test_variables_of_earlier_versions_are_named_with_their_options():
-    for variable, option in REPLACED.items():
-        refused = in_process("iwslt14", "--dry-run", **{variable: "1"})
-        assert_refused(refused, f"{variable}='1' in the environment has no effect", option)
-
-
 STUB = """#!/usr/bin/env bash
 # Records its arguments; fails or hangs where FAIL or HANG matches.
 echo "$*" >>"$CALLS"
@@ -347,6 +343,30 @@ def test_a_step_that_a_signal_ends(calls, monkeypatch, number, code):
 def test_without_data_or_report_it_is_an_error(calls, fails, count):
     result, made_of = made(calls, FAIL=fails)
     assert result.returncode == 2 and len(made_of) == count
+
+
+def test_a_second_one_in_the_same_folder_is_told_which_run_the_first_one_makes(unchecked, tmp_path):
+    """Before the settings are checked, which takes seconds; and nothing of a killed one remains."""
+    runs = tmp_path / "runs/iwslt14_de_en"
+    ready, written = os.pipe()
+    first = os.fork()
+    if not first:
+        with only_writer(runs) as note:
+            note("pn_seed1: train")
+            os.write(written, b"ready")
+            time.sleep(60)
+    os.read(ready, 5)
+    before = set(tmp_path.rglob("*"))
+    try:
+        who = f"'{runs}' is being made by another process ({first}, pn_seed1: train)"
+        assert_refused(in_process("iwslt14"), f"{who}: wait for it, or name another output")
+        assert set(tmp_path.rglob("*")) == before
+        assert dry_run("iwslt14", "--norms", "ln")
+    finally:
+        os.kill(first, signal.SIGKILL)
+        os.waitpid(first, 0)
+    reproduce.check_no_writer(runs)
+    assert not list(runs.parent.iterdir())
 
 
 # test_a_step_that_a_signal_ends has SIGINT, which the step gets as well, and test_train.py sends it
