@@ -28,10 +28,10 @@ from pn_fairseq.models.transformer_pn import TransformerPNConfig
 from pn_fairseq.norms import NORMS
 from pn_fairseq.pipeline.checks import check_values
 from pn_fairseq.pipeline.data.recipes import RECIPES
-from pn_fairseq.pipeline.reproduce import CORPORA
 from pn_fairseq.pipeline.runs import flat
 from pn_fairseq.pipeline.setting_roles import listed_role
-from pn_fairseq.pipeline.settings import compose as compose_settings
+from pn_fairseq.pipeline.steps import experiments
+from pn_fairseq.pipeline.training_settings import compose as compose_settings
 
 from .scripts_helpers import ROOT
 
@@ -565,7 +565,7 @@ KINDS = {tuple(key for key, _ in row[2:]): row for row in ROWS}.values()
 def test_rows_of_published_tables_are_models(row):
     """With the settings that --table gives to ``pn train``."""
     config, norm, *changes = row
-    corpus = next(corpus for corpus in CORPORA.values() if config.startswith(corpus.config))
+    corpus = next(corpus for corpus in experiments().values() if config.startswith(corpus.config))
     arch = f"{corpus.models[0]}_{NORMS[norm].short}_{corpus.size}"
     given = [
         "task.data=/data",

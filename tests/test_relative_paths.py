@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from pn_fairseq.__main__ import VERBS, call
 from pn_fairseq.pipeline.data.tokens import SCRIPTS
-from pn_fairseq.pipeline.settings import PATHS, compose
+from pn_fairseq.pipeline.training_settings import PATHS, compose
 
 from .fixtures.reports import make_run as reported_run
 from .fixtures.runs import make_run, untrained_checkpoint

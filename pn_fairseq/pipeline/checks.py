@@ -31,7 +31,7 @@ from pn_fairseq.fairseq_patches.one_line_errors import check_criterion
 from pn_fairseq.models.from_checkpoint import load_weights
 from pn_fairseq.pipeline.runs import Run, flat, load_config
 from pn_fairseq.pipeline.setting_roles import role_of
-from pn_fairseq.pipeline.settings import Batches, flags
+from pn_fairseq.pipeline.training_settings import Batches, flags
 
 #: Pattern of dotted names, lower bound, upper bound (excluded).
 RANGES = (

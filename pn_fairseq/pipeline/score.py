@@ -10,9 +10,9 @@ from tabulate import tabulate
 from pn_fairseq.common.command import ArgumentParser, UserError, whole
 from pn_fairseq.common.files import read_lines, short_names
 from pn_fairseq.pipeline import RUN_HELP, SUBSET_HELP
-from pn_fairseq.pipeline.bootstrap import RESAMPLES, Comparison, compare_folders, p_text
 from pn_fairseq.pipeline.metrics import METRICS, Scoring
-from pn_fairseq.pipeline.scoring import (
+from pn_fairseq.pipeline.paired_bootstrap import RESAMPLES, Comparison, compare_folders, p_text
+from pn_fairseq.pipeline.translation_scores import (
     Text,
     is_scored,
     low_bleu,

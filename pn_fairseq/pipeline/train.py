@@ -158,18 +158,20 @@ def setting_of(option: str, value: str | None, words: list[str]) -> str:
 
     in the words of a command line with a configuration.
     """
-    from pn_fairseq.pipeline import settings
+    from pn_fairseq.pipeline import training_settings
 
     names = [word for word in words if not word.startswith("-") and "=" not in word]
     try:
-        return settings.of_flag(option, value, find_yaml(names[0], CONFIGS)) if names else ""
+        return (
+            training_settings.of_flag(option, value, find_yaml(names[0], CONFIGS)) if names else ""
+        )
     except UserError:  # the configuration is wrong as well
         return ""
 
 
 def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, run: Path) -> int:
     from pn_fairseq.pipeline import checks
-    from pn_fairseq.pipeline.settings import compose
+    from pn_fairseq.pipeline.training_settings import compose
 
     where = {
         "common.user_dir": PACKAGE,

@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_folders(args.runs)
 
     # Imported here, so that --help and a misspelt name are answered at once.
-    from pn_fairseq.pipeline.bootstrap import RESAMPLES
+    from pn_fairseq.pipeline.paired_bootstrap import RESAMPLES
     from pn_fairseq.report import page, perplexity, translation
     from pn_fairseq.report.runs import read_runs
     from pn_fairseq.report.significance import SHORT_NAMES

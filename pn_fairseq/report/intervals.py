@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pandas
 
-from pn_fairseq.pipeline.bootstrap import p_text
 from pn_fairseq.pipeline.metrics import Measure
+from pn_fairseq.pipeline.paired_bootstrap import p_text
 from pn_fairseq.report.curves import headless_pyplot, save, style
 from pn_fairseq.report.markdown import Markdown, missing
 from pn_fairseq.report.significance import MEASURES, POWER, Family, Interval, families

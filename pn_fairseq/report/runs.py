@@ -17,8 +17,8 @@ from pn_fairseq.common.files import check_folders, count_lines, read_settings, s
 from pn_fairseq.pipeline import runs, stamp
 from pn_fairseq.pipeline.evaluate_lm import Perplexity, read_perplexity
 from pn_fairseq.pipeline.metrics import METRICS
-from pn_fairseq.pipeline.scoring import Score, Scores, is_scored, low_bleu, read_scores
 from pn_fairseq.pipeline.training_log import Start, TrainingLog, read_log
+from pn_fairseq.pipeline.translation_scores import Score, Scores, is_scored, low_bleu, read_scores
 
 #: What language models are compared by -> the attribute of :class:`Perplexity`.
 LM_MEASURES = {"perplexity": "perplexity", "bits": "bits", "batch": "batch_perplexity"}

@@ -8,9 +8,9 @@ import pandas
 
 from pn_fairseq.common.command import UserError
 from pn_fairseq.common.published import PAPER, Table, recognise
-from pn_fairseq.pipeline.bootstrap import compare_folders, p_text
 from pn_fairseq.pipeline.metrics import METRICS
-from pn_fairseq.pipeline.scoring import low_bleu
+from pn_fairseq.pipeline.paired_bootstrap import compare_folders, p_text
+from pn_fairseq.pipeline.translation_scores import low_bleu
 from pn_fairseq.report.intervals import signed
 from pn_fairseq.report.markdown import missing
 from pn_fairseq.report.runs import Run

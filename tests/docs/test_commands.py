@@ -10,7 +10,7 @@ import pytest
 
 from pn_fairseq.__main__ import VERBS
 from pn_fairseq.pipeline.data.recipes import RECIPES
-from pn_fairseq.pipeline.reproduce import CORPORA
+from pn_fairseq.pipeline.steps import experiments
 
 from ..scripts_helpers import in_process, run, words_of
 from .pages import PAGES, ROOT, Command, block_commands, inline_commands, inline_options, ours
@@ -26,7 +26,7 @@ OTHER_OPTIONS |= {"--update2lr", "--sentence-bleu"}
 #: Variables that programs read and no help text names.
 VARIABLES = {"CUDA_VISIBLE_DEVICES"}
 #: pn reproduce trains with these configurations.
-CONFIGS = {"demo": "demo"} | {name: corpus.config for name, corpus in CORPORA.items()}
+CONFIGS = {"demo": "demo"} | {name: corpus.config for name, corpus in experiments().items()}
 
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -136,7 +136,7 @@ def test_options_in_sentences_exist():
         f"scripts/{path.name}" for path in (ROOT / "scripts").glob("*.sh")
     ]
     tools += [f"pn prepare {name}" for name in RECIPES] + [
-        f"pn reproduce {name}" for name in CORPORA
+        f"pn reproduce {name}" for name in experiments()
     ]
     tools += ["pn reproduce --study compare_norms"]
     tools += [f"python -m benchmarks.{name}" for name in ("norms", "training", "decoding")]
@@ -166,7 +166,7 @@ def test_settings_exist(config):
     """Composed at once, since that takes a second: one value of each, and all architectures by
     name.
     """
-    settings = pytest.importorskip("pn_fairseq.pipeline.settings")
+    settings = pytest.importorskip("pn_fairseq.pipeline.training_settings")
     values = trainings()[config]
     overrides = [f"{key}={min(value)}" for key, value in values.items()]
     settings.compose(ROOT / "configs" / f"{config}.yaml", overrides, world_size=1, on_cpu=True)

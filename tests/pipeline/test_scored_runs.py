@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from pn_fairseq.common.command import UserError
-from pn_fairseq.pipeline.bootstrap import compare_folders
 from pn_fairseq.pipeline.data.binarize import MAGIC
 from pn_fairseq.pipeline.data.tokens import DETOKENIZER, detokenize
 from pn_fairseq.pipeline.metrics import METRICS
-from pn_fairseq.pipeline.scoring import is_scored, read_scores, score_run
+from pn_fairseq.pipeline.paired_bootstrap import compare_folders
+from pn_fairseq.pipeline.translation_scores import is_scored, read_scores, score_run
 
 from ..fixtures import runs
 from ..fixtures.translations import noisy, reference, score, text_file

@@ -16,7 +16,7 @@ from scipy import stats
 
 from pn_fairseq.common.published import PAPER
 from pn_fairseq.pipeline.metrics import METRICS, Metric, Scoring, TokenizedBLEU
-from pn_fairseq.pipeline.scoring import Text, score_lines, score_texts
+from pn_fairseq.pipeline.translation_scores import Text, score_lines, score_texts
 from pn_fairseq.report import markdown
 from pn_fairseq.report.significance import Design
 from pn_fairseq.report.tables import relative

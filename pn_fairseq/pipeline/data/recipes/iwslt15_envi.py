@@ -5,13 +5,13 @@ the data for `pn train iwslt15_en_vi`: DIR/tok contains the tokens as published,
 DIR/raw the detokenized text.
 """
 
-from pn_fairseq.pipeline.data.corpus import Corpus
+from pn_fairseq.pipeline.data.experiment import Experiment
 from pn_fairseq.pipeline.data.pairs import tokens
 from pn_fairseq.pipeline.data.preparation import ARCHIVE, Preparation, Settings, bpe
 from pn_fairseq.pipeline.data.settings import WITHOUT_FINAL_STOP
 
 CONFIG = "iwslt15_en_vi"
-REPRODUCE = Corpus(CONFIG, "iwslt")
+REPRODUCE = Experiment(CONFIG, "iwslt")
 # There is no published recipe with BPE; 10,000 is IWSLT14's number, for a corpus of the same kind
 # and size.
 OPTIONS = ARCHIVE | bpe(10000)

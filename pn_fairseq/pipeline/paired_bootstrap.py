@@ -14,7 +14,7 @@ from sacrebleu.significance import PairedTest, Result
 from pn_fairseq.common.command import UserError
 from pn_fairseq.common.files import read_lines
 from pn_fairseq.pipeline.metrics import METRICS, Scoring
-from pn_fairseq.pipeline.scoring import check_same_length, read_scores
+from pn_fairseq.pipeline.translation_scores import check_same_length, read_scores
 
 #: Default number of resamples of the paired bootstrap, as in sacrebleu.
 RESAMPLES = 1000

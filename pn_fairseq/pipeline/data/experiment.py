@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Corpus:
+class Experiment:
     """The models of a corpus, and the steps for each."""
 
     config: str  # the name of a configuration, or the path of one

@@ -117,6 +117,8 @@ def main(argv: list[str]) -> None:
         say_next("prepare", "generate", "--run", "RUN", "--subset", options.test)
         return
     config = getattr(recipe, "TRAIN", recipe.CONFIG) or "CONFIG"
+    if hasattr(recipe, "REPRODUCE"):
+        config = recipe.REPRODUCE.config
     command = ["train", config]
     if options.dest:
         command += ["--data", options.dest]
