@@ -27,7 +27,7 @@ from benchmarks.norms import COPY, DTYPES, LARGE, PHASES, SHAPES
 from benchmarks.table import draw_points, markdown_table
 from pn_fairseq.common import command
 from pn_fairseq.common.files import atomic_write
-from pn_fairseq.common.machine import describe
+from pn_fairseq.pipeline.machine import describe
 
 ROOT = Path(__file__).resolve().parents[1]
 

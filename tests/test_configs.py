@@ -22,12 +22,12 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf, open_dict
 
 import pn_fairseq.models  # noqa: F401 (registers the architectures)
-from pn_fairseq.common.published import LM_TABLES, PAPER
 from pn_fairseq.models.norm_options import NormOptions
 from pn_fairseq.models.transformer_pn import TransformerPNConfig
 from pn_fairseq.norms import NORMS
 from pn_fairseq.pipeline.checks import check_values
 from pn_fairseq.pipeline.data.recipes import RECIPES
+from pn_fairseq.pipeline.published import LM_TABLES, PAPER
 from pn_fairseq.pipeline.runs import flat
 from pn_fairseq.pipeline.setting_roles import listed_role
 from pn_fairseq.pipeline.steps import experiments

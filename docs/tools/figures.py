@@ -24,7 +24,7 @@ from pathlib import Path
 import pandas
 
 from examples.smoothness import over_the_steps
-from pn_fairseq.common.published import PAPER_GAIN, PAPER_MEDIANS, PAPER_SPECTRA
+from pn_fairseq.pipeline.published import PAPER_GAIN, PAPER_MEDIANS, PAPER_SPECTRA
 from pn_fairseq.report.curves import save
 from pn_fairseq.report.figures import FIGURES as DRAWINGS
 from pn_fairseq.report.figures import Subject, read_subject, series_of, spectrum, values_of

@@ -38,9 +38,8 @@ from pn_fairseq.common.checkpoints import (
     explain_misfit,
     readable,
 )
-from pn_fairseq.common.environment import patches_enabled
 from pn_fairseq.common.errors import FoldedModelError, one_line_errors
-from pn_fairseq.fairseq_patches import patch, running_program
+from pn_fairseq.fairseq_patches import patch, patches_enabled, running_program
 
 if patches_enabled():
     allow_fairseq_checkpoints()

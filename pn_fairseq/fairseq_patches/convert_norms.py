@@ -21,9 +21,9 @@ from omegaconf import OmegaConf, open_dict
 from torch import Tensor, nn
 
 from pn_fairseq.common.command import checked
-from pn_fairseq.common.norm_report import NormReport, dashboard_interval
-from pn_fairseq.common.run_settings import learning_rate_warmup
 from pn_fairseq.fairseq_patches import patch
+from pn_fairseq.fairseq_patches.diagnostics_log import DiagnosticsLog, dashboard_interval
+from pn_fairseq.fairseq_patches.run_settings import learning_rate_warmup
 from pn_fairseq.norms import RunningNorm, build_norm, convert_norms, running_norms
 from pn_fairseq.norms.convert import convert
 from pn_fairseq.norms.converted import ConvertedNorm
@@ -156,10 +156,10 @@ def build_model(original, cfg, task, from_checkpoint=False):
         model.averages_norm_stats = True
     if (
         specifications
-        and not hasattr(model, "norm_report")
+        and not hasattr(model, "diagnostics_log")
         and (interval := dashboard_interval(cfg))
     ):
-        model.norm_report = NormReport(running_norms(model), interval)
+        model.diagnostics_log = DiagnosticsLog(running_norms(model), interval)
     if ignores:
         for module in model.modules():
             if isinstance(module, RunningNorm):

@@ -27,9 +27,8 @@ from fairseq.models import distributed_fairseq_model
 from torch.multiprocessing import ProcessExitedException
 from torch.nn.parallel import DistributedDataParallel
 
-from pn_fairseq.common.environment import patches_enabled
 from pn_fairseq.common.errors import one_line_errors
-from pn_fairseq.fairseq_patches import patch, running_program
+from pn_fairseq.fairseq_patches import patch, patches_enabled, running_program
 from pn_fairseq.fairseq_patches.checkpoints import counter
 from pn_fairseq.fairseq_patches.command_line import architecture
 

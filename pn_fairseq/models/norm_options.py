@@ -12,8 +12,8 @@ from hydra.utils import to_absolute_path
 from omegaconf import OmegaConf
 
 from pn_fairseq.common.command import checked
-from pn_fairseq.common.norm_report import dashboard_interval
-from pn_fairseq.common.run_settings import learning_rate_warmup, run_setting, writable
+from pn_fairseq.fairseq_patches.diagnostics_log import dashboard_interval
+from pn_fairseq.fairseq_patches.run_settings import learning_rate_warmup, run_setting, writable
 from pn_fairseq.models.placements import PLACEMENTS, find_placement
 from pn_fairseq.norms import (
     NORMS,

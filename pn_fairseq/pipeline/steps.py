@@ -24,11 +24,11 @@ from pn_fairseq.common.files import (
     find_yaml,
     only_writer,
 )
-from pn_fairseq.common.published import PAPER
 from pn_fairseq.pipeline.data.experiment import Experiment
 from pn_fairseq.pipeline.data.recipes import RECIPES, command_name
 from pn_fairseq.pipeline.data.settings import check_not_inside, check_prepared
 from pn_fairseq.pipeline.prepare import main as prepare_data
+from pn_fairseq.pipeline.published import PAPER
 from pn_fairseq.pipeline.runs import parts_of
 
 #: How long a step may take to end after Ctrl-C, which reaches it as well, before it gets SIGTERM.

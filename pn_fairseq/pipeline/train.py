@@ -37,10 +37,10 @@ from pn_fairseq.common.files import (
     names_in,
     write_settings,
 )
-from pn_fairseq.common.machine import describe, own_cores
 from pn_fairseq.pipeline import stamp
 from pn_fairseq.pipeline.data.settings import check_not_inside, check_prepared
 from pn_fairseq.pipeline.launch import RESUME, RankLayout, TrainingFailed, find_layout, torchrun
+from pn_fairseq.pipeline.machine import describe, own_cores
 from pn_fairseq.pipeline.runs import flat, load_config
 
 EPILOG = """\

@@ -9,7 +9,7 @@ from pathlib import Path
 from pn_fairseq.common.command import ArgumentParser, UserError, did_you_mean, whole
 from pn_fairseq.common.errors import unknown
 from pn_fairseq.common.files import check_folders
-from pn_fairseq.common.published import LM_PAPER, PAPER, read_table
+from pn_fairseq.pipeline.published import LM_PAPER, PAPER, read_table
 
 _EPILOG = """\
 example:

@@ -16,7 +16,7 @@ import numpy as np
 import pandas
 
 from pn_fairseq.common.command import ArgumentParser, UserError, did_you_mean
-from pn_fairseq.common.published import (
+from pn_fairseq.pipeline.published import (
     PAPER_BLEU,
     PAPER_GAIN,
     PAPER_MEDIANS,

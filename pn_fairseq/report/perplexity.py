@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pandas
 
-from pn_fairseq.common.published import LM_PAPER
+from pn_fairseq.pipeline.published import LM_PAPER
 from pn_fairseq.report.markdown import missing
 from pn_fairseq.report.systems import Corpus
 from pn_fairseq.report.tables import number, results

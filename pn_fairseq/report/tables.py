@@ -18,8 +18,8 @@ from pathlib import Path
 import pandas
 
 from pn_fairseq.common.command import say
-from pn_fairseq.common.published import Row
 from pn_fairseq.pipeline.metrics import METRICS
+from pn_fairseq.pipeline.published import Row
 from pn_fairseq.pipeline.training_log import TrainingLog
 from pn_fairseq.report.intervals import signed
 from pn_fairseq.report.markdown import Markdown, code, missing

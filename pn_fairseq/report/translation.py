@@ -7,9 +7,9 @@ from __future__ import annotations
 import pandas
 
 from pn_fairseq.common.command import UserError
-from pn_fairseq.common.published import PAPER, Table, recognise
 from pn_fairseq.pipeline.metrics import METRICS
 from pn_fairseq.pipeline.paired_bootstrap import compare_folders, p_text
+from pn_fairseq.pipeline.published import PAPER, Table, recognise
 from pn_fairseq.pipeline.translation_scores import low_bleu
 from pn_fairseq.report.intervals import signed
 from pn_fairseq.report.markdown import missing

@@ -14,8 +14,8 @@ import pandas
 import pytest
 from scipy import stats
 
-from pn_fairseq.common.published import PAPER
 from pn_fairseq.pipeline.metrics import METRICS
+from pn_fairseq.pipeline.published import PAPER
 from pn_fairseq.report import intervals
 from pn_fairseq.report.significance import LOSS, MEASURES
 

@@ -14,8 +14,8 @@ import pandas
 import pytest
 from scipy import stats
 
-from pn_fairseq.common.published import PAPER
 from pn_fairseq.pipeline.metrics import METRICS, Metric, Scoring, TokenizedBLEU
+from pn_fairseq.pipeline.published import PAPER
 from pn_fairseq.pipeline.translation_scores import Text, score_lines, score_texts
 from pn_fairseq.report import markdown
 from pn_fairseq.report.significance import Design

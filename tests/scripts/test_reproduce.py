@@ -15,9 +15,9 @@ import pytest
 
 from pn_fairseq.common.command import UserError
 from pn_fairseq.common.files import only_writer
-from pn_fairseq.common.published import LM_TABLES, PAPER
 from pn_fairseq.pipeline import steps, train
 from pn_fairseq.pipeline.data.recipes import RECIPES
+from pn_fairseq.pipeline.published import LM_TABLES, PAPER
 
 from .. import scripts_helpers
 from ..scripts_helpers import ROOT, assert_refused, environment, wait_for

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pn_fairseq.common.published import Table
+    from pn_fairseq.pipeline.published import Table
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Experiment:
     def tables(self) -> dict[str, Table]:
         """The published tables of the corpus."""
         # which takes longer than the help texts may
-        from pn_fairseq.common.published import LM_TABLES, PAPER
+        from pn_fairseq.pipeline.published import LM_TABLES, PAPER
 
         stem, every = Path(self.config).stem, {**PAPER, **LM_TABLES}
         return {name: table for name, table in every.items() if table.config.startswith(stem)}
