@@ -100,26 +100,33 @@ def check_values(cfg: DictConfig) -> None:
                 parser._check_value(action, parser._get_value(action, str(value)))
             except argparse.ArgumentError as error:
                 raise UserError(f"{name}={value}: {error.message}") from None
-    if betas := cfg.optimizer.get("adam_betas"):  # fairseq evaluates the text
-        try:
-            first, second = ast.literal_eval(str(betas))
-            within = 0 <= first < 1 and 0 <= second < 1
-        except (SyntaxError, TypeError, ValueError):
-            within = False
-        if not within:
-            raise UserError(
-                f"optimizer.adam_betas={betas} must be two numbers from 0 to below 1: '(0.9, 0.98)'"
-            )
-    for name, value in flat(OmegaConf.to_container(cfg)).items():
-        bounds = next(
-            ((low, high) for pattern, low, high in RANGES if re.fullmatch(pattern, name)), None
+    betas = cfg.optimizer.get("adam_betas")
+    if betas and not _are_betas(str(betas)):
+        raise UserError(
+            f"optimizer.adam_betas={betas} must be two numbers from 0 to below 1: '(0.9, 0.98)'"
         )
-        for number in value if isinstance(value, list) else [value]:
-            if bounds and isinstance(number, int | float) and not bounds[0] <= number < bounds[1]:
-                end = "" if bounds[1] == math.inf else f" and below {bounds[1]}"
-                raise UserError(
-                    f"{name}={value} is outside of its range: it must be at least {bounds[0]}{end}"
-                )
+    for name, value in flat(OmegaConf.to_container(cfg)).items():
+        for pattern, low, high in RANGES:
+            if re.fullmatch(pattern, name):
+                _check_range(name, value, low, high)
+                break
+
+
+def _are_betas(text: str) -> bool:
+    try:
+        first, second = ast.literal_eval(text)  # as fairseq evaluates it
+        return 0 <= first < 1 and 0 <= second < 1
+    except (SyntaxError, TypeError, ValueError):
+        return False
+
+
+def _check_range(name: str, value: object, low: float, high: float) -> None:
+    for number in value if isinstance(value, list) else [value]:
+        if isinstance(number, int | float) and not low <= number < high:
+            end = "" if high == math.inf else f" and below {high}"
+            raise UserError(
+                f"{name}={value} is outside of its range: it must be at least {low}{end}"
+            )
 
 
 def build(cfg: DictConfig, with_data: bool = True) -> tuple:
@@ -182,27 +189,24 @@ def check_model(cfg: DictConfig, data: Path, batches: Batches) -> torch.nn.Modul
     for (side, lang, dictionary), most in zip(sides, limits, strict=True):
         for split in ("train", "valid", "test"):
             dataset = open_data(data / "bin", f"{split}.{source}-{target}.{lang}", dictionary)
-            limit = min(most, cfg.dataset.max_tokens or most) if split == "train" else most
+            limit = most
+            if split == "train" and cfg.dataset.max_tokens:
+                limit = min(most, cfg.dataset.max_tokens)
             too_long = dataset.sizes > limit
-            if count := int(too_long.sum()):
-                advice = (
-                    f"raise dataset.max_tokens or task.max_{side}_positions and "
-                    f"model.max_{side}_positions"
-                )
-                if (
-                    split == "train"
-                    and limit == batches.max_tokens
-                    and batches.world_size * batches.update_freq > 1
-                ):
-                    advice = (
-                        f"use fewer ranks or a larger tokens_per_update ({batches}), or {advice}"
-                    )
-                raise UserError(
-                    f"{data}/bpe/{split}.{lang} has {count} sentences of more than {limit - 1} "
-                    "subwords, the first in "
-                    f"line {int(too_long.argmax()) + 1}: fairseq would silently skip them; shorten "
-                    f"them, or {advice}"
-                )
+            if not too_long.any():
+                continue
+            advice = (
+                f"raise dataset.max_tokens or task.max_{side}_positions and "
+                f"model.max_{side}_positions"
+            )
+            shared = batches.world_size * batches.update_freq > 1
+            if split == "train" and limit == batches.max_tokens and shared:
+                advice = f"use fewer ranks or a larger tokens_per_update ({batches}), or {advice}"
+            raise UserError(
+                f"{data}/bpe/{split}.{lang} has {int(too_long.sum())} sentences of more than "
+                f"{limit - 1} subwords, the first in line {int(too_long.argmax()) + 1}: fairseq "
+                f"would silently skip them; shorten them, or {advice}"
+            )
     return model
 
 
@@ -232,11 +236,8 @@ def open_data(folder: Path, name: str, dictionary: Dictionary) -> MMapIndexedDat
 
     Its ``sizes`` are a view of a file that is open for as long as it exists.
     """
-    index, content, again = (
-        folder / f"{name}.idx",
-        folder / f"{name}.bin",
-        "prepare the data again (pn prepare)",
-    )
+    index, content = folder / f"{name}.idx", folder / f"{name}.bin"
+    again = "prepare the data again (pn prepare)"
     if not (index.is_file() and content.is_file()):
         raise UserError(f"{folder} has no {name}: {again}")
     try:
@@ -269,17 +270,17 @@ def take_languages(cfg: DictConfig, data: Path) -> None:
     # a language model; pn train --check needs no data
     if "source_lang" not in cfg.task or not file.is_file():
         return
-    of_data = [*map(read_settings(file).get, ("source", "target"))]
-    named = [cfg.task.source_lang, cfg.task.target_lang]
-    if None in of_data:
+    settings = read_settings(file)
+    source, target = settings.get("source"), settings.get("target")
+    if source is None or target is None:
         raise UserError(f"{file} names no languages: it is not of a translation corpus")
-    if any(name not in (None, language) for name, language in zip(named, of_data, strict=True)):
-        wanted = "-".join(name or language for name, language in zip(named, of_data, strict=True))
+    wanted = cfg.task.source_lang or source, cfg.task.target_lang or target
+    if wanted != (source, target):
         raise UserError(
-            f"'{data}' was prepared from {'-'.join(of_data)}, and the settings say {wanted}: "
-            f"add task.source_lang={of_data[0]} task.target_lang={of_data[1]}"
+            f"'{data}' was prepared from {source}-{target}, and the settings say "
+            f"{'-'.join(wanted)}: add task.source_lang={source} task.target_lang={target}"
         )
-    cfg.task.source_lang, cfg.task.target_lang = of_data
+    cfg.task.source_lang, cfg.task.target_lang = source, target
 
 
 def check_same_run(cfg: DictConfig, data: Path, run: Path) -> None:

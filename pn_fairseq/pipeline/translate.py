@@ -61,9 +61,8 @@ def main(argv: list[str] | None = None) -> int:
     check_output(args.output, args.input)
     run = open_run(args.run, same_data=True)
     if run.data is None:
-        raise UserError(
-            f"{run.bin.parent / 'settings.txt'} does not exist: how its text was tokenized is not known"
-        )
+        settings = run.bin.parent / "settings.txt"
+        raise UserError(f"{settings} does not exist: how its text was tokenized is not known")
     decoding = Decoding(args, run)
     text = [line.removeprefix("\ufeff").removesuffix("\r") for line in read_lines(args.input)]
     lines = to_subwords(run, text, args.moses) if text else []
