@@ -80,26 +80,31 @@ class ArgumentParser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        if (
-            re.search("(is|are) required$", message) or "are required:" in message
-        ):  # argparse looks for missing arguments before unknown options
-            options = [word.partition("=")[0] for word in self._words if word.startswith("--")]
-            known = list(self._option_string_actions)
-            unknown = [
-                option for option in options if not any(name.startswith(option) for name in known)
-            ]
-            message = f"unrecognized arguments: {unknown[0]}" if unknown else message
-        if unknown := re.match("unrecognized arguments: (--[^ =]+)", message):
-            message = f"unrecognized arguments: {unknown[1]}{self._advice(unknown[1])}"
-        elif choice := re.fullmatch(
+        missing = re.search("(is|are) required$", message) or "are required:" in message
+        if missing:  # argparse looks for missing arguments before unknown options
+            for word in self._words:
+                option = word.partition("=")[0]
+                if option.startswith("--") and not self._is_known(option):
+                    message = f"unrecognized arguments: {option}"
+                    break
+        unknown = re.match("unrecognized arguments: (--[^ =]+)", message)
+        choice = re.fullmatch(
             r"argument (.+): invalid choice: '(.*?)' \(choose from (.*)\)", message
-        ):
-            argument, chosen, known = choice[1], choice[2], choice[3].replace("'", "").split(", ")
+        )
+        if unknown:
+            message = f"unrecognized arguments: {unknown[1]}{self._advice(unknown[1])}"
+        elif choice:
+            argument, chosen, listed = choice.groups()
+            known = listed.replace("'", "").split(", ")
             message = (
                 f"argument {argument}: unknown '{chosen}' (choose from "
                 f"{', '.join(known)}){did_you_mean(chosen, known)}"
             )
         raise UserError(f"{message} (see {self.prog} --help)")
+
+    def _is_known(self, option: str) -> bool:
+        """Whether an option exists, which may be abbreviated."""
+        return any(name.startswith(option) for name in self._option_string_actions)
 
     def _advice(self, option: str) -> str:
         """What an unknown option may have meant, in the exact words to type, or an empty text."""

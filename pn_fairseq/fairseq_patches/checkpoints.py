@@ -139,7 +139,8 @@ def save(original, trainer, filename, extra_state):
     count = counter()
     if hasattr(count, "best"):
         ours["early_stopping"] = {"best": count.best, "num_runs": getattr(count, "num_runs", 0)}
-    if (iterator := extra_state.get("train_iterator")) is not None:
+    iterator = extra_state.get("train_iterator")
+    if iterator is not None:
         ours["batches"] = batches(trainer.cfg, iterator["epoch"])
     return original(trainer, filename, {**extra_state, KEY: ours})
 

@@ -154,11 +154,8 @@ def build_model(original, cfg, task, from_checkpoint=False):
         except ValueError as error:
             raise ValueError(f"--convert-norms {text!r}: {error}") from None
         model.averages_norm_stats = True
-    if (
-        specifications
-        and not hasattr(model, "diagnostics_log")
-        and (interval := dashboard_interval(cfg))
-    ):
+    interval = dashboard_interval(cfg)
+    if specifications and interval and not hasattr(model, "diagnostics_log"):
         model.diagnostics_log = DiagnosticsLog(running_norms(model), interval)
     if ignores:
         for module in model.modules():

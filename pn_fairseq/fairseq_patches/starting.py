@@ -92,7 +92,8 @@ def begin(original, cfg):
             os.makedirs(os.path.dirname(os.path.abspath(cfg.common.log_file)), exist_ok=True)
 
 
-if (train := running_program("fairseq_cli.train")) is not None:
+train = running_program("fairseq_cli.train")
+if train is not None:
     train.add_defaults = initialize.add_defaults
 
 
@@ -103,9 +104,11 @@ def check(cfg) -> None:
         ArgumentTypeError: the architecture is unknown.
         ValueError: torchrun's ranks would train alone, or a package is missing.
     """
-    if (name := getattr(cfg.get("model"), "_name", None)) is not None:
+    name = getattr(cfg.get("model"), "_name", None)
+    if name is not None:
         architecture(name)
-    if (ranks := launched_ranks()) > cfg.distributed_training.distributed_world_size == 1:
+    ranks = launched_ranks()
+    if ranks > cfg.distributed_training.distributed_world_size == 1:
         raise ValueError(
             f"torchrun has started {ranks} ranks, each of which would train alone: use pn train or "
             "fairseq-train, or "

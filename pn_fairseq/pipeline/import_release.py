@@ -77,7 +77,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         imported = import_release(state, str(args.checkpoint), args.alpha_fwd, args.alpha_bwd)
     faulty = [key for key, value in imported["model"].items() if not value.isfinite().all()]
-    if others := [key for key in faulty if not key.endswith(".nu")]:
+    others = [key for key in faulty if not key.endswith(".nu")]
+    if others:
         what = f"{len(others)} of its tensors are not finite ({others[0]}, ...)"
         raise UserError(f"{args.checkpoint}: {what}; use another checkpoint")
     if faulty:  # nu, which decoding does not need

@@ -86,7 +86,8 @@ def _made(kind: type, values: object, where: str):
     fields = {one.name: one for one in dataclasses.fields(kind)}
     if not isinstance(values, dict):
         raise UserError(f"{where} is not a mapping of {', '.join(fields)}")
-    if unknown := [key for key in values if key not in fields]:
+    unknown = [key for key in values if key not in fields]
+    if unknown:
         raise UserError(
             f"{where}: unknown key '{unknown[0]}'{did_you_mean(str(unknown[0]), fields)}"
         )
@@ -95,13 +96,14 @@ def _made(kind: type, values: object, where: str):
         for name, one in fields.items()
         if one.default is one.default_factory is dataclasses.MISSING
     ]
-    if absent := [name for name in required if name not in values]:
+    absent = [name for name in required if name not in values]
+    if absent:
         raise UserError(f"{where} has no '{absent[0]}'")
-    texts = {
-        name: {key: str(value) for key, value in values[name].items()}
-        for name in ("settings", "data") & values.keys()
-    }
-    return kind(**{**values, **texts})
+    values = dict(values)
+    for name in ("settings", "data"):
+        if name in values:
+            values[name] = {key: str(value) for key, value in values[name].items()}
+    return kind(**values)
 
 
 def _table(values: object, where: str) -> Table:

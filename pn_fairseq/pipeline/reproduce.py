@@ -60,7 +60,8 @@ with torchrun (docs/several_gpus.md); this command then does the remaining steps
 
 def word_list(text: str) -> list[str]:
     """The type of an option that is a list, with commas or blanks between its parts."""
-    if parts := re.findall(r"[^\s,]+", text):
+    parts = re.findall(r"[^\s,]+", text)
+    if parts:
         return parts
     raise argparse.ArgumentTypeError("must name at least one")
 

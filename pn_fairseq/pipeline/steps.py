@@ -256,7 +256,8 @@ def check_training(config: str, *arguments: str) -> None:
 
 def must(step: Sequence[str | Path]) -> None:
     """Run a step without which nothing else can be done; it has named the reason if it fails."""
-    if code := execute(step):
+    code = execute(step)
+    if code:
         sys.exit(code)
 
 
@@ -330,7 +331,8 @@ def _make(
         verb, messages = step[0], work / f"{step[0]}.err"
         say(name, f"{run.name}: {verb}")
         note(f"{run.name}: {verb}")
-        if not (code := execute(step, messages)):
+        code = execute(step, messages)
+        if not code:
             continue
         say(name, f"{run.name} failed in {verb} (its messages are in {work})")
         run.mkdir(parents=True, exist_ok=True)

@@ -214,7 +214,8 @@ def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, r
     model = checks.check_model(cfg, data, batches)
     last = run / "checkpoints" / LAST
     # without the file fairseq silently starts from random weights
-    if weights := cfg.checkpoint.finetune_from_model:
+    weights = cfg.checkpoint.finetune_from_model
+    if weights:
         checks.check_weights(model, weights, cfg)
     if last.exists() and (run / "config.yaml").exists():
         checks.check_same_run(cfg, data, run)
@@ -262,7 +263,8 @@ def note_on_longer(cfg, run: Path) -> None:
     """Say that a run has more updates or epochs than the settings ask for."""
     from pn_fairseq.pipeline import checks
 
-    if text := checks.longer_than_asked(cfg, run):
+    text = checks.longer_than_asked(cfg, run)
+    if text:
         say("train", f"note: {text}")
 
 

@@ -167,13 +167,14 @@ def only_references_have_case(text: Text) -> bool:
 
     and more than a fifth of the lines of a reference have one.
     """
-    if any(line != line.lower() for line in text.hypotheses) or not any(
-        map(str.islower, text.hypotheses)
-    ):
+    hypotheses_have_case = any(map(_has_upper_case, text.hypotheses))
+    if hypotheses_have_case or not any(map(str.islower, text.hypotheses)):
         return False
-    return any(
-        sum(line != line.lower() for line in lines) > 0.2 * len(lines) for lines in text.references
-    )
+    return any(sum(map(_has_upper_case, lines)) > 0.2 * len(lines) for lines in text.references)
+
+
+def _has_upper_case(line: str) -> bool:
+    return line != line.lower()
 
 
 def check_same_length(
@@ -259,9 +260,11 @@ def score_run(
         )
     subset = subset or decoded_subset or "test"
     folder = output or path / "generate" / subset
-    if results := results_of_fairseq(path, subset, folder):
+    results = results_of_fairseq(path, subset, folder)
+    if results:
         _import_results(results, run, subset, folder)
-    if not (decoded := folder / "hyp.tok").is_file():
+    decoded = folder / "hyp.tok"
+    if not decoded.is_file():
         raise UserError(f"there is no '{decoded}' (pn generate writes it)")
     how = run.settings_of_data()
     target, lowercase = how.target, how.lower

@@ -9,7 +9,7 @@ vocabulary, and the share of <unk>.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from pn_fairseq.common.command import UserError
@@ -43,24 +43,24 @@ def prepare(data: Preparation, texts: Sequence[Path], expect: Sequence[int] = ()
         return
     data.transform("tokenizing", "raw", "tok", lambda *_: _tokenizer(data.settings))
     tok = {split: data.dest / f"tok/{split}.txt" for split in SPLITS}
-    counts = {
-        split: sum(len(line.split()) + 1 for line in pairs.lines(path))
-        for split, path in tok.items()
-    }
+    counts = {}
+    for split, path in tok.items():
+        counts[split] = sum(len(line.split()) + 1 for line in pairs.lines(path))
     if expect and list(counts.values()) != list(expect):
-        here, published = (
-            " / ".join(f"{count:,}" for count in numbers) for numbers in (counts.values(), expect)
-        )
         name = data.settings.corpus
         raise UserError(
-            f"this is not {name}: train, valid and test have {here} tokens, and {name} has "
-            f"{published}"
+            f"this is not {name}: train, valid and test have {_slashed(counts.values())} tokens, "
+            f"and {name} has {_slashed(expect)}"
         )
     flags = ["--only-source", "--thresholdsrc", str(data.settings.min_count)]
     flags += [f"--{split}pref=tok/{split}.txt" for split in SPLITS]
     make_bin(data.dest, data.workers, flags, {split: f"tok/{split}.txt" for split in SPLITS})
     lines = {f"{split}.lines": count_lines(path) for split, path in tok.items()}
     data.finish({**counts, **lines, **_unknown(data.dest / "bin")})
+
+
+def _slashed(numbers: Iterable[int]) -> str:
+    return " / ".join(f"{number:,}" for number in numbers)
 
 
 def _tokenizer(settings: LanguageModelSettings) -> Work:

@@ -194,15 +194,15 @@ class Preparation:
         texts = [(new if new.exists() else folder) / name for name in self.files()]
         sums = {path.name: checksum(path) for path in texts if path.exists()}
         given = self.partial / "codes"
+        model = Path("bpe") / subwords.MODELS[self.settings.segmentation]
         if codes:
             write_lines(given, subwords.merges(codes))
-        elif (
-            self.like
-            and (model := self.like / "bpe" / subwords.MODELS[self.settings.segmentation]).is_file()
-        ):
-            shutil.copyfile(model, given)
-        sums |= {"codes": checksum(given)} if given.exists() else {}
-        sums |= {path.name: checksum(path) for path in self._dictionaries()}
+        elif self.like and (self.like / model).is_file():
+            shutil.copyfile(self.like / model, given)
+        if given.exists():
+            sums["codes"] = checksum(given)
+        for path in self._dictionaries():
+            sums[path.name] = checksum(path)
         settings = self.settings.as_text()
         check(self.dest, settings, sums)
         self._note_on_copies()
@@ -213,7 +213,7 @@ class Preparation:
         write_settings(self.dest / "settings.txt", settings, sums)
         if given.exists():
             (self.dest / "bpe").mkdir(exist_ok=True)
-            given.replace(self.dest / "bpe" / subwords.MODELS[self.settings.segmentation])
+            given.replace(self.dest / model)
         if not folder.exists():
             if self.files_published:
                 (new / "archives").write_text(self._sums(), encoding="utf-8")
@@ -406,11 +406,18 @@ class Preparation:
         tool = self.moses if used.tokenizer == MOSES else "sacremoses"
         self.transform(f"tokenizing with {tool}", source, to, work, splits)
         for lang in self.settings.endings:
-            names = [f"{split}.{lang}" for split in splits or self.splits if split != "train"]
-            texts = [(self.dest / source / name, self.dest / to / name) for name in names]
-            notes = (note_on(raw, tok, self.settings) for raw, tok in texts if raw.exists())
-            if note := next(filter(None, notes), None):
+            self._note_on_tokens(source, to, lang, splits or self.splits)
+
+    def _note_on_tokens(self, source: str, to: str, lang: str, splits: Sequence[str]) -> None:
+        """Say it if the text of a language does not come back from its tokens."""
+        for split in splits:
+            raw = self.dest / source / f"{split}.{lang}"
+            if split == "train" or not raw.exists():
+                continue
+            note = note_on(raw, self.dest / to / raw.name, self.settings)
+            if note:
                 say("prepare", note)
+                return
 
     def select(self) -> None:
         """Write raw/ and tok/, the pairs of text/ and stages/tok/ that are kept, removed.tsv and
@@ -422,15 +429,32 @@ class Preparation:
         if (self.dest / "counts.txt").exists():
             return
         say("prepare", "selecting pairs")
-        made, sources = (
-            self.partial / "selected",
-            {"raw": self.dest / "text", "tok": self.dest / "stages/tok"},
-        )
+        made = self.partial / "selected"
+        sources = {"raw": self.dest / "text", "tok": self.dest / "stages/tok"}
         for stage, folder in sources.items():
             (made / stage).mkdir(parents=True)
             for name in self.files(["valid", "test"]):
                 if (folder / name).exists():
                     shutil.copy(folder / name, made / stage)
+        counts = self._select_from(sources, made)
+        for split in SPLITS:
+            counts[split] = count_lines(made / "raw" / self.files([split])[0])
+        for split in SPLITS:
+            if not counts[split]:
+                numbers = ", ".join(f"{name}={count}" for name, count in counts.items())
+                raise UserError(f"no sentence pair of {split} is left ({numbers})")
+        write_settings(made / "counts.txt", counts)
+        # the counts are moved last and say that all is there
+        for name in (*sources, "removed.tsv", "counts.txt"):
+            shutil.rmtree(self.dest / name, ignore_errors=True)
+            os.replace(made / name, self.dest / name)
+
+    def _select_from(self, sources: Mapping[str, Path], made: Path) -> dict[str, int]:
+        """Write the training pairs that are kept to raw/ and tok/ in ``made``, and the removed ones
+        to removed.tsv; return their numbers.
+
+        ``sources``: raw and tok -> the folder with the text.
+        """
         valid_every, number, reasons = self.settings.valid_every, 0, Counter()
         with contextlib.ExitStack() as stack:
 
@@ -438,40 +462,27 @@ class Preparation:
                 paths = [folder / name for folder in folders for name in self.files([split])]
                 return [stack.enter_context(path.open(mode)) for path in paths]
 
-            train, valid = (
-                opened(split, "ab", [made / stage for stage in sources])
-                for split in ("train", "valid")
-            )
+            results = [made / stage for stage in sources]
+            train, valid = opened("train", "ab", results), opened("valid", "ab", results)
+            texts = opened("train", "rb", sources.values())
             removed = stack.enter_context((made / "removed.tsv").open("w", encoding="utf-8"))
-            removed.write(
-                f"split\tline\treason\ttokens {self.settings.source}\ttokens "
-                f"{self.settings.target}\n"
-            )
-            for number, lines in enumerate(
-                zip(*opened("train", "rb", sources.values()), strict=True), 1
-            ):
+            languages = self.settings.endings
+            removed.write("split\tline\treason\ttokens {}\ttokens {}\n".format(*languages))
+            for number, lines in enumerate(zip(*texts, strict=True), 1):
                 source, target = (line.decode("utf-8").split() for line in lines[2:])  # the tokens
-                if reason := pairs.objection(source, target, *self.settings.clean):
+                reason = pairs.objection(source, target, *self.settings.clean)
+                if reason:
                     reasons[reason] += 1
                     removed.write(f"train\t{number}\t{reason}\t{len(source)}\t{len(target)}\n")
                     continue
-                for_valid = valid_every and (number - reasons.total()) % valid_every == 0
-                for file, line in zip(valid if for_valid else train, lines, strict=True):
+                kept = number - reasons.total()
+                files = valid if valid_every and kept % valid_every == 0 else train
+                for file, line in zip(files, lines, strict=True):
                     file.write(line)
         counts = {"train.read": number, "train.removed": reasons.total()}
-        counts |= {
-            f"train.removed.{reason.replace(' ', '_')}": reasons[reason]
-            for reason in sorted(reasons)
-        }
-        counts |= {split: count_lines(made / "raw" / self.files([split])[0]) for split in SPLITS}
-        if empty := [split for split in SPLITS if not counts[split]]:
-            numbers = ", ".join(f"{name}={count}" for name, count in counts.items())
-            raise UserError(f"no sentence pair of {empty[0]} is left ({numbers})")
-        write_settings(made / "counts.txt", counts)
-        # the counts are moved last and say that all is there
-        for name in (*sources, "removed.tsv", "counts.txt"):
-            shutil.rmtree(self.dest / name, ignore_errors=True)
-            os.replace(made / name, self.dest / name)
+        for reason in sorted(reasons):
+            counts[f"train.removed.{reason.replace(' ', '_')}"] = reasons[reason]
+        return counts
 
     def segment(self) -> None:
         """Learn subwords on the tokens of both languages, unless they were given, and apply

@@ -31,7 +31,8 @@ def settings(options) -> LanguageModelSettings:
 def prepare(data: Preparation, options) -> None:
     (file,) = data.published({URL: SHA256})
     (whole,) = data.unpack(file, ["enwik8"])
-    if (size := whole.stat().st_size) != sum(SIZES):
+    size = whole.stat().st_size
+    if size != sum(SIZES):
         raise UserError(f"this is not enwik8: it has {size:,} bytes, and enwik8 has {sum(SIZES):,}")
     texts = [whole.with_name(split) for split in SPLITS]
     with whole.open("rb") as source:

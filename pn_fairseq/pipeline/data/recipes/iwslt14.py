@@ -41,7 +41,8 @@ def settings(options) -> Settings:
 
 def prepare(data: Preparation, options) -> None:
     # 1. The published text, one sentence per line: DEST/text.
-    if files := data.published({URL: ""}):
+    files = data.published({URL: ""})
+    if files:
         members = data.unpack(*files, [*TRAIN, *TESTS])
         data.take(strip_tags, "train", members[:2])
         data.take(segments, "test", members[2:])

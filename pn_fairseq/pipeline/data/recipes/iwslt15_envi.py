@@ -38,7 +38,8 @@ def prepare(data: Preparation, options) -> None:
     # do it, with ' as &apos; and so on, and published BLEU scores compare such tokens. sacreBLEU
     # and chrF need plain text (DEST/text): the nearest text is what the detokenizer of the
     # translations makes of the reference.
-    if files := data.published(dict.fromkeys(URLS, "")):
+    files = data.published(dict.fromkeys(URLS, ""))
+    if files:
         for number, (split, (_, count)) in enumerate(SPLITS.items()):
             data.take(tokens, split, files[2 * number : 2 * number + 2], count, to="tokens")
         data.detokenize("partial/text/tokens", "partial/text")

@@ -37,10 +37,10 @@ def settings(options) -> Settings:
 
 def prepare(data: Preparation, options) -> None:
     data.splits = [*CONTENT]
-    texts = {
-        subset: [options.corpus / f"{name}.{lang}" for name in names for lang in ("en", "de")]
-        for subset, (names, _) in CONTENT.items()
-    }
+    texts = {}
+    for subset, (names, _) in CONTENT.items():
+        files = [f"{name}.{lang}" for name in names for lang in ("en", "de")]
+        texts[subset] = [options.corpus / file for file in files]
     data.prepare_tokens(
         texts, options.corpus / "bpe-codes", [count for _, count in CONTENT.values()]
     )

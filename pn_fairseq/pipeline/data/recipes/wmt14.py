@@ -85,7 +85,8 @@ def settings(options) -> Settings:
 
 def prepare(data: Preparation, options) -> None:
     # 1. The published text, one sentence per line: DEST/text.
-    if files := data.published(dict.fromkeys(CONTENT, "") | {TEST: TEST_MD5}):
+    files = data.published(dict.fromkeys(CONTENT, "") | {TEST: TEST_MD5})
+    if files:
         for (split, reader, count, members), file in zip(CONTENT.values(), files, strict=True):
             data.take(reader, split, data.unpack(file, members), count)
     if not data.keep_text("text"):
