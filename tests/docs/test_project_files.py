@@ -86,7 +86,7 @@ def test_no_test_module_imports_another():
 
 
 def test_changelog_is_short():
-    assert len(read("CHANGELOG.md").splitlines()) <= 25
+    assert len(read("CHANGELOG.md").split()) <= 1000
 
 
 def test_every_page_is_in_the_navigation():

@@ -17,7 +17,7 @@ from scipy import stats
 from pn_fairseq.pipeline.metrics import METRICS
 from pn_fairseq.pipeline.published import PAPER
 from pn_fairseq.report import intervals
-from pn_fairseq.report.significance import LOSS, MEASURES
+from pn_fairseq.report.measures import LOSS, MEASURES
 
 from .pages import ROOT
 

@@ -20,7 +20,7 @@ from pn_fairseq.pipeline import train
 from pn_fairseq.pipeline.runs import open_run
 from pn_fairseq.pipeline.train import Progress
 from pn_fairseq.pipeline.training_log import read_log
-from pn_fairseq.report.runs import Run, read_runs
+from pn_fairseq.report.runs import read_run, read_runs
 
 
 def test_a_folder_that_is_not_a_run_or_is_damaged(tmp_path):
@@ -52,7 +52,7 @@ def test_an_average_of_fewer_checkpoints_than_asked_for_is_a_problem(
     if made is not None:
         (tmp_path / "checkpoints/averaged.pt.made.txt").write_text(f"averaged={made}\n")
     problem = "averaged.pt is the average of 3, not of average_last=10 checkpoints"
-    assert (problem in Run(tmp_path, "run").problems) == listed
+    assert (problem in read_run(tmp_path, "run").problems) == listed
 
 
 def checkpoint(file, update, train, valid):

@@ -15,7 +15,7 @@ import yaml
 from pn_fairseq import norms
 from pn_fairseq.report import translation
 from pn_fairseq.report.runs import read_runs
-from pn_fairseq.report.systems import names
+from pn_fairseq.report.systems import labels_of
 
 from ..fixtures.reports import (
     DATA,
@@ -239,10 +239,12 @@ def test_a_bleu_below_1_is_a_problem(tmp_path, monkeypatch):
     compared = dict.fromkeys(("tokenized", "chrf"), SimpleNamespace(results=of))
     monkeypatch.setattr(translation, "compare_folders", lambda folders, resamples: compared)
     (run,) = read_runs([tmp_path / "run"])
-    assert translation._differences(run, run, 1, 1)["chrf"] == "−19.10, not tested (BLEU below 1)"
+    assert (
+        translation.bootstrap_texts(run, run, 1, 1)["chrf"] == "−19.10, not tested (BLEU below 1)"
+    )
     of["system"].score = 1.0
     for comparisons, p in ((3, "0.030"), (200, "1.000")):
-        assert translation._differences(run, run, 1, comparisons)["chrf"] == f"−19.00, p = {p}"
+        assert translation.bootstrap_texts(run, run, 1, comparisons)["chrf"] == f"−19.00, p = {p}"
 
 
 def plain_run(folder: Path, norm: str, seed: int, data: Path) -> Path:
@@ -408,7 +410,7 @@ def test_a_mini_batch_is_a_setting_of_norms_that_read_it(tmp_path):
     ]
     systems = [*report(*runs, output=tmp_path / "out").systems]
     assert systems == ["LN", "BN (max_tokens=1024)", "BN (max_tokens=4096)"]
-    assert names(read_runs(runs)) == [
+    assert labels_of(read_runs(runs)) == [
         ("LN", "LN"),
         ("LN", "LN"),
         (systems[1], "BN"),
@@ -416,7 +418,7 @@ def test_a_mini_batch_is_a_setting_of_norms_that_read_it(tmp_path):
     ]
     other = make_run(tmp_path / "other", data=DATA.replace("4000", "8000"))
     *_, last = mixed = read_runs([*runs, other])
-    assert names(mixed)[-1] == (last.name, last.name)
+    assert labels_of(mixed)[-1] == (last.name, last.name)
 
 
 def test_seeds_on_one_side_and_seeds_not_known(tmp_path):

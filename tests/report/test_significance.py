@@ -10,7 +10,8 @@ import pytest
 from scipy import stats
 
 from pn_fairseq.report.intervals import Compared
-from pn_fairseq.report.significance import ERROR_RATE, MEASURES, POWER, Design, Interval, families
+from pn_fairseq.report.measures import MEASURES
+from pn_fairseq.report.significance import ERROR_RATE, POWER, Design, Interval, families
 
 #: Dunnett 1955, section 4: blood counts of a control group and of animals under two drugs.
 BLOOD = {
@@ -230,10 +231,10 @@ def test_what_is_not_tested_says_why():
         ("tokenized", 0.1, 0.5, "better"),
         ("tokenized", -0.5, -0.1, "worse"),
         ("tokenized", -0.3, 0.3, "equivalent within ±0.3"),
-        ("tokenized", -0.2, 0.31, "not resolved"),
+        ("tokenized", -0.2, 0.31, "inconclusive"),
         ("bits", 0.01, 0.03, "worse"),
         ("bits", -0.03, -0.01, "better"),
-        ("bits", -0.021, 0.01, "not resolved"),
+        ("bits", -0.021, 0.01, "inconclusive"),
         ("bits", -0.02, 0.01, "equivalent within ±0.02"),
         ("bits", 0.005, 0.015, "worse, but within ±0.02"),
     ],
