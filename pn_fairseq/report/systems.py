@@ -16,27 +16,9 @@ from pn_fairseq import norms
 from pn_fairseq.common.files import read_settings
 from pn_fairseq.pipeline.metrics import METRICS, Measure
 from pn_fairseq.pipeline.runs import parts_of
+from pn_fairseq.pipeline.setting_roles import role_of
 from pn_fairseq.report.measures import LM_MEASURES, measures_of
 from pn_fairseq.report.runs import ReportedRun
-
-#: Where things are. Not compared, and named in no table.
-_PLACES = {
-    "task.data",
-    "checkpoint.save_dir",
-    "common.log_file",
-    "common.tensorboard_logdir",
-    "common.user_dir",
-    "common.plasma_path",
-    "model.norm_probe",
-}
-
-#: How a run is logged and distributed. Shown where it differs, but two runs that differ by nothing
-#: else are of one system. What the distribution means for the result is in ``tokens_per_update``.
-_HOW = re.compile(
-    r"distributed_training\.|bmuf\.|common\.(log_interval|log_format|cpu|no_progress_bar|all_gather_list_size)$"
-    r"|dataset\.(num_workers|data_buffer_size|max_tokens|batch_size|max_tokens_valid|batch_size_valid)$|optimization\.update_freq$"
-    r"|model\.(compile_layers|norm_(stats_interval|probe_(interval|layers)))$"
-)
 
 #: Options of norms.
 _OF_A_NORM = re.compile(r"model\.(norm_|(encoder_|decoder_)?(norm|layer_scale))")
@@ -119,7 +101,7 @@ def comparable(run: ReportedRun) -> Settings:
     """The settings by which a run differs from others, with norm, size and batch under names of
     their own.
     """
-    left_out = _PLACES | {"model._name", LM_NORM if run.language_model else "model.encoder_norm"}
+    left_out = {"model._name", LM_NORM if run.language_model else "model.encoder_norm"}
     left_out |= {copy for copy, name in _COPIES.items() if run.get(copy) == run.get(name)}
     norm, size = norm_and_size(run)
     settings = {NORM: norm, SIZE: size, **_batch(run), **run.settings_by_name}
@@ -127,7 +109,7 @@ def comparable(run: ReportedRun) -> Settings:
     return {
         name: value
         for name, value in settings.items()
-        if value is not None and name not in left_out
+        if value is not None and name not in left_out and role_of(name).shown
     }
 
 
@@ -293,7 +275,7 @@ def _corpus_runs(runs: Sequence[ReportedRun], batch_is_a_setting: bool = True) -
         settings = {
             name: value
             for name, value in comparable(run).items()
-            if name != SEED and not _HOW.match(name)
+            if name != SEED and role_of(name).identity
         }
         norm = settings[NORM]
         for name in _BATCH:

@@ -19,6 +19,7 @@ import pandas
 
 from pn_fairseq.common.command import say
 from pn_fairseq.pipeline.published import Row
+from pn_fairseq.pipeline.setting_roles import is_main
 from pn_fairseq.pipeline.training_log import TrainingLog
 from pn_fairseq.report.intervals import signed
 from pn_fairseq.report.markdown import Markdown, code, missing
@@ -33,16 +34,6 @@ _COUNTS_OF_TOKENS = {split: f"tokens, {split}" for split in ("train", "valid", "
     "train.unk_percent": "% <unk>, train",
     "test.unk_percent": "% <unk>, test",
 }
-
-#: The settings that one asks for first; all others are in config.yaml.
-_MAIN_SETTINGS = re.compile(
-    r".*\._name$|encoder norm$|size$|average_last$|tokens_per_update$|sentences per update$"
-    r"|model\.|criterion\.|optimizer\.|lr_scheduler\."
-    r"|optimization\.(max_update|max_epoch|lr|stop_min_lr|clip_norm)$"
-    r"|dataset\.(max_tokens|required_batch_size_multiple|validate_interval_updates)$"
-    r"|checkpoint\.(keep_last_epochs|keep_interval_updates|save_interval_updates|patience)$"
-    r"|common\.(seed|fp16|bf16|amp|memory_efficient_fp16)$|generation\.(beam|lenpen)$"
-)
 
 #: What describes a start of a training run and not the machine it ran on (pn train).
 _OF_A_START = ("started", "command", "world_size", "tokens_per_update", "update_freq", "max_tokens")
@@ -323,7 +314,7 @@ def settings_tables(corpus: CorpusRuns) -> dict:
     for name, value in values.loc[:, same].iloc[0].items():
         # fairseq's ways to say "not": false, -1, no text; and 0 as a limit.
         off = value in ("False", "-1", '""') or (value == "0" and "max_" in name)
-        if _MAIN_SETTINGS.match(name) and not off:
+        if is_main(name) and not off:
             main[name] = value
     return {
         "differing": differing.T.rename(index=code).rename_axis("setting").reset_index(),
