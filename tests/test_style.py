@@ -13,11 +13,6 @@ OFFENDERS = {
     "models/export.py": 2,
     "norms/future_tokens.py": 1,
     "norms/replaceable.py": 1,
-    "testing/command.py": 1,
-    "testing/test_evaluation.py": 2,
-    "testing/test_module.py": 1,
-    "testing/test_padding.py": 1,
-    "testing/test_ranks.py": 1,
 }
 
 

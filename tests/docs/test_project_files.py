@@ -125,7 +125,6 @@ COMMANDS = {
     ],
 )
 def test_part_is_up_to_date(command, page, name):
-    found = generated.block(name).findall((ROOT / "docs" / page).read_text("utf-8"))
-    assert found == [COMMANDS[command][page][name]()], (
-        f"docs/{page} differs: {command} writes it again"
-    )
+    found = generated.block(name).findall(read(f"docs/{page}"))
+    expected = COMMANDS[command][page][name]()
+    assert found == [expected], f"docs/{page} differs: {command} writes it again"
