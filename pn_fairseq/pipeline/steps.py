@@ -187,7 +187,8 @@ def reproduce(
     for run, (train, *_) in commands.items():
         # it was begun, with its settings and data
         if (run / "config.yaml").is_file() and data.is_dir():
-            check_training(*map(str, train[1:]))
+            settings_of_run = train[1:-2] if ranks else train[1:]  # without --ranks
+            check_training(*map(str, settings_of_run))
     report = ["report", *commands, "--output", runs / (f"report-{table}" if table else "report")]
     if table in PAPER:  # a report of language models knows its corpus
         report += ["--paper", table]
