@@ -93,7 +93,8 @@ def compare_folders(
         metrics = [name for name in metrics if name in of_system.by_metric]
     for system, of_system in scores.items():
         for kind in ("ref.tok", "ref.txt"):
-            if (folders[system] / kind).read_bytes() != (folders[first] / kind).read_bytes():
+            one, other = folders[first] / kind, folders[system] / kind
+            if one.read_bytes() != other.read_bytes():
                 where = f"{kind} in {folders[first]} and {folders[system]}"
                 raise UserError(f"{first} and {system} translate different text ({where})")
         for name in metrics:

@@ -179,10 +179,11 @@ def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, r
         "checkpoint.save_dir": run / "checkpoints",
         "common.tensorboard_logdir": run / "tensorboard",
     }
-    # A string of JSON is also one of hydra.
-    overrides = [
-        f"{key}={json.dumps(str(path), ensure_ascii=False)}" for key, path in where.items()
-    ] + args.settings
+    overrides = []
+    for key, path in where.items():
+        # a string of JSON is also one of hydra
+        overrides.append(f"{key}={json.dumps(str(path), ensure_ascii=False)}")
+    overrides += args.settings
     cfg, batches = compose(config, overrides, layout.world_size, not layout.gpu)
     if cfg.common.wandb_project:
         try:
@@ -275,9 +276,12 @@ def take_settings_of_decoding(cfg, run: Path) -> str:
     from omegaconf import OmegaConf
 
     config = load_config(run / "config.yaml")
-    before, now = (flat(OmegaConf.to_container(settings)) for settings in (config, cfg))
-    keys = [key for key in now if key.startswith("generation.") or key == "average_last"]
-    changed = {key: now[key] for key in keys if before.get(key) != now[key]}
+    before = flat(OmegaConf.to_container(config))
+    changed = {}
+    for key, value in flat(OmegaConf.to_container(cfg)).items():
+        of_decoding = key.startswith("generation.") or key == "average_last"
+        if of_decoding and before.get(key) != value:
+            changed[key] = value
     if not changed:
         return "nothing to do"
     for key, value in changed.items():
@@ -337,10 +341,8 @@ def train(cfg, layout: RankLayout, data: Path, run: Path) -> None:
         # A rank in a collective call waits for the others for ever: it must not outlive torchrun,
         # however that ends.
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)
-    settings, wanted = (
-        (OmegaConf.to_yaml(cfg), (data / "settings.txt").read_bytes()),
-        goal(cfg, data),
-    )
+    settings = OmegaConf.to_yaml(cfg), (data / "settings.txt").read_bytes()
+    wanted = goal(cfg, data)
     # the handler below has all of fairseq's log, not only the log of fairseq_cli.train
     cfg.common.log_file = None
     # fairseq reads torchrun's variables itself, but divides the local rank by the number of GPUs.
@@ -460,14 +462,15 @@ class Progress(logging.Handler):
             self.show(f"update {values['valid_num_updates']}{self.valid}", keep=True)
         elif "ups" in values:
             updates, speed = int(values["num_updates"]), float(values["ups"])
-            of = f" of {self.total}" if self.total else ""
-            left = (
-                f", {max(self.total - updates, 0) / speed / 60:.1f} minutes left"
-                if speed and self.total
-                else ""
-            )
-            line = f"update {updates}{of}, loss {float(values['loss']):.3f}{self.valid}"
-            self.show(f"{line}, {float(values['wps']):.0f} tokens/s{left}")
+            line = f"update {updates}"
+            if self.total:
+                line += f" of {self.total}"
+            line += f", loss {float(values['loss']):.3f}{self.valid}"
+            line += f", {float(values['wps']):.0f} tokens/s"
+            if speed and self.total:
+                minutes = max(self.total - updates, 0) / speed / 60
+                line += f", {minutes:.1f} minutes left"
+            self.show(line)
 
     def show(self, text: str, keep: bool = False) -> None:
         if sys.stderr.isatty():

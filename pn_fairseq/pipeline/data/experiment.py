@@ -24,14 +24,13 @@ class Experiment:
     @property
     def steps(self) -> list[list[str]]:
         """The commands, one after the other for each run: verb and options."""
+        commands = [["train"], ["average"]]
         if "transformer" not in self.models:
-            return [["train"], ["average"], ["evaluate-lm"]]
-        options = [[] if subset == "test" else ["--subset", subset] for subset in self.subsets]
-        return [
-            ["train"],
-            ["average"],
-            *([verb, *subset] for subset in options for verb in ("generate", "score")),
-        ]
+            return [*commands, ["evaluate-lm"]]
+        for subset in self.subsets:
+            options = [] if subset == "test" else ["--subset", subset]
+            commands += [["generate", *options], ["score", *options]]
+        return commands
 
     @property
     def tables(self) -> dict[str, Table]:
@@ -39,5 +38,6 @@ class Experiment:
         # which takes longer than the help texts may
         from pn_fairseq.pipeline.published import LM_TABLES, PAPER
 
-        stem, every = Path(self.config).stem, {**PAPER, **LM_TABLES}
-        return {name: table for name, table in every.items() if table.config.startswith(stem)}
+        stem = Path(self.config).stem
+        tables = {**PAPER, **LM_TABLES}
+        return {name: table for name, table in tables.items() if table.config.startswith(stem)}

@@ -123,12 +123,15 @@ class Preparation:
             known: address -> the checksum that a download must have ("": not known).
         """
         folder = self.archive or self.dest / "download"
-        files = [folder if folder.is_file() else folder / url.rsplit("/", 1)[-1] for url in known]
-        self.files_published, sums = files, self.dest / "text/archives"
-        if sums.is_file() and (
-            not all(map(Path.is_file, files)) or sums.read_text("utf-8") == self._sums()
-        ):
-            return []
+        files = [folder / url.rsplit("/", 1)[-1] for url in known]
+        if folder.is_file():
+            files = [folder for _ in known]
+        self.files_published = files
+        sums = self.dest / "text/archives"
+        if sums.is_file():
+            all_there = all(map(Path.is_file, files))
+            if not all_there or sums.read_text("utf-8") == self._sums():
+                return []
         for file, url in zip(files, known, strict=True):
             if not self.archive:
                 archives.fetch(url, file, known[url], self.mirror)
@@ -156,20 +159,18 @@ class Preparation:
             expect: the number of pairs of the published files (0: not known).
             to: a folder within the text.
         """
-        outputs = [self.partial / "text" / to / name for name in self.files([split])]
+        to_source, to_target = (self.partial / "text" / to / name for name in self.files([split]))
         total = 0
-        for paths in zip(files[::2], files[1::2], strict=True):
-            counts = [
-                pairs.append(reader, path, output)
-                for path, output in zip(paths, outputs, strict=True)
-            ]
-            if counts[0] != counts[1]:
-                has = (
-                    f"{paths[0]} has {counts[0]} line{'s' * (counts[0] != 1)} and {paths[1]} "
-                    f"{counts[1]}"
+        for source, target in zip(files[::2], files[1::2], strict=True):
+            count = pairs.append(reader, source, to_source)
+            of_target = pairs.append(reader, target, to_target)
+            if count != of_target:
+                lines = "line" if count == 1 else "lines"
+                raise UserError(
+                    f"{source} has {count} {lines} and {target} {of_target}: they are not "
+                    "translations of each other"
                 )
-                raise UserError(f"{has}: they are not translations of each other")
-            total += counts[0]
+            total += count
         if expect and total != expect:
             common = os.path.commonprefix([path.name for path in files])
             name = re.sub("[.-][^.-]*$", "", common)  # train.es and train.en begin with train.e
@@ -201,7 +202,7 @@ class Preparation:
             shutil.copyfile(self.like / model, given)
         if given.exists():
             sums["codes"] = checksum(given)
-        for path in self._dictionaries():
+        for path in self._dictionaries_like():
             sums[path.name] = checksum(path)
         settings = self.settings.as_text()
         check(self.dest, settings, sums)
@@ -342,24 +343,15 @@ class Preparation:
             self.tokenize("raw", "tok")
             self.segment()
         # fairseq-preprocess calls it test. The dictionaries are those of the data.
-        separate = self.settings.separate_dictionaries
-        dictionaries = [
-            self.dest / f"bin/dict.{lang}.txt" for lang in self.settings.endings[: 1 + separate]
-        ]
-        flags = self._languages() + [
-            f"--testpref=bpe/{name}",
-            *self._with_dictionaries(dictionaries),
-        ]
-        languages = {
-            lang: f"{stem.replace(name, 'test', 1)}.{lang}" for lang in self.settings.endings
-        }
-        texts_of = {index: f"bpe/{name}.{lang}" for lang, index in languages.items()}
+        flags = [*self._languages(), f"--testpref=bpe/{name}"]
+        flags += self._with_dictionaries(self._dictionaries(self.dest))
+        as_test = stem.replace(name, "test", 1)
+        texts_of = {f"{as_test}.{lang}": f"bpe/{name}.{lang}" for lang in self.settings.endings}
         make_bin(self.dest, self.workers, flags, texts_of, to="partial/bin")
-        for lang, index in languages.items():
+        for lang in self.settings.endings:
             for ending in ("bin", "idx"):
-                (self.dest / f"partial/bin/{index}.{ending}").replace(
-                    self.dest / f"bin/{stem}.{lang}.{ending}"
-                )
+                new = self.dest / f"partial/bin/{as_test}.{lang}.{ending}"
+                new.replace(self.dest / f"bin/{stem}.{lang}.{ending}")
         pairs_of_set = count_lines(self.dest / f"raw/{name}.{self.settings.source}")
         say("prepare", f"{self.dest} has the test set {name}: {pairs_of_set:,} pairs")
 
@@ -497,14 +489,14 @@ class Preparation:
         work = per_line(subwords.segmenter(kind, model, protect))
         self.transform("applying BPE", "tok", "bpe", lambda *_: work)
 
-    def _dictionaries(self) -> list[Path]:
-        """The dictionaries of the other data that this is prepared like: one, or one for each
-        language.
-        """
-        if not self.like:
-            return []
+    def _dictionaries(self, data: Path) -> list[Path]:
+        """The dictionaries of prepared data: one, or one for each language."""
         languages = self.settings.endings[: 2 if self.settings.separate_dictionaries else 1]
-        return [self.like / f"bin/dict.{lang}.txt" for lang in languages]
+        return [data / f"bin/dict.{lang}.txt" for lang in languages]
+
+    def _dictionaries_like(self) -> list[Path]:
+        """Those of the other data that this is prepared like; none without such data."""
+        return self._dictionaries(self.like) if self.like else []
 
     def _languages(self) -> list[str]:
         """Flags of fairseq-preprocess."""
@@ -512,10 +504,10 @@ class Preparation:
 
     def _with_dictionaries(self, files: Sequence[Path]) -> list[str]:
         """Flags of fairseq-preprocess for these dictionaries, or for new ones."""
-        joined = ["--joined-dictionary"] if not self.settings.separate_dictionaries else []
-        return joined + [
-            f"{flag}={file}" for flag, file in zip(("--srcdict", "--tgtdict"), files, strict=False)
-        ]
+        flags = [] if self.settings.separate_dictionaries else ["--joined-dictionary"]
+        for flag, file in zip(("--srcdict", "--tgtdict"), files, strict=False):
+            flags.append(f"{flag}={file}")
+        return flags
 
     def binarize(self, expected: str = "") -> None:
         """Make fairseq's binary data, bin/, from bpe/.
@@ -525,24 +517,21 @@ class Preparation:
         source, target = self.settings.endings
         flags = [*self._languages(), "--trainpref=bpe/train", "--validpref=bpe/valid"]
         flags += ["--testpref=" + ",".join(f"bpe/{split}" for split in self.splits[2:])]
-        flags += self._with_dictionaries(self._dictionaries())
-        names = (name.split(".") for name in self.files())
-        texts = {
-            f"{split}.{source}-{target}.{lang}": f"bpe/{split}.{lang}" for split, lang in names
-        }
+        flags += self._with_dictionaries(self._dictionaries_like())
+        texts = {}
+        for name in self.files():
+            split, lang = name.split(".")
+            texts[f"{split}.{source}-{target}.{lang}"] = f"bpe/{name}"
         make_bin(self.dest, self.workers, flags, texts)
         if self.like:
             for text, share in unknown_shares(self.dest / "bin").items():
                 if share != "0.0":
-                    say(
-                        "prepare",
-                        f"note: {share}% of the subwords of {text} are not in the dictionary of "
-                        f"{self.like}",
-                    )
-        self.finish(
-            {split: count_lines(self.dest / f"raw/{split}.{source}") for split in self.splits},
-            expected,
-        )
+                    what = f"{share}% of the subwords of {text}"
+                    say("prepare", f"note: {what} are not in the dictionary of {self.like}")
+        counts = {}
+        for split in self.splits:
+            counts[split] = count_lines(self.dest / f"raw/{split}.{source}")
+        self.finish(counts, expected)
 
     def finish(self, counts: Mapping[str, object], expected: str = "") -> None:
         """Write the counts, unless the cleaning has, remove what is not needed any more, and
@@ -558,4 +547,6 @@ class Preparation:
             )
             say("prepare", f"{removed} (which and why: {self.dest}/removed.tsv)")
         made = ", ".join(f"{int(kept[split]):,} {split}" for split in self.splits)
-        say("prepare", f"{self.dest} is complete: {made}{expected and f' (expected: {expected})'}")
+        if expected:
+            made += f" (expected: {expected})"
+        say("prepare", f"{self.dest} is complete: {made}")
