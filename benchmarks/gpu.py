@@ -40,7 +40,7 @@ from benchmarks.gpu_sections import (
 from benchmarks.table import markdown_table
 from pn_fairseq.common import command
 from pn_fairseq.common.files import atomic_write
-from pn_fairseq.common.machine import describe
+from pn_fairseq.pipeline.machine import describe
 
 TOOL = "benchmarks.gpu"
 #: A process begins as a copy of one that has imported what takes seconds and has used no GPU.

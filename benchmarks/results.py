@@ -14,7 +14,7 @@ import pandas
 
 from pn_fairseq.common.checkpoints import CheckpointError, check_output_path
 from pn_fairseq.common.files import atomic_write
-from pn_fairseq.common.machine import describe
+from pn_fairseq.pipeline.machine import describe
 
 
 def in_turns(

@@ -26,13 +26,13 @@ from pn_fairseq.common.command import (
 COMMANDS = {
     "data and training": {
         "prepare": (
-            "pipeline.data.prepare",
+            "pipeline.prepare",
             "turn a corpus with a recipe, or text of your own, into binary data",
         ),
         "train": ("pipeline.train", "train with the settings of a configuration and yours"),
         "average": ("pipeline.average", "average the last checkpoints of a run"),
         "reproduce": (
-            "pipeline.experiments",
+            "pipeline.reproduce",
             "run all steps from text to a report, for a list of norms and seeds",
         ),
     },

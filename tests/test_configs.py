@@ -22,15 +22,16 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf, open_dict
 
 import pn_fairseq.models  # noqa: F401 (registers the architectures)
-from pn_fairseq.common.published import LM_TABLES, PAPER
 from pn_fairseq.models.norm_options import NormOptions
 from pn_fairseq.models.transformer_pn import TransformerPNConfig
 from pn_fairseq.norms import NORMS
 from pn_fairseq.pipeline.checks import check_values
 from pn_fairseq.pipeline.data.recipes import RECIPES
-from pn_fairseq.pipeline.reproduce import CORPORA
+from pn_fairseq.pipeline.published import LM_TABLES, PAPER
 from pn_fairseq.pipeline.runs import flat
-from pn_fairseq.pipeline.settings import compose as compose_settings
+from pn_fairseq.pipeline.setting_roles import listed_role
+from pn_fairseq.pipeline.steps import experiments
+from pn_fairseq.pipeline.training_settings import compose as compose_settings
 
 from .scripts_helpers import ROOT
 
@@ -491,6 +492,15 @@ def test_what_every_config_reports_and_keeps(name):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+def test_every_setting_has_a_role(name):
+    """A new one has to be put into pn_fairseq/pipeline/setting_roles.py."""
+    settings = flat(OmegaConf.to_container(composed(name)))
+    assert not [
+        name for name in settings if not name.startswith("hydra.") and listed_role(name) is None
+    ]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
 def test_folders_of_fairseqs_own_command(name):
     """A job's folder has the name of its overrides, so that the same command resumes; jobs of a
     sweep have numbers.
@@ -555,7 +565,7 @@ KINDS = {tuple(key for key, _ in row[2:]): row for row in ROWS}.values()
 def test_rows_of_published_tables_are_models(row):
     """With the settings that --table gives to ``pn train``."""
     config, norm, *changes = row
-    corpus = next(corpus for corpus in CORPORA.values() if config.startswith(corpus.config))
+    corpus = next(corpus for corpus in experiments().values() if config.startswith(corpus.config))
     arch = f"{corpus.models[0]}_{NORMS[norm].short}_{corpus.size}"
     given = [
         "task.data=/data",

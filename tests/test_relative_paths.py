@@ -9,10 +9,11 @@ from unittest import mock
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from pn_fairseq.__main__ import VERBS, call
 from pn_fairseq.pipeline.data.tokens import SCRIPTS
-from pn_fairseq.pipeline.settings import PATHS, compose
+from pn_fairseq.pipeline.training_settings import PATHS, compose
 
 from .fixtures.reports import make_run as reported_run
 from .fixtures.runs import make_run, untrained_checkpoint
@@ -27,7 +28,9 @@ prepare text --corpus ../text --like ../data --dest ../alike      | ../alike/bin
 prepare text --corpus ../text --source es --target en --dest ../split --moses ../moses | moses/{tokenizer} failed: mine
 prepare iwslt14 --dest ../iwslt14 --archive ../archives           | archives/de-en.tgz is not an archive
 prepare iwslt14 --dest ../iwslt14 --mirror ../archives            | download/de-en.tgz is not an archive
+prepare ../recipe.py --dest ../of-a-recipe                        | ../of-a-recipe/counts.txt
 train ../own.yaml --data ../data --run ../run --check             | run' was started with different settings
+train ../own.yaml --data ../data --run ../run/../made model.norm_module=../none.py --check | there is no file '../none.py'
 average --run ../run --inputs ../none.pt                          | not allowed with argument
 average --inputs ../averaged.pt --recalibrate ../data/bin --batches 1 --output ../mean.pt | ../mean.pt
 average --inputs ../averaged.pt --norm-module ../norm.py --output ../copy.pt | ../copy.pt
@@ -45,7 +48,7 @@ export ../none.pt --pt2 ../pt2 --onnx ../onnx --norm-module ../norm.py | none.pt
 import-release ../averaged.pt ../imported.pt                      | is not a checkpoint of the authors' release
 norms --norm-module ../norm.py                                    | of-a-file
 test-norms --norm-module ../empty.py                              | empty.py
-reproduce ../own.yaml --data ../data --runs ../all --norms ln --seeds 1 --dry-run | --output ../all/report
+reproduce ../own.yaml --data ../data --runs ../all --norms ln --seeds 1 --dry-run | {place}/all/report
 reproduce iwslt14 --archive ../archives --mirror ../archives --moses ../none --dry-run | none is not a checkout
 reproduce demo --run ../demo model.dropout=2                      | model.dropout=2
 reproduce --study ../study.yaml --runs ../study --dry-run         | is not a study
@@ -141,6 +144,7 @@ def place(data, tmp_path_factory) -> Path:
         "archives/de-en.tgz": "nothing",
         "table.yaml": "rows: [{label: LN, norm: layer}]",
         "study.yaml": "nothing: 1",
+        "recipe.py": (ROOT / "pn_fairseq/pipeline/data/recipes/verses.py").read_text("utf-8"),
         "own.yaml": (ROOT / "configs/verses_es_en.yaml").read_text("utf-8"),
     }
     for name, content in contents.items():
@@ -159,7 +163,8 @@ def test_relative(words, shown, place):
         assert result.returncode == 0, said
         assert (here / shown).exists()
     else:
-        assert shown.format(**SCRIPTS) in said and "Traceback" not in said, said
+        assert shown.format(**SCRIPTS, place=place.resolve()) in said, said
+        assert "Traceback" not in said and "/../" not in said, said
     assert not list(here.iterdir())
 
 
@@ -168,7 +173,9 @@ def test_settings_that_name_files_become_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save({}, "a,b.pt")
     Path("norm.py").write_text(NORM)
-    given = dict(zip(PATHS, ("a,b.pt", "norm.py,./norm.py", "probe"), strict=True))
+    given = dict.fromkeys(PATHS, "some/../file")
+    given["checkpoint.finetune_from_model"] = "a,b.pt"
+    given["model.norm_module"] = "norm.py,./norm.py"
     cfg, _ = compose(
         ROOT / "configs/verses_es_en.yaml",
         [f"{name}='{path}'" for name, path in given.items()],
@@ -178,4 +185,6 @@ def test_settings_that_name_files_become_absolute(tmp_path, monkeypatch):
     folder = tmp_path.resolve()
     assert cfg.checkpoint.finetune_from_model == f"{folder}/a,b.pt"
     assert cfg.model.norm_module == f"{folder}/norm.py,{folder}/norm.py"
-    assert cfg.model.norm_probe == f"{folder}/probe"
+    for name in PATHS:
+        if given[name] == "some/../file":
+            assert OmegaConf.select(cfg, name) == f"{folder}/file", name

@@ -18,19 +18,20 @@ import logging
 import shutil
 import subprocess
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
 import pandas
 
 from examples.smoothness import over_the_steps
-from pn_fairseq.common.published import PAPER_GAIN, PAPER_MEDIANS, PAPER_SPECTRA
+from pn_fairseq.pipeline.published import PAPER_GAIN, PAPER_MEDIANS, PAPER_SPECTRA
 from pn_fairseq.report.curves import save
 from pn_fairseq.report.figures import FIGURES as DRAWINGS
 from pn_fairseq.report.figures import Subject, read_subject, series_of, spectrum, values_of
-from pn_fairseq.report.runs import Run, read_runs
+from pn_fairseq.report.runs import ReportedRun, read_runs
 
-from .generated import ROOT, table, write_parts
+from .generated import ROOT, markdown_table, write_parts
 
 RESULTS = ROOT / "docs/results"
 FIGURES = ROOT / "docs/figures"
@@ -98,7 +99,7 @@ def train(runs: Path, settings: Sequence[str]) -> None:
         subprocess.run([*command, "--norms", norm, "--seeds", str(SEED)], check=True)
 
 
-def record(runs: dict[str, Run]) -> pandas.DataFrame:
+def record(runs: dict[str, ReportedRun]) -> pandas.DataFrame:
     """The recorded values of all runs (name -> run) that the figures show, in float32.
 
     These are the rows of single forwards, with the gains of the channels in the last update only.
@@ -106,15 +107,15 @@ def record(runs: dict[str, Run]) -> pandas.DataFrame:
     frames = []
     for name, run in runs.items():
         probe = read_subject(run, name, name).probe
-        last, trained = probe["update"] == probe["update"].max(), run.log.updates if run.log else 0
-        probe = probe[probe["forward"].notna() | last].assign(
-            run=name, updates=max(trained, probe["update"].max())
-        )
-        probe["gamma_over_psi_batch"] = probe["gamma_over_psi_batch"].where(last)
-        distances = [column for column in probe if column.endswith("_l2")]
-        frames.append(
-            probe[["run", *COLUMNS, *distances]].astype(dict.fromkeys(distances, "float32"))
-        )
+        updates = probe["update"].max()
+        last = probe["update"] == updates
+        if run.log:
+            updates = max(run.log.updates, updates)
+        shown = probe[probe["forward"].notna() | last].assign(run=name, updates=updates)
+        shown["gamma_over_psi_batch"] = shown["gamma_over_psi_batch"].where(last)
+        distances = [column for column in shown if column.endswith("_l2")]
+        types = dict.fromkeys(distances, "float32")
+        frames.append(shown[["run", *COLUMNS, *distances]].astype(types))
     return pandas.concat(frames, ignore_index=True)
 
 
@@ -124,23 +125,21 @@ def subjects(names: tuple[str, ...], norm: str | None) -> list[Subject]:
     ``norm``: the norm of Figures 2 to 4; None: the first.
     """
     spectra = read("spectra.csv")
-    records = pandas.concat(
-        [pandas.read_parquet(FIGURES / file) for file in (RECORDS, f"images-{RECORDS}")]
-    )
-    subjects_of_runs = []
+    files = (FIGURES / RECORDS, FIGURES / f"images-{RECORDS}")
+    records = pandas.concat(map(pandas.read_parquet, files))
+    shown = []
     for name in names:
-        spectrum = spectra[name].to_numpy() if name in spectra else None
-        label = LABELS[name] + " on the verses" * (
-            name in MODELS and not IMAGES.keys().isdisjoint(names)
-        )
-        subject = Subject(name, label, label, spectrum=spectrum)
+        label = LABELS[name]
+        if name in MODELS and not IMAGES.keys().isdisjoint(names):
+            label += " on the verses"
+        subject = Subject(name, label, label)
+        if name in spectra:
+            subject.spectrum = spectra[name].to_numpy()
         subject.probe = records[records["run"] == name]
-        norm_of_run = norm or subject.probe["norm"].iloc[0]
-        subject.series = series_of(
-            subject.probe, norm_of_run, int(subject.probe["updates"].iloc[0])
-        )
-        subjects_of_runs.append(subject)
-    return subjects_of_runs
+        first = subject.probe.iloc[0]
+        subject.series = series_of(subject.probe, norm or first["norm"], int(first["updates"]))
+        shown.append(subject)
+    return shown
 
 
 def draw() -> None:
@@ -151,74 +150,60 @@ def draw() -> None:
             save(DRAWINGS[number].draw(shown), FIGURES / f"figure-{number}{suffix}.png")
 
 
-def medians(run: Run, name: str) -> list[dict]:
+def medians(run: ReportedRun, name: str) -> list[dict]:
     """The median of every quantity in each fifth of the training run, for each norm."""
     rows = []
     for norm in read_subject(run, name, name).probe["norm"].unique():
         series = read_subject(run, name, name, norm).series
-        numbers = [
-            column
-            for column in series
-            if column.endswith(("_l1", "_l2")) or column.startswith("tid_")
-        ]
-        by_fifth = series.groupby("fifth")[numbers].median()
-        for column in numbers:
-            fifths = {f"to {20 * int(fifth)}%": value for fifth, value in by_fifth[column].items()}
-            if not by_fifth[column].isna().all():
-                rows.append({"run": name, "norm": norm, "quantity": column, **fifths})
+        quantities = series.filter(regex="_l1$|_l2$|^tid_").columns
+        by_fifth = series.groupby("fifth")[list(quantities)].median()
+        by_fifth.index = [f"to {20 * int(fifth)}%" for fifth in by_fifth.index]
+        for column, fifths in by_fifth.dropna(axis="columns", how="all").items():
+            rows.append({"run": name, "norm": norm, "quantity": column, **fifths})
     return rows
 
 
-def gains(run: Run, name: str) -> list[dict]:
+def gains(run: ReportedRun, name: str) -> list[dict]:
     """The median of gamma / psi_B over the channels, in the last recorded update."""
     column = "gamma_over_psi_batch"
-    last = (
-        read_subject(run, name, name)
-        .probe.dropna(subset=[column])
-        .drop_duplicates("norm", keep="last")
-    )
-    values = {
-        norm: pandas.Series(of_norm)
-        for norm, of_norm in zip(last["norm"], last[column], strict=True)
-    }
-    return [
-        {
-            "run": name,
-            "norm": norm,
-            "median": of_norm.median(),
-            "share above 1": (of_norm > 1).mean(),
-        }
-        for norm, of_norm in values.items()
-    ]
+    recorded = read_subject(run, name, name).probe.dropna(subset=[column])
+    last = recorded.drop_duplicates("norm", keep="last").set_index("norm")[column]
+    rows = []
+    for norm, channels in last.items():
+        values = pandas.Series(channels)
+        row = {"run": name, "norm": norm, "median": values.median()}
+        rows.append(row | {"share above 1": (values > 1).mean()})
+    return rows
 
 
 def write(folder: Path) -> None:
     """The records and tables of the runs in a folder."""
-    runs = dict(zip(MODELS, read_runs([folder_of(folder, name) for name in MODELS]), strict=True))
-    tables = {
-        "medians.csv": pandas.DataFrame(
-            [row for name, run in runs.items() for row in medians(run, name)]
-        ),
-        "gains.csv": pandas.DataFrame(
-            [row for name, run in runs.items() for row in gains(run, name)]
-        ),
-        "spectra.csv": pandas.DataFrame(
-            {
-                name: spectrum(folder_of(folder, name) / "checkpoints/checkpoint_last.pt")
-                for name in MODELS
-            }
-        ),
-    }
-    for name, frame in tables.items():
-        frame.to_csv(FIGURES / name, index=False, float_format="%.4g")
+    folders = [folder_of(folder, name) for name in MODELS]
+    runs = dict(zip(MODELS, read_runs(folders), strict=True))
+    all_medians, all_gains, spectra = [], [], {}
+    for name, run in runs.items():
+        all_medians += medians(run, name)
+        all_gains += gains(run, name)
+        spectra[name] = spectrum(run.path / "checkpoints/checkpoint_last.pt")
+    write_table("medians.csv", all_medians)
+    write_table("gains.csv", all_gains)
+    write_table("spectra.csv", spectra)
     record(runs).to_parquet(FIGURES / RECORDS, index=False, compression="zstd")
+
+
+def write_table(name: str, values: list[dict] | dict) -> None:
+    """A table in docs/figures."""
+    pandas.DataFrame(values).to_csv(FIGURES / name, index=False, float_format="%.4g")
 
 
 def write_images(folder: Path) -> None:
     """Write the pictures and tables of the training runs on images, and their accuracies."""
-    runs = dict(zip(IMAGES, read_runs([folder / name for _, name in IMAGES.values()]), strict=True))
-    table = pandas.DataFrame([row for name, run in runs.items() for row in medians(run, name)])
-    table.to_csv(FIGURES / "images-medians.csv", index=False, float_format="%.4g")
+    folders = [folder / name for _, name in IMAGES.values()]
+    runs = dict(zip(IMAGES, read_runs(folders), strict=True))
+    rows = []
+    for name, run in runs.items():
+        rows += medians(run, name)
+    write_table("images-medians.csv", rows)
     record(runs).to_parquet(FIGURES / f"images-{RECORDS}", index=False, compression="zstd")
     for _, name in IMAGES.values():
         (RESULTS / "images" / name).mkdir(parents=True, exist_ok=True)
@@ -235,10 +220,9 @@ FIRST, THIRD = (f"encoder.layers.{layer}.self_attn_layer_norm" for layer in (0, 
 
 def course(run: str, norm: str, quantity: str) -> tuple[float, float]:
     """The medians of a quantity in the first and the last fifth of the training run."""
-    table = read("images-medians.csv" if run in IMAGES else "medians.csv").set_index(
-        ["run", "norm", "quantity"]
-    )
-    return tuple(table.loc[(run, norm, quantity), ["to 20%", "to 100%"]])
+    medians = read("images-medians.csv" if run in IMAGES else "medians.csv")
+    row = medians.set_index(["run", "norm", "quantity"]).loc[(run, norm, quantity)]
+    return row["to 20%"], row["to 100%"]
 
 
 def sums(subject: Subject, quantity: str) -> list[float]:
@@ -248,13 +232,18 @@ def sums(subject: Subject, quantity: str) -> list[float]:
 
 def arrow(values: Sequence[float], unit: float = 1) -> str:
     """The first and the last value, in units, with two significant digits."""
-    return " → ".join(f"{value / unit:#.2g}".rstrip(".") for value in (values[0], values[-1]))
+    first, last = (f"{values[place] / unit:#.2g}".rstrip(".") for place in (0, -1))
+    return f"{first} → {last}"
+
+
+def factor(values: Sequence[float]) -> str:
+    """The last value over the first."""
+    return f"{values[-1] / values[0]:.1f}"
 
 
 def quantity_of(name: str, run: str) -> str:
-    """What Figure 4 shows of a run:
-
-    ``distance`` or gradient ``g``, through the variance or PN-V's mean square.
+    """What Figure 4 shows of a run: ``distance`` or gradient ``g``, through the variance or PN-V's
+    mean square.
     """
     statistic = "psi2" if run.startswith("pnv") else "sigma2"
     return f"{statistic}_distance_l2" if name == "distance" else f"g_{statistic}_l2"
@@ -264,158 +253,137 @@ def figure_2() -> str:
     columns = {
         "mean, layer 1": (FIRST, "mu_distance_l2"),
         "variance, layer 1": (FIRST, "sigma2_distance_l2"),
+        "variance, layer 3": (THIRD, "sigma2_distance_l2"),
+        "relative, layer 1": (FIRST, "tid_var"),
+        "relative, layer 3": (THIRD, "tid_var"),
     }
-    columns |= {"variance, layer 3": (THIRD, "sigma2_distance_l2")}
-    columns |= {
-        f"relative, layer {layer}": (norm, "tid_var") for layer, norm in ((1, FIRST), (3, THIRD))
-    }
-    rows = [
-        {"run": label} | {title: arrow(course(run, *column)) for title, column in columns.items()}
-        for run, (label, _) in MODELS.items()
-    ]
-    paper = {
-        "run": "the paper, BN on IWSLT14",
-        "mean, layer 1": arrow(PAPER_MEDIANS["mu_distance"][PAPER_BN]),
-    }
-    return table(
-        [*rows, paper | {"variance, layer 1": arrow(PAPER_MEDIANS["sigma2_distance"][PAPER_BN])}]
-    )
+    rows = []
+    for run, (label, _) in MODELS.items():
+        row = {"run": label}
+        for title, (norm, quantity) in columns.items():
+            row[title] = arrow(course(run, norm, quantity))
+        rows.append(row)
+    paper = {"run": "the paper, BN on IWSLT14"}
+    paper["mean, layer 1"] = arrow(PAPER_MEDIANS["mu_distance"][PAPER_BN])
+    paper["variance, layer 1"] = arrow(PAPER_MEDIANS["sigma2_distance"][PAPER_BN])
+    return markdown_table([*rows, paper])
 
 
 def figure_3() -> str:
-    rows, unit = [], 1e-8
+    statistics = {"mean": "g_mu", "variance": "g_sigma2"}
+    rows = []
     for subject, (label, _) in zip(subjects(tuple(MODELS), FIRST), MODELS.values(), strict=True):
         row = {"run": label}
-        for name, quantity in (("mean", "g_mu_l2"), ("variance", "g_sigma2_l2")):
-            values = course(subject.run, FIRST, quantity)
-            row[f"{name}, 10⁻⁸"] = arrow(values, unit)
-            row[f"{name}, last / first"] = f"{values[1] / values[0]:.1f}"
-            row[f"{name}, as sums"] = arrow(sums(subject, quantity))
+        for name, quantity in statistics.items():
+            values = course(subject.run, FIRST, f"{quantity}_l2")
+            row[f"{name}, 10⁻⁸"] = arrow(values, 1e-8)
+            row[f"{name}, last / first"] = factor(values)
+            row[f"{name}, as sums"] = arrow(sums(subject, f"{quantity}_l2"))
         rows.append(row)
     paper = {"run": "the paper, BN on IWSLT14"}
-    for name, quantity in (("mean", "g_mu"), ("variance", "g_sigma2")):
+    for name, quantity in statistics.items():
         values = PAPER_MEDIANS[quantity][PAPER_BN]
-        paper |= {
-            f"{name}, last / first": f"{values[-1] / values[0]:.1f}",
-            f"{name}, as sums": arrow(values),
-        }
-    return table([*rows, paper])
+        paper[f"{name}, last / first"] = factor(values)
+        paper[f"{name}, as sums"] = arrow(values)
+    return markdown_table([*rows, paper])
 
 
 def figure_4() -> str:
-    columns = {
-        f"{name}, layer {layer}": (norm, what)
-        for name, what in (("distance", "distance"), ("gradient", "g"))
-        for layer, norm in ((1, FIRST), (3, THIRD))
-    }
-    values = {
-        run: {
-            title: course(run, norm, quantity_of(what, run))
-            for title, (norm, what) in columns.items()
-        }
-        for run in DRAWN[0][1]
-    }
-    rows = [
-        {"run": MODELS[run][0]}
-        | {
-            title: arrow(found, 1e-8 if title.startswith("gradient") else 1)
-            for title, found in of_run.items()
-        }
-        for run, of_run in values.items()
-    ]
+    values: dict[str, dict[str, tuple[float, float]]] = {}
+    rows = []
+    for run in DRAWN[0][1]:
+        values[run] = {}
+        row = {"run": MODELS[run][0]}
+        for title, what, unit in (("distance", "distance", 1), ("gradient", "g", 1e-8)):
+            for layer, norm in ((1, FIRST), (3, THIRD)):
+                found = course(run, norm, quantity_of(what, run))
+                values[run][f"{title}, layer {layer}"] = found
+                row[f"{title}, layer {layer}"] = arrow(found, unit)
+        rows.append(row)
     for title, upper, lower in (
         ("PN-V / BN", "pnv", "bn"),
         ("PN-V / BN, both with layer-scale", "pnv_ls", "bn_ls"),
         ("BN / BN with layer-scale", "bn", "bn_ls"),
         ("PN-V / PN-V with layer-scale", "pnv", "pnv_ls"),
     ):
-        ratios = {
-            column: [
-                a / b for a, b in zip(values[upper][column], values[lower][column], strict=True)
-            ]
-            for column in columns
-        }
-        rows.append(
-            {"run": f"**{title}**"} | {column: arrow(found) for column, found in ratios.items()}
-        )
+        row = {"run": f"**{title}**"}
+        for column, found in values[upper].items():
+            row[column] = arrow(ratios(found, values[lower][column]))
+        rows.append(row)
     paper = {"run": "**the paper, PN-V / BN**"}
     for title, upper, lower in (
         ("distance", "psi2_distance", "sigma2_distance"),
         ("gradient", "g_psi2", "g_sigma2"),
     ):
-        pairs = zip(PAPER_MEDIANS[upper][PAPER_PNV], PAPER_MEDIANS[lower][PAPER_BN], strict=True)
-        paper[f"{title}, layer 1"] = arrow([a / b for a, b in pairs])
-    return table([*rows, paper])
+        found = ratios(PAPER_MEDIANS[upper][PAPER_PNV], PAPER_MEDIANS[lower][PAPER_BN])
+        paper[f"{title}, layer 1"] = arrow(found)
+    return markdown_table([*rows, paper])
+
+
+def ratios(upper: Sequence[float], lower: Sequence[float]) -> list[float]:
+    return [a / b for a, b in zip(upper, lower, strict=True)]
 
 
 def figure_5() -> str:
     """BLEU by norm and size of the mini-batch, and the difference from LN with the same size."""
-    runs = pandas.read_csv(RESULTS / "runs.csv", dtype={"layer_scale_groups": "string"}).query(
-        "study == 'mini-batches'"
-    )
-    scores = runs.pivot(
-        index=["norm", "layer_scale_groups"], columns="max_tokens", values="tokenized"
-    )
-    differences = scores - scores.loc["LN"].iloc[0]
+    runs = pandas.read_csv(RESULTS / "runs.csv", dtype={"layer_scale_groups": "string"})
+    runs = runs[runs["study"] == "mini-batches"]
+    norms = runs["norm"].unique()
+    runs = runs.sort_values("layer_scale_groups", na_position="first", kind="stable")
     rows = []
-    for norm, groups in sorted(
-        scores.index, key=lambda system: list(runs["norm"].unique()).index(system[0])
-    ):
-        row = {
-            "encoder norm": norm if pandas.isna(groups) else f"{norm} (layer_scale_groups={groups})"
-        }
-        for tokens in scores:
-            score, difference = (frame[tokens][norm, groups] for frame in (scores, differences))
-            if pandas.notna(score):
-                change = "" if norm == "LN" else f" ({difference:+.2f})".replace("-", "−")
-                row[f"BLEU, {tokens:,.0f}"] = f"{score:.2f}{change}"
-        rows.append(row)
-    return table(rows)
+    control = runs[runs["norm"] == "LN"].set_index("max_tokens")["tokenized"]
+    for norm in norms:
+        systems = runs[runs["norm"] == norm].groupby("layer_scale_groups", dropna=False, sort=False)
+        for groups, of_system in systems:
+            system = norm if pandas.isna(groups) else f"{norm} (layer_scale_groups={groups})"
+            row = {"encoder norm": system}
+            scores = of_system.set_index("max_tokens")["tokenized"]
+            for tokens in sorted(runs["max_tokens"].unique()):
+                if tokens in scores:
+                    text = f"{scores[tokens]:.2f}"
+                    if norm != "LN":
+                        text += f" ({scores[tokens] - control[tokens]:+.2f})".replace("-", "−")
+                    row[f"BLEU, {tokens:,.0f}"] = text
+            rows.append(row)
+    return markdown_table(rows)
 
 
 def figure_6() -> str:
-    spectra, rows = read("spectra.csv"), []
+    spectra = read("spectra.csv")
     shares = spectra / (spectra**2).sum() ** 0.5
-    ratios = shares.div(shares["ln"], axis=0)
+    rows = []
     for run, (label, _) in MODELS.items():
-        first, *_, last = shares[run]
-        row = {"run": label, "largest / second": f"{spectra[run][0] / spectra[run][1]:.2f}"}
-        row |= {
-            "largest / Frobenius norm": f"{first:.3f}",
-            "smallest / Frobenius norm": f"{last:.3f}",
-        }
-        away = (ratios[run] - 1).abs()
+        values, share = spectra[run], shares[run]
+        row = {"run": label, "largest / second": f"{values[0] / values[1]:.2f}"}
+        row["largest / Frobenius norm"] = f"{share.iloc[0]:.3f}"
+        row["smallest / Frobenius norm"] = f"{share.iloc[-1]:.3f}"
+        away = (share / shares["ln"] - 1).abs()
         row["farthest from LN"] = "–" if run == "ln" else f"{away.max():.1%}, index {away.idxmax()}"
         rows.append(row)
-    rows += [
-        {"run": f"the paper, {norm}", "largest / second": f"{values[0] / values[1]:.2f}"}
-        for norm, values in PAPER_SPECTRA.items()
-    ]
-    return table(rows)
+    for norm, values in PAPER_SPECTRA.items():
+        largest = f"{values[0] / values[1]:.2f}"
+        rows.append({"run": f"the paper, {norm}", "largest / second": largest})
+    return markdown_table(rows)
 
 
 def figure_7() -> str:
     gains_of_norms = read("gains.csv").set_index(["run", "norm"])
-    places, rows = (
-        {"self_attn_layer_norm": "self-attention", "final_layer_norm": "feed-forward"},
-        [],
-    )
+    places = {"self_attn_layer_norm": "self-attention", "final_layer_norm": "feed-forward"}
+    rows = []
     for run in DRAWN[0][1]:
         row = {"run": MODELS[run][0]}
         for place, title in places.items():
-            of_place = gains_of_norms.loc[
-                [(run, f"encoder.layers.{layer}.{place}") for layer in range(3)]
-            ]
+            norms = [(run, f"encoder.layers.{layer}.{place}") for layer in range(3)]
+            gains_of_place = gains_of_norms.loc[norms]
             row[f"medians before {title}"] = ", ".join(
-                f"{value:.2f}" for value in of_place["median"]
+                gains_of_place["median"].map("{:.2f}".format)
             )
-            row[f"above 1 before {title}"] = ", ".join(
-                f"{value:.0%}" for value in of_place["share above 1"]
-            )
+            above = gains_of_place["share above 1"].map("{:.0%}".format)
+            row[f"above 1 before {title}"] = ", ".join(above)
         rows.append(row)
     paper = {"run": "the paper, PN-V (6 layers)"}
-    paper |= {"medians before self-attention": ", ".join(f"{value:.2f}" for value in PAPER_GAIN)}
-    return table([*rows, paper])
+    paper["medians before self-attention"] = ", ".join(map("{:.2f}".format, PAPER_GAIN))
+    return markdown_table([*rows, paper])
 
 
 def images() -> str:
@@ -424,43 +392,44 @@ def images() -> str:
     gradients = {"gradient, mean": "g_mu_l2", "gradient, variance": "g_sigma2_l2"}
     rows = []
     for subject in subjects(("bn", *IMAGES), None):
-        (norm,) = subject.series["norm"].unique()
-        row = {"run": subject.label} | {
-            title: arrow(course(subject.run, norm, column)) for title, column in columns.items()
-        }
-        rows.append(
-            row | {title: arrow(sums(subject, column)) for title, column in gradients.items()}
-        )
+        norm = subject.series["norm"].iloc[0]
+        row = {"run": subject.label}
+        for title, column in columns.items():
+            row[title] = arrow(course(subject.run, norm, column))
+        for title, column in gradients.items():
+            row[title] = arrow(sums(subject, column))
+        rows.append(row)
     for label in (PAPER_BN, "paper, ResNet20 on CIFAR-10"):
         row = {"run": f"the {label}"}
         for title, column in (columns | gradients).items():
-            if values := PAPER_MEDIANS.get(column.removesuffix("_l2"), {}).get(label):
-                row[title] = arrow(values)
+            medians_of_column = PAPER_MEDIANS.get(column.removesuffix("_l2"), {})
+            if label in medians_of_column:
+                row[title] = arrow(medians_of_column[label])
         rows.append(row)
-    return table(rows)
+    return markdown_table(rows)
 
 
 def smoothness() -> str:
     measured = over_the_steps(read("smoothness-steps.csv")).groupby("run", sort=False)
-    quantiles = {run: of_run.quantile([0.5, 0, 1]) for run, of_run in measured}
-    return table(
-        [
-            {"run": run}
-            | {name: "{:.2f} ({:.2f} to {:.2f})".format(*of_run[name]) for name in of_run}
-            for run, of_run in quantiles.items()
-        ]
-    )
+    rows = []
+    for run, steps in measured:
+        row = {"run": run}
+        for name, (median, low, high) in steps.quantile([0.5, 0, 1]).items():
+            row[name] = f"{median:.2f} ({low:.2f} to {high:.2f})"
+        rows.append(row)
+    return markdown_table(rows)
 
 
 def relative() -> str:
-    """One sentence for docs/why.md."""
+    """A sentence for docs/why.md."""
     last = {run: course(run, THIRD, "tid_var")[1] for run in ("bn", "bn_ls", "pnv", "pnv_ls")}
-    return (
-        "In the last fifth of the run the relative distances of the standard deviations are "
-        f"{last['bn_ls']:.3f} with and {last['bn']:.3f} without layer-scale for BN, "
-        f"{last['pnv_ls']:.3f} "
-        f"and {last['pnv']:.3f} for PN-V (`tid_var` in [medians.csv](figures/medians.csv))."
+    sentence = (
+        "In the last fifth of the run, the batch's and the running standard deviations of BN "
+        f"differ by {last['bn_ls']:.1%} with layer-scale and by {last['bn']:.1%} without it, those "
+        f"of PN-V by {last['pnv_ls']:.1%} and {last['pnv']:.1%} (`tid_var` in "
+        "[medians.csv](figures/medians.csv))."
     )
+    return textwrap.fill(sentence, 100, break_on_hyphens=False)
 
 
 PAGES = {

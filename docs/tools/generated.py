@@ -6,19 +6,18 @@ tests/docs/test_project_files.py fails if a page differs from what is computed.
 """
 
 import argparse
-import csv
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import pandas
 
-from pn_fairseq.common.published import PAPER
 from pn_fairseq.models.norm_options import NormOptions
 from pn_fairseq.norms import NORMS, RunningNorm, build_norm
 from pn_fairseq.norms.base import COUNT
 from pn_fairseq.norms.registry import HEADS, SHARED
+from pn_fairseq.pipeline.published import PAPER
 from tests.norms import compilation, invariances, test_frameworks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,33 +29,42 @@ _FLAGS = ("alpha_fwd", "alpha_bwd", "psi_warmup_updates")
 
 
 def properties() -> str:
-    """What the registry and the classes say: parameters, state, mixing of tokens, defaults,
-    flags, variants.
+    """What the registry and the classes say: parameters, state, mixing of tokens, defaults, flags,
+    variants.
     """
-    titles = (
-        "norm",
-        "parameters",
-        "state",
-        "training mixes tokens",
-        "default in a Transformer",
-        "flags",
-        "own options",
-        "`release` differs",
-    )
-    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    rows = []
     for name, entry in NORMS.items():
         norm = build_norm(name, CHANNELS)
-        parameters = [f"`{key}` {_shape(value)}" for key, value in norm.named_parameters()]
-        state = [f"`{key}` {_shape(value)}" for key, value in norm.named_buffers() if key != COUNT]
-        defaults = ["layer-scale per head"] if entry.default("layer_scale_groups") is HEADS else []
+        defaults = []
+        if entry.default("layer_scale_groups") is HEADS:
+            defaults.append("layer-scale per head")
         if isinstance(norm, RunningNorm):
             defaults.append("synchronized" if entry.default("sync") else "not synchronized")
+        buffers = [(key, value) for key, value in norm.named_buffers() if key != COUNT]
         flags = [f"`{SHARED[option]}`" for option in _FLAGS if option in entry.options]
-        own = [f"`{option}`" for option in entry.own_options]
-        cells = [parameters, state, [entry.cls.mixes_tokens], defaults, flags, own]
-        cells.append(["yes"] if "release" in entry.variants else [])
-        lines.append(f"| `{name}` | " + " | ".join(", ".join(cell) or "–" for cell in cells) + " |")
-    return "\n".join(lines)
+        row = {"norm": f"`{name}`"}
+        row["parameters"] = _listed(f"`{key}` {_shape(p)}" for key, p in norm.named_parameters())
+        row["state"] = _listed(f"`{key}` {_shape(value)}" for key, value in buffers)
+        row["training mixes tokens"] = entry.cls.mixes_tokens
+        row["default in a Transformer"] = _listed(defaults)
+        row["flags"] = _listed(flags)
+        row["own options"] = _listed(f"`{option}`" for option in entry.own_options)
+        row["`release` differs"] = "yes" if "release" in entry.variants else "–"
+        rows.append(row)
+    return plain_table(rows)
+
+
+def _listed(texts: Iterable[str]) -> str:
+    return ", ".join(texts) or "–"
+
+
+def plain_table(rows: Sequence[dict[str, str]], rule: str = "---") -> str:
+    """Rows as Markdown without spaces for alignment; ``rule``: of all columns but the first."""
+    titles = list(rows[0])
+    lines = [titles, *(list(row.values()) for row in rows)]
+    texts = [f"| {' | '.join(cells)} |" for cells in lines]
+    texts.insert(1, f"|---{f'|{rule}' * (len(titles) - 1)}|")
+    return "\n".join(texts)
 
 
 def _shape(tensor) -> str:
@@ -77,69 +85,67 @@ _PUBLISHED = {
 
 def published() -> str:
     """BLEU in the tables of :data:`PAPER`, by norm."""
-    lines = [f"| norm | {' | '.join(_PUBLISHED)} |", "|---" * (1 + len(_PUBLISHED)) + "|"]
+    rows = []
     for name in NORMS:
-        cells = []
-        for pattern in _PUBLISHED.values():
-            tables = [table for title, table in PAPER.items() if re.fullmatch(pattern, title)]
-            rows = {
-                row.label: row.bleu for table in tables for row in table.rows if row.norm == name
-            }
-            scores = {
-                label: "diverges" if math.isnan(bleu) else str(bleu) for label, bleu in rows.items()
-            }
-            named = (
-                f"{score} ({label})" if len(scores) > 1 else score
-                for label, score in scores.items()
-            )
-            cells.append("; ".join(named) or "–")
-        if {*cells} != {"–"}:
-            lines.append(f"| `{name}` | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        row = {"norm": f"`{name}`"}
+        for title, pattern in _PUBLISHED.items():
+            row[title] = _scores_of(name, pattern)
+        if set(row.values()) != {row["norm"], "–"}:
+            rows.append(row)
+    return plain_table(rows)
+
+
+def _scores_of(norm: str, pattern: str) -> str:
+    """BLEU of a norm in the tables whose names match."""
+    scores = {}
+    for title, table in PAPER.items():
+        if re.fullmatch(pattern, title):
+            for row in table.rows:
+                if row.norm == norm:
+                    scores[row.label] = "diverges" if math.isnan(row.bleu) else str(row.bleu)
+    if len(scores) == 1:
+        return scores.popitem()[1]
+    return "; ".join(f"{score} ({label})" for label, score in scores.items()) or "–"
 
 
 def cost() -> str:
     """docs/speed/norms.csv: forward and backward without layer-scale, as ratios to LayerNorm, of
     the C++ kernels.
     """
-    with open(ROOT / "docs/speed/norms.csv", encoding="utf-8") as file:
-        rows = [
-            row
-            for row in csv.DictReader(file)
-            if (row["phase"], row["implementation"], row["layer_scale"], row["threads"])
-            == ("both", "cpp", "0", "1")
-        ]
-    settings = dict.fromkeys(
-        (row["dtype"], row["shape"])
-        for row in sorted(rows, key=lambda row: row["dtype"] != "float32")
+    measured = pandas.read_csv(ROOT / "docs/speed/norms.csv")
+    measured = measured.query(
+        'phase == "both" and implementation == "cpp" and layer_scale == 0 and threads == 1'
     )
-    found = {(row["norm"], row["dtype"], row["shape"]): row for row in rows}
-    titles = [f"{dtype}, {shape.replace('x', ' × ')}" for dtype, shape in settings]
-    lines = ["| norm | " + " | ".join(titles) + " |", "|---" + "|---:" * len(titles) + "|"]
+    measured = measured.sort_values("dtype", key=lambda dtypes: dtypes != "float32", kind="stable")
+    ratios = measured.set_index(["norm", "dtype", "shape"])["ratio"]
+    settings = measured[["dtype", "shape"]].drop_duplicates()
+    rows = []
     for name in NORMS:
-        cells = ["1" if name == "layer" else _ratio(found.get((name, *each))) for each in settings]
-        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        row = {"norm": f"`{name}`"}
+        for dtype, shape in settings.itertuples(index=False):
+            ratio = "1" if name == "layer" else _ratio(ratios, (name, dtype, shape))
+            row[f"{dtype}, {shape.replace('x', ' × ')}"] = ratio
+        rows.append(row)
+    return plain_table(rows, "---:")
 
 
 def under_compile() -> str:
     """docs/speed/compile.csv: compiled / eager, of norms by themselves."""
-    with open(ROOT / "docs/speed/compile.csv", encoding="utf-8") as file:
-        found = {
-            (row["norm"], row["module"], row["mode"], row["threads"]): row
-            for row in csv.DictReader(file)
-        }
-    settings = list(dict.fromkeys(key[1:] for key in found if key[1] == "norm"))
-    titles = [f"{module}, {mode}, {threads}" for module, mode, threads in settings]
-    lines = ["| norm | " + " | ".join(titles) + " |", "|---" + "|---:" * len(titles) + "|"]
-    for name in dict.fromkeys(key[0] for key in found):
-        cells = [_ratio(found.get((name, *each))) for each in settings]
-        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    measured = pandas.read_csv(ROOT / "docs/speed/compile.csv")
+    keys = ["module", "mode", "threads"]
+    ratios = measured.set_index(["norm", *keys])["ratio"]
+    settings = measured.loc[measured["module"] == "norm", keys].drop_duplicates()
+    rows = []
+    for name in measured["norm"].unique():
+        row = {"norm": f"`{name}`"}
+        for module, mode, threads in settings.itertuples(index=False):
+            row[f"{module}, {mode}, {threads}"] = _ratio(ratios, (name, module, mode, threads))
+        rows.append(row)
+    return plain_table(rows, "---:")
 
 
-def _ratio(row: dict | None) -> str:
-    return f"{float(row['ratio']):.2f}" if row else "not measured"
+def _ratio(ratios: pandas.Series, key: tuple) -> str:
+    return f"{ratios[key]:.2f}" if key in ratios else "not measured"
 
 
 #: The model of docs/speed.md for a network of GPUs: seconds of a step, bytes a second, channels,
@@ -151,36 +157,37 @@ STEPS = {"8 GPUs": 2 * math.log2(8), "64 GPUs": 2 * math.log2(64), "64 GPUs, rin
 def over_ranks() -> str:
     """docs/speed/ranks.csv: the shares of an update, and what the model makes of its counts."""
     measured = pandas.read_csv(ROOT / "docs/speed/ranks.csv")
-    lines = []
-    for norm, rows in measured.groupby("norm", sort=False):
-        first = rows.iloc[0]
+    rows = []
+    for norm, of_norm in measured.groupby("norm", sort=False):
+        first = of_norm.iloc[0]
         size = first["bytes"] / int(first["shape"].split("x")[1])
-        line = {"norm": f"`{norm}`", "waited for": f"{first.waited_for:.0f}"}
-        line |= {"asynchronous": f"{first.asynchronous:.0f}", "bytes / C": f"{size:.0f}"}
-        for row in rows.itertuples():
-            setting = f"{row.ranks} ranks, {int(row.shape.split('x')[0]):,} tokens"
-            line[setting] = f"{row.share:.2f} ({row.share_low:.2f} to {row.share_high:.2f})"
-        for setting, steps in STEPS.items():
-            seconds = (
-                first.waited_for * steps * STEP
-                + bool(first.waited_for) * 2 * size * CHANNELS / BANDWIDTH
+        row = {"norm": f"`{norm}`", "waited for": f"{first.waited_for:.0f}"}
+        row |= {"asynchronous": f"{first.asynchronous:.0f}", "bytes / C": f"{size:.0f}"}
+        for setting in of_norm.itertuples():
+            title = f"{setting.ranks} ranks, {int(setting.shape.split('x')[0]):,} tokens"
+            row[title] = (
+                f"{setting.share:.2f} ({setting.share_low:.2f} to {setting.share_high:.2f})"
             )
-            line[setting] = f"{1e3 * first.norms * seconds:.1f} ms"
-        lines.append(line)
-    return table(lines)
+        for title, steps in STEPS.items():
+            seconds = first.waited_for * steps * STEP
+            if first.waited_for:
+                seconds += 2 * size * CHANNELS / BANDWIDTH
+            row[title] = f"{1e3 * first.norms * seconds:.1f} ms"
+        rows.append(row)
+    return markdown_table(rows)
 
 
 def flags() -> str:
     """The flags of the norms, as ``--help`` of an architecture describes them."""
     parser = argparse.ArgumentParser(add_help=False)
     NormOptions.add_args(parser)
-    lines = ["| flag | meaning |", "|---|---|"]
+    rows = []
     for action in parser._actions:
         value = action.metavar or " or ".join(action.choices or ())
         name = f"{action.option_strings[0]} {value}".strip()
         meaning = re.sub(r"docs/(\w+)\.md", r"[docs/\1.md](\1.md)", action.help)
-        lines.append(f"| `{name}` | {meaning} |")
-    return "\n".join(lines)
+        rows.append({"flag": f"`{name}`", "meaning": meaning})
+    return plain_table(rows)
 
 
 #: Page in docs/ -> name of a table -> what computes it.
@@ -200,7 +207,7 @@ def block(name: str) -> re.Pattern:
     )
 
 
-def table(rows: Sequence[dict[str, str]]) -> str:
+def markdown_table(rows: Sequence[dict[str, str]]) -> str:
     """Rows as Markdown; a row may lack columns."""
     frame = pandas.DataFrame(rows).fillna("–")
     return frame.to_markdown(index=False, tablefmt="pipe", disable_numparse=True)

@@ -2,8 +2,7 @@
 records of curves.
 
 Those of :data:`INTERVALS` show the runs that a query of runs.csv selects, as ``pn report`` does;
-those of
-:data:`CURVES` the records in a CSV file beside them.
+those of :data:`CURVES` the records in a CSV file beside them.
 """
 
 import logging
@@ -13,15 +12,14 @@ import pandas
 
 from pn_fairseq.report import intervals
 from pn_fairseq.report.curves import plot, save, style
-from pn_fairseq.report.significance import LOSS, MEASURES
+from pn_fairseq.report.measures import LOSS, MEASURES
 
 from .generated import ROOT
 
 RESULTS = ROOT / "docs/results"
 NORMS = (
     'corpus == "verses" and study in ("norms", "masks, by length") and lr.isna() and '
-    "init_seed.isna() "
-    "and norm_alpha_fwd.isna() and norm_ignore_mask.isna()"
+    "init_seed.isna() and norm_alpha_fwd.isna() and norm_ignore_mask.isna()"
 )
 #: Picture -> query of runs.csv.
 INTERVALS = {
@@ -64,25 +62,29 @@ def placements() -> pandas.DataFrame:
     """
     frame = runs().query('study == "placements" and norm == "LN"')
     frame = frame.drop(columns="chrf").assign(system=frame["encoder_norm_placement"])
-    others = frame["system"] != "pre"
-    return frame.assign(**{"compared with": pandas.Series("pre", frame.index).where(others)})
+    return with_control(frame, "pre")
+
+
+def with_control(frame: pandas.DataFrame, control: str) -> pandas.DataFrame:
+    """The rows with ``control`` as the system that all others are compared with."""
+    compared = pandas.Series(control, frame.index).where(frame["system"] != control)
+    return frame.assign(**{"compared with": compared})
 
 
 def records_of(name: str, baselines: dict[str, str] | None) -> pandas.DataFrame:
-    """The records in a CSV file as text,
-
-    with the columns of :func:`pn_fairseq.report.curves.records`.
+    """The records in a CSV file as text, with the columns of
+    :func:`pn_fairseq.report.curves.records`.
     """
     rows = pandas.read_csv(RESULTS / name, dtype=str, keep_default_na=False)
     if baselines is None:
         return rows
     rows = rows[~rows["system"].isin(LEFT_OUT)].rename(columns={"seed": "run"})
-    rows = rows.assign(**{"compared with": rows["system"].map(baselines).fillna(""), "end": ""})
-    updates = rows.astype({"update": int}).groupby(["system", "run"])["update"]
-    early = updates.transform("max").eq(rows["update"].astype(int)) & updates.transform("max").lt(
-        0.98 * MAX_UPDATE
-    )
-    return rows.assign(end=early.map({True: "patience", False: ""}))
+    rows["compared with"] = rows["system"].map(baselines).fillna("")
+    updates = rows["update"].astype(int)
+    last = updates.groupby([rows["system"], rows["run"]]).transform("max")
+    early = (updates == last) & (last < 0.98 * MAX_UPDATE)
+    rows["end"] = early.map({True: "patience", False: ""})
+    return rows
 
 
 def draw_masks(output: Path) -> None:
@@ -90,20 +92,19 @@ def draw_masks(output: Path) -> None:
     pair is a mark.
     """
     rows = [
-        (norm, kind, f"{norm}, {title}")
-        for kind, title in (("by length", "batches by length"), ("random", "random batches"))
-        for norm in ("BN", "PN")
+        ("BN", "by length", "BN, batches by length"),
+        ("PN", "by length", "PN, batches by length"),
+        ("BN", "random", "BN, random batches"),
+        ("PN", "random", "PN, random batches"),
     ]
     measures = [MEASURES[LOSS], MEASURES["tokenized"]]
-    families, names = {}, []
-    for number, (norm, kind, name) in enumerate(rows):
-        control = f"{norm} (norm_ignore_mask=True)"
+    families, names = [], []
+    for norm, kind, name in rows:
         frame = runs().query(f'study == "masks, {kind}"')
-        others = frame["system"] != control
-        frame = frame.assign(**{"compared with": pandas.Series(control, frame.index).where(others)})
+        frame = with_control(frame, f"{norm} (norm_ignore_mask=True)")
         compared = intervals.compare(frame)
-        families[number] = [compared[measure.name].families[0] for measure in measures]
-        seeds = intervals.number_of_seeds(intervals.seeds_of(frame)[norm])
+        families.append([compared[measure.name].families[0] for measure in measures])
+        seeds = intervals.count(intervals.seeds_of(frame)[norm], "seed")
         names.append(f"{name}, {seeds}")
     difference = (
         "difference from the same norm without the mask,\nwith 95% intervals; light: each seed"

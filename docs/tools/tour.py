@@ -23,7 +23,7 @@ PICTURES = ROOT / "docs/figures"
 COMMAND = "python -m docs.tools.tour"
 NOTE = (
     f"<!-- Written by `{COMMAND}` from examples/tour.ipynb, which runs in Jupyter. Edit the "
-    f"notebook. -->"
+    "notebook. -->"
 )
 #: The longest time of a cell, in seconds.
 LIMIT = 600
@@ -33,9 +33,8 @@ def run(notebook):
     """The notebook with new outputs."""
     from nbclient import NotebookClient  # of the extra "docs"
 
-    NotebookClient(
-        notebook, timeout=LIMIT, resources={"metadata": {"path": str(NOTEBOOK.parent)}}
-    ).execute()
+    place = {"metadata": {"path": str(NOTEBOOK.parent)}}
+    NotebookClient(notebook, timeout=LIMIT, resources=place).execute()
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)  # times
     notebook.metadata.language_info = {"name": "python"}
@@ -54,7 +53,8 @@ def page(notebook) -> tuple[str, dict[str, bytes]]:
         if text:
             parts.append(f"```text\n{text.rstrip()}\n```")
         for output in cell.outputs:
-            if png := output.get("data", {}).get("image/png"):
+            png = output.get("data", {}).get("image/png")
+            if png:
                 name = f"tour-{len(pictures) + 1}.png"
                 pictures[name] = base64.b64decode(png)
                 parts.append(f"![{cell.metadata.alt}](figures/{name})")
@@ -63,9 +63,8 @@ def page(notebook) -> tuple[str, dict[str, bytes]]:
 
 
 def draw_distances() -> None:
-    """Distances of batch and running statistics over a training run,
-
-    with and without layer-scale.
+    """Distances of batch and running statistics over a training run, with and without
+    layer-scale.
     """
     table = pandas.read_csv(PICTURES / "medians.csv")
     table = table[table["norm"] == "encoder.layers.2.self_attn_layer_norm"]
@@ -80,14 +79,11 @@ def draw_distances() -> None:
     fifths = [column for column in table if column.startswith("to ")]
     for label, (run_name, quantity, color, style) in shown.items():
         row = table[(table["run"] == run_name) & (table["quantity"] == quantity)]
-        axes.plot(
-            fifths, row[fifths].iloc[0], style, color=color, marker="o", markersize=4, label=label
-        )
-    axes.set(
-        xlabel="part of the training",
-        ylabel="distance of batch\nand running statistics",
-        ylim=(0, None),
-    )
+        look = {"color": color, "marker": "o", "markersize": 4, "label": label}
+        axes.plot(fifths, row[fifths].iloc[0], style, **look)
+    axes.set_ylim(0, None)
+    axes.set_xlabel("part of the training")
+    axes.set_ylabel("distance of batch\nand running statistics")
     axes.legend(fontsize="small")
     figure.tight_layout()
     save(figure, PICTURES / "distances.png", dpi=100)

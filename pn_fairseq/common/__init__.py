@@ -1,1 +1,1 @@
-"""What everything else may use: messages, files, the machine, checkpoints, the published tables."""
+"""What several floors use: messages, files, checkpoints, the file of ``--norm-probe``."""

@@ -117,7 +117,8 @@ def checkpoints_to_average(
     """
     wanted = f"{last} {usual} checkpoints"
     for kind in (usual, *(_NAME_PATTERNS.keys() - {usual})):
-        if paths := find_checkpoints(directory, kind, last)[::-1]:
+        paths = find_checkpoints(directory, kind, last)[::-1]
+        if paths:
             present = f"{len(paths)} {kind} checkpoint{'s' * (len(paths) > 1)}"
             complete = kind == usual and len(paths) == last
             note = (

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import logging
 import os
 import re
 import warnings
@@ -37,12 +36,8 @@ except ImportError:  # NumPy 1
 
 _DTYPES = "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64".split()
 
-#: Key in a checkpoint's ``extra_state`` of what this project adds; in it, that state of norms holds
-#: no loss scale.
-KEY, UNSCALED = "pn_fairseq", "unscaled"
-
-#: How the names of what norms keep of gradients end; ``ema_gz`` is nu in the authors' release.
-_MADE_OF_GRADIENTS = (".nu", ".lambda_window", ".ema_gz")
+#: Key in a checkpoint's ``extra_state`` of what this project adds.
+KEY = "pn_fairseq"
 
 # The three ways in which torch says that a file asks for something outside the list of safe
 # objects.
@@ -126,39 +121,6 @@ def readable(path: str | os.PathLike, *errors: type[Exception]) -> Iterator[None
         raise
     except expected as error:
         raise CheckpointError(f"{path}: {_explain_load_error(path, error)}") from error
-
-
-def without_loss_scale(state: dict, path: str | os.PathLike) -> dict:
-    """Divide what norms kept of gradients by the loss scale, in a checkpoint from before they were
-    told the scale.
-
-    ``state`` is changed, and marked; it is returned. Where the file does not hold the scale, it is
-    named in a warning: fairseq saves none for ``--amp``, and none without the state of the
-    optimizer.
-    """
-    extra = state.get("extra_state") or {}
-    if UNSCALED in extra.get(KEY, {}):
-        return state
-    kept = [
-        value
-        for name, value in state["model"].items()
-        if name.endswith(_MADE_OF_GRADIENTS) and value.any()
-    ]
-    scale = (state.get("last_optimizer_state") or {}).get("loss_scale")
-    settings = (state.get("cfg") or {}).get("common") or vars(
-        state.get("args") or argparse.Namespace()
-    )
-    if kept and scale is None and (settings.get("fp16") or settings.get("amp")):
-        logging.getLogger(__name__).warning(
-            f"{path}: nu of its norms may hold the loss scale of the training, which older "
-            "versions left there; "
-            "decoding does not use nu; set it to 0 before you train further"
-        )
-        return state
-    for value in kept:
-        value.div_(scale or 1.0)
-    state["extra_state"] = {**extra, KEY: {**extra.get(KEY, {}), UNSCALED: True}}
-    return state
 
 
 #: torch's lines about the weights that do not fit a model, and what they mean.

@@ -41,23 +41,6 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
         return formatter._fill_text(self, text, width, indent)
 
 
-#: Environment variables of earlier versions -> the options that replace them.
-REPLACED = {
-    **{
-        "NORMS": "--norms ln,pn",
-        "SEEDS": "--seeds 1,2",
-        "SIZE": "--size SIZE",
-        "MODELS": "--models MODEL",
-    },
-    **{"TABLE": "--table NAME", "NPROC": "--ranks N"},
-    **{
-        "MOSES": "--moses DIR",
-        "BPE": "--segmentation sentencepiece",
-        "DATA_MIRROR": "--mirror DIR-OR-URL",
-    },
-}
-
-
 #: Options of fairseq's programs and scripts -> ours that mean the same.
 FAIRSEQ = {
     **dict.fromkeys(("--num-update-checkpoints", "--num-epoch-checkpoints"), "--last"),
@@ -82,9 +65,6 @@ class ArgumentParser(argparse.ArgumentParser):
 
     ``setting_of`` is asked for the setting ``key=value`` that an unknown option means; it gets the
     option, the word after it and all words.
-
-    It is an error that a variable is set which one of its options has replaced: the command would
-    do something else than it says.
     """
 
     def __init__(
@@ -97,38 +77,34 @@ class ArgumentParser(argparse.ArgumentParser):
         if "--version" not in self._option_string_actions:
             self.add_argument("--version", action="version", version=f"pn_fairseq {__version__}")
         self._words = list(sys.argv[1:] if args is None else args)
-        parsed = super().parse_known_args(args, namespace)
-        for variable, option in REPLACED.items():
-            if option.split()[0] in self._option_string_actions and (
-                value := os.environ.get(variable)
-            ):
-                self.error(
-                    f"{variable}={value!r} in the environment has no effect: unset it, and use "
-                    f"{option}"
-                )
-        return parsed
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        if (
-            re.search("(is|are) required$", message) or "are required:" in message
-        ):  # argparse looks for missing arguments before unknown options
-            options = [word.partition("=")[0] for word in self._words if word.startswith("--")]
-            known = list(self._option_string_actions)
-            unknown = [
-                option for option in options if not any(name.startswith(option) for name in known)
-            ]
-            message = f"unrecognized arguments: {unknown[0]}" if unknown else message
-        if unknown := re.match("unrecognized arguments: (--[^ =]+)", message):
-            message = f"unrecognized arguments: {unknown[1]}{self._advice(unknown[1])}"
-        elif choice := re.fullmatch(
+        missing = re.search("(is|are) required$", message) or "are required:" in message
+        if missing:  # argparse looks for missing arguments before unknown options
+            for word in self._words:
+                option = word.partition("=")[0]
+                if option.startswith("--") and not self._is_known(option):
+                    message = f"unrecognized arguments: {option}"
+                    break
+        unknown = re.match("unrecognized arguments: (--[^ =]+)", message)
+        choice = re.fullmatch(
             r"argument (.+): invalid choice: '(.*?)' \(choose from (.*)\)", message
-        ):
-            argument, chosen, known = choice[1], choice[2], choice[3].replace("'", "").split(", ")
+        )
+        if unknown:
+            message = f"unrecognized arguments: {unknown[1]}{self._advice(unknown[1])}"
+        elif choice:
+            argument, chosen, listed = choice.groups()
+            known = listed.replace("'", "").split(", ")
             message = (
                 f"argument {argument}: unknown '{chosen}' (choose from "
                 f"{', '.join(known)}){did_you_mean(chosen, known)}"
             )
         raise UserError(f"{message} (see {self.prog} --help)")
+
+    def _is_known(self, option: str) -> bool:
+        """Whether an option exists, which may be abbreviated."""
+        return any(name.startswith(option) for name in self._option_string_actions)
 
     def _advice(self, option: str) -> str:
         """What an unknown option may have meant, in the exact words to type, or an empty text."""

@@ -218,7 +218,8 @@ def read_settings(path: Path | str) -> dict[str, str]:
         raise UserError(f"{path} does not exist") from None
     settings = {}
     for number, line in enumerate(lines, 1):
-        if checksum := re.fullmatch("([0-9a-f]{64})  (.+)", line):
+        checksum = re.fullmatch("([0-9a-f]{64})  (.+)", line)
+        if checksum:
             settings[checksum[2]] = checksum[1]
             continue
         name, equals, value = line.partition("=")

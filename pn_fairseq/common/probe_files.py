@@ -81,7 +81,8 @@ def open_probe(folder: Path, update: int, training: str) -> None:
     if None in updates:
         raise ValueError(f"--norm-probe {folder} holds {files[updates.index(None)].name}: {advice}")
     whole = [path for path in files if path.suffix == ".parquet"]
-    if update == 0 and whole and (owner := _training(whole[0])) != training:
+    owner = _training(whole[0]) if whole else training
+    if update == 0 and owner != training:
         raise ValueError(
             f"--norm-probe {folder} holds {len(whole)} updates of the run in {owner}: {advice}"
         )

@@ -12,13 +12,15 @@ import ast
 import functools
 import importlib
 import inspect
+import os
 import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-from pn_fairseq.common.environment import patches_enabled
+#: The environment variable that turns off the patches.
+SWITCH = "PN_FAIRSEQ_NO_PATCHES"
 
 #: The files of the patches, in the order in which they are applied.
 ORDER = (
@@ -41,6 +43,11 @@ ORDER = (
     "decoding",
     "eval_lm_blocks",
 )
+
+
+def patches_enabled() -> bool:
+    """Whether the environment leaves the patches on."""
+    return os.environ.get(SWITCH, "0") in ("", "0")
 
 
 def patches() -> dict[str, str]:

@@ -33,16 +33,13 @@ from fairseq.trainer import Trainer
 
 from pn_fairseq.common.checkpoints import (
     KEY,
-    UNSCALED,
     CheckpointError,
     allow_fairseq_checkpoints,
     explain_misfit,
     readable,
-    without_loss_scale,
 )
-from pn_fairseq.common.environment import patches_enabled
 from pn_fairseq.common.errors import FoldedModelError, one_line_errors
-from pn_fairseq.fairseq_patches import patch, running_program
+from pn_fairseq.fairseq_patches import patch, patches_enabled, running_program
 
 if patches_enabled():
     allow_fairseq_checkpoints()
@@ -60,8 +57,7 @@ def load_checkpoint_to_cpu(original, path, *args, **kwargs):
         one_line_errors(CheckpointError),
         readable(path, pickle.UnpicklingError, RuntimeError, EOFError),
     ):
-        state = original(path, *args, **kwargs)
-    return without_loss_scale(state, path)
+        return original(path, *args, **kwargs)
 
 
 @patch(BaseFairseqModel, "load_state_dict", "self state_dict strict model_cfg args")
@@ -139,11 +135,12 @@ def write_files(original, cfg, trainer, epoch_itr, val_loss):
 
 @patch(Trainer, "save_checkpoint", "self filename extra_state")
 def save(original, trainer, filename, extra_state):
-    ours = {**extra_state.get(KEY, {}), UNSCALED: True}
+    ours = dict(extra_state.get(KEY, {}))
     count = counter()
     if hasattr(count, "best"):
         ours["early_stopping"] = {"best": count.best, "num_runs": getattr(count, "num_runs", 0)}
-    if (iterator := extra_state.get("train_iterator")) is not None:
+    iterator = extra_state.get("train_iterator")
+    if iterator is not None:
         ours["batches"] = batches(trainer.cfg, iterator["epoch"])
     return original(trainer, filename, {**extra_state, KEY: ours})
 

@@ -21,9 +21,9 @@ from omegaconf import OmegaConf, open_dict
 from torch import Tensor, nn
 
 from pn_fairseq.common.command import checked
-from pn_fairseq.common.norm_report import NormReport, dashboard_interval
-from pn_fairseq.common.run_settings import learning_rate_warmup
 from pn_fairseq.fairseq_patches import patch
+from pn_fairseq.fairseq_patches.diagnostics_log import DiagnosticsLog, dashboard_interval
+from pn_fairseq.fairseq_patches.run_settings import learning_rate_warmup
 from pn_fairseq.norms import RunningNorm, build_norm, convert_norms, running_norms
 from pn_fairseq.norms.convert import convert
 from pn_fairseq.norms.converted import ConvertedNorm
@@ -154,12 +154,9 @@ def build_model(original, cfg, task, from_checkpoint=False):
         except ValueError as error:
             raise ValueError(f"--convert-norms {text!r}: {error}") from None
         model.averages_norm_stats = True
-    if (
-        specifications
-        and not hasattr(model, "norm_report")
-        and (interval := dashboard_interval(cfg))
-    ):
-        model.norm_report = NormReport(running_norms(model), interval)
+    interval = dashboard_interval(cfg)
+    if specifications and interval and not hasattr(model, "diagnostics_log"):
+        model.diagnostics_log = DiagnosticsLog(running_norms(model), interval)
     if ignores:
         for module in model.modules():
             if isinstance(module, RunningNorm):

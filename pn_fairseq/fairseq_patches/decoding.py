@@ -58,5 +58,6 @@ def main(original, cfg, output_file):
             ) from error
 
 
-if (program := running_program("fairseq_cli.generate")) is not None:
+program = running_program("fairseq_cli.generate")
+if program is not None:
     patch(program, "_main", "cfg output_file")(main)

@@ -12,7 +12,7 @@ import numpy
 from fairseq.data import data_utils, language_pair_dataset, token_block_dataset
 from fairseq.modules import dynamic_crf_layer
 
-from pn_fairseq.common.environment import patches_enabled
+from pn_fairseq.fairseq_patches import patches_enabled
 
 
 class Numpy1(ModuleType):

@@ -15,8 +15,8 @@ from fairseq.trainer import Trainer
 from fairseq.utils import safe_getattr
 
 from pn_fairseq.common.errors import FoldedModelError, Unavailable, one_line_errors
-from pn_fairseq.common.run_settings import writable
 from pn_fairseq.fairseq_patches import patch
+from pn_fairseq.fairseq_patches.run_settings import writable
 
 
 def build_model(original, task, cfg, *args, **kwargs):

@@ -27,9 +27,8 @@ from fairseq.models import distributed_fairseq_model
 from torch.multiprocessing import ProcessExitedException
 from torch.nn.parallel import DistributedDataParallel
 
-from pn_fairseq.common.environment import patches_enabled
 from pn_fairseq.common.errors import one_line_errors
-from pn_fairseq.fairseq_patches import patch, running_program
+from pn_fairseq.fairseq_patches import patch, patches_enabled, running_program
 from pn_fairseq.fairseq_patches.checkpoints import counter
 from pn_fairseq.fairseq_patches.command_line import architecture
 
@@ -93,7 +92,8 @@ def begin(original, cfg):
             os.makedirs(os.path.dirname(os.path.abspath(cfg.common.log_file)), exist_ok=True)
 
 
-if (train := running_program("fairseq_cli.train")) is not None:
+train = running_program("fairseq_cli.train")
+if train is not None:
     train.add_defaults = initialize.add_defaults
 
 
@@ -104,9 +104,11 @@ def check(cfg) -> None:
         ArgumentTypeError: the architecture is unknown.
         ValueError: torchrun's ranks would train alone, or a package is missing.
     """
-    if (name := getattr(cfg.get("model"), "_name", None)) is not None:
+    name = getattr(cfg.get("model"), "_name", None)
+    if name is not None:
         architecture(name)
-    if (ranks := launched_ranks()) > cfg.distributed_training.distributed_world_size == 1:
+    ranks = launched_ranks()
+    if ranks > cfg.distributed_training.distributed_world_size == 1:
         raise ValueError(
             f"torchrun has started {ranks} ranks, each of which would train alone: use pn train or "
             "fairseq-train, or "

@@ -150,7 +150,8 @@ def add_hooks(_, detector, module):
 
 @patch(NanDetector, "_detect", "self tensor name backward")
 def detect(original, detector, tensor, name, backward):
-    if message := original(detector, tensor, name, backward):
+    message = original(detector, tensor, name, backward)
+    if message:
         gradient = "the gradient of " if backward else ""
         _first_modules.append(
             f"{message.split()[0]} first in {gradient}the output of {name or 'the model'}"

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from pn_fairseq.common.checkpoint_files import CheckpointError, check_input_path
-from pn_fairseq.common.checkpoints import load_checkpoint, without_loss_scale
+from pn_fairseq.common.checkpoints import load_checkpoint
 from pn_fairseq.common.command import say
 
 
@@ -42,75 +42,93 @@ def average_checkpoints(paths: Sequence[Path]) -> dict:
         CheckpointError: a file appears twice, cannot be loaded, differs from the first in its keys,
             shapes or dtypes, or contains a NaN or an infinity.
     """
-    # All paths are checked before the first file is read: a misspelt name must not show up after
-    # minutes of work.
-    seen: dict[tuple, Path] = {}
-    for path in paths:
-        info = check_input_path(path)
-        if (first := seen.setdefault((info.st_dev, info.st_ino), path)) is not path:
-            raise CheckpointError(
-                f"{path}: is given twice (also as {first}); name each checkpoint once"
-            )
-
-    reference: dict[str, tuple] = {}
+    _check_different(paths)
     sums: dict[str, torch.Tensor] = {}
+    layout: dict[str, tuple] = {}
     newest: dict = {}
-    tied: dict[str, str] = {}  # key -> the first key with the same memory, in the newest checkpoint
+    tied: dict[str, str] = {}
     path_of_update: dict[int, Path] = {}
     for number, path in enumerate(paths, 1):
-        state = without_loss_scale(load_checkpoint(path), path)
+        state = load_checkpoint(path)
         state.pop("last_optimizer_state", None)
         model, updates = state["model"], num_updates(state)
         print(f"[{number}/{len(paths)}] {path}: update {updates}, {len(model)} tensors", flush=True)
-        layout = {key: (list(value.shape), value.dtype) for key, value in model.items()}
-        # fairseq's _float_tensor is memory that was never written: any bits, NaN too.
-        averaged = [
-            key
-            for key in model
-            if model[key].is_floating_point() and not key.endswith("_float_tensor")
-        ]
-        reference = reference or layout
-        if layout != reference:
-            key = next(
-                key for key in {**reference, **layout} if layout.get(key) != reference.get(key)
-            )
-            own, first = (
-                " ".join(map(str, tensors.get(key, ["absent"]))) for tensors in (layout, reference)
-            )
-            raise CheckpointError(f"{path}: does not match {paths[0]}: {key} is {own}, not {first}")
-        if updates >= 0 and (same := path_of_update.setdefault(updates, path)) != path:
+        layout = _check_layout(path, model, layout, paths[0])
+        same = path_of_update.setdefault(updates, path)
+        if updates >= 0 and same != path:
             # fairseq copies: checkpoint_best.pt and checkpoint_last.pt repeat an epoch's
             # checkpoint.
-            say(
-                "average",
-                f"warning: {same} and {path} are both of update {updates}; is one a copy?",
-            )
+            both = f"{same} and {path} are both of update {updates}"
+            say("average", f"warning: {both}; is one a copy?")
+        averaged = [key for key, value in model.items() if _is_averaged(key, value)]
         if not newest or updates >= num_updates(newest):
-            newest, first = state, {}  # the first key of each view of memory
-            views = {
-                key: (model[key].data_ptr(), model[key].shape, model[key].stride())
-                for key in averaged
-            }
-            tied = {key: first.setdefault(view, key) for key, view in views.items()}
+            newest, tied = state, _tied(model, averaged)
         for key in averaged:
-            wide = model[key].to(torch.float64)
-            if not torch.isfinite(wide).all():
-                raise CheckpointError(
-                    f"{path}: {key} holds a NaN or an infinity; leave this checkpoint out"
-                )
-            # A copy: a float64 input comes through .to() unchanged, and may overlap another tensor
-            # of the file.
-            sums[key] = (
-                sums[key].add_(wide)
-                if key in sums
-                else wide.clone(memory_format=torch.contiguous_format)
-            )
+            _add(sums, key, model[key], path)
             model[key] = None  # the sum and the tensor together would double the memory
         del state, model
 
     means = newest["model"]
     for key in list(sums):
-        mean = sums.pop(key).div_(len(paths)).to(reference[key][1])
+        _, dtype = layout[key]
+        mean = sums.pop(key).div_(len(paths)).to(dtype)
         shared = means[tied[key]]
         means[key] = mean if shared is None or not torch.equal(shared, mean) else shared
     return newest
+
+
+def _check_different(paths: Sequence[Path]) -> None:
+    """All paths are checked before the first file is read: a misspelt name must not show up after
+    minutes of work.
+    """
+    seen: dict[tuple, Path] = {}
+    for path in paths:
+        info = check_input_path(path)
+        first = seen.setdefault((info.st_dev, info.st_ino), path)
+        if first is not path:
+            raise CheckpointError(
+                f"{path}: is given twice (also as {first}); name each checkpoint once"
+            )
+
+
+def _check_layout(
+    path: Path, model: dict[str, torch.Tensor], expected: dict[str, tuple], first: Path
+) -> dict[str, tuple]:
+    """Shape and dtype of each tensor, which must be those of the ``first`` checkpoint."""
+    layout = {key: (list(value.shape), value.dtype) for key, value in model.items()}
+    expected = expected or layout
+    for key in {**expected, **layout}:
+        if layout.get(key) != expected.get(key):
+            own = " ".join(map(str, layout.get(key, ["absent"])))
+            other = " ".join(map(str, expected.get(key, ["absent"])))
+            raise CheckpointError(f"{path}: does not match {first}: {key} is {own}, not {other}")
+    return expected
+
+
+def _is_averaged(key: str, value: torch.Tensor) -> bool:
+    # fairseq's _float_tensor is memory that was never written: any bits, NaN too.
+    return value.is_floating_point() and not key.endswith("_float_tensor")
+
+
+def _tied(model: dict[str, torch.Tensor], keys: Sequence[str]) -> dict[str, str]:
+    """Key -> the first key of a tensor with the same memory."""
+    first: dict[tuple, str] = {}
+    tied = {}
+    for key in keys:
+        view = model[key].data_ptr(), model[key].shape, model[key].stride()
+        tied[key] = first.setdefault(view, key)
+    return tied
+
+
+def _add(sums: dict[str, torch.Tensor], key: str, value: torch.Tensor, path: Path) -> None:
+    wide = value.to(torch.float64)
+    if not torch.isfinite(wide).all():
+        raise CheckpointError(
+            f"{path}: {key} holds a NaN or an infinity; leave this checkpoint out"
+        )
+    if key in sums:
+        sums[key].add_(wide)
+    else:
+        # A copy: a float64 input comes through .to() unchanged, and may overlap another tensor of
+        # the file.
+        sums[key] = wide.clone(memory_format=torch.contiguous_format)

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from pn_fairseq.common.checkpoints import CheckpointError, explain_misfit
-from pn_fairseq.common.run_settings import writable
+from pn_fairseq.fairseq_patches.run_settings import writable
 
 
 def make_dictionary(size: int) -> Dictionary:

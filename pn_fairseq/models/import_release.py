@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from argparse import Namespace
 
 import torch
@@ -12,7 +13,7 @@ from fairseq import checkpoint_utils
 from fairseq.models import ARCH_CONFIG_REGISTRY
 from torch import Tensor, nn
 
-from pn_fairseq.common.checkpoints import KEY, CheckpointError
+from pn_fairseq.common.checkpoints import CheckpointError
 from pn_fairseq.models import architectures  # noqa: F401 (registers what is looked up below)
 from pn_fairseq.models.from_checkpoint import empty_model, one_line
 from pn_fairseq.norms import NORMS, PowerNormRelease
@@ -46,7 +47,7 @@ def import_release(state: dict, name: str, alpha_fwd: float = 0.9, alpha_bwd: fl
 
     Returns:
         ``args``, ``model``, ``optimizer_history`` (the last entry) and ``extra_state`` (epoch,
-        validation loss, our mark). The optimizer's own state is left out: it belongs to parameters
+        validation loss). The optimizer's own state is left out: it belongs to parameters
         in the order of another model.
 
     Raises:
@@ -55,6 +56,7 @@ def import_release(state: dict, name: str, alpha_fwd: float = 0.9, alpha_bwd: fl
             missing, unknown or of another shape are named.
     """
     args = _convert_settings(state, name, alpha_fwd, alpha_bwd)
+    _remove_loss_scale(state, name)
     file = _split_projections(state["model"])
     with torch.device("meta"):
         model = empty_model(copy.deepcopy(args), file, name)
@@ -65,9 +67,7 @@ def import_release(state: dict, name: str, alpha_fwd: float = 0.9, alpha_bwd: fl
     imported = {
         "args": args,
         "optimizer_history": history[-1:],
-        "extra_state": {
-            key: extra[key] for key in ("train_iterator", "val_loss", KEY) if key in extra
-        },
+        "extra_state": {key: extra[key] for key in ("train_iterator", "val_loss") if key in extra},
     }
     try:
         # what fairseq does to the file that it loads
@@ -124,6 +124,25 @@ def _convert_settings(state: dict, name: str, alpha_fwd: float, alpha_bwd: float
     settings.pop("user_dir", None)
     ARCH_CONFIG_REGISTRY[args.arch](args)
     return args
+
+
+def _remove_loss_scale(state: dict, name: str) -> None:
+    """Divide ``ema_gz``, which the release makes of scaled gradients, by the loss scale of fp16.
+
+    A warning says so where the file does not have the scale, as without the optimizer's state.
+    """
+    kept = [
+        value for key, value in state["model"].items() if key.endswith(".ema_gz") and value.any()
+    ]
+    scale = (state.get("last_optimizer_state") or {}).get("loss_scale")
+    if scale is not None:
+        for value in kept:
+            value.div_(scale)
+    elif kept and getattr(state["args"], "fp16", False):
+        logging.getLogger(__name__).warning(
+            f"{name}: nu of its norms may hold the loss scale of the training; decoding does not "
+            "use nu; set it to 0 before you train further"
+        )
 
 
 def _split_projections(model: dict[str, Tensor]) -> dict[str, Tensor]:

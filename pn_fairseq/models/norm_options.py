@@ -12,9 +12,8 @@ from hydra.utils import to_absolute_path
 from omegaconf import OmegaConf
 
 from pn_fairseq.common.command import checked
-from pn_fairseq.common.norm_report import dashboard_interval
-from pn_fairseq.common.old_settings import RENAMED
-from pn_fairseq.common.run_settings import learning_rate_warmup, run_setting, writable
+from pn_fairseq.fairseq_patches.diagnostics_log import dashboard_interval
+from pn_fairseq.fairseq_patches.run_settings import learning_rate_warmup, run_setting, writable
 from pn_fairseq.models.placements import PLACEMENTS, find_placement
 from pn_fairseq.norms import (
     NORMS,
@@ -204,20 +203,13 @@ class NormOptions:
         ``encoder=False``: those of a model that has only a decoder.
 
         Warm-ups, schedules, options and the paths of norm modules are resolved here and written
-        back, so that a checkpoint contains what was used. Keys of earlier versions are replaced by
-        today's.
+        back, so that a checkpoint contains what was used.
 
         Raises:
             ValueError: a norm or an option of norms is unknown, or a value does not fit.
         """
-        settings, resolved = args if OmegaConf.is_config(args) else vars(args), {}
-        with writable(args):
-            old = {
-                new: settings.pop(key)
-                for key, new in RENAMED.items()
-                if settings.get(key) is not None
-            }
-        given = {key.name: safe_getattr(args, key.name, old.get(key.name)) for key in fields(cls)}
+        resolved = {}
+        given = {key.name: safe_getattr(args, key.name) for key in fields(cls)}
         options = cls(**{name: value for name, value in given.items() if value is not None})
         if not encoder:
             options = replace(options, encoder_norm=None, encoder_norm_last=None)
@@ -253,7 +245,7 @@ class NormOptions:
                     f"--{side}-layers-to-keep: layers of {name} compute something else in a "
                     "smaller model"
                 )
-        resolved["norm_options"] = options.resolved_options(args, old)
+        resolved["norm_options"] = options.resolved_options(args)
         with writable(args):
             for name, value in resolved.items():
                 setattr(args, name, value)
@@ -261,14 +253,12 @@ class NormOptions:
             resolved["norm_stats_interval"] = dashboard_interval(args)  # not in the checkpoint
         return replace(options, **resolved)
 
-    def resolved_options(self, args, old: Mapping[str, object]) -> dict[str, object]:
+    def resolved_options(self, args) -> dict[str, object]:
         """The options of the norms, with the schedules that depend on the run unless they are
         given.
 
         Args:
             args: the settings of the model.
-            old: ``norm_options.KEY`` -> value, from settings of an earlier version. It had a flag
-                for each option, which norms without the option ignored.
 
         Raises:
             ValueError: no norm of the model has an option, a value has another type, or an option
@@ -279,10 +269,6 @@ class NormOptions:
             OmegaConf.to_container(given, resolve=True) if OmegaConf.is_config(given) else given,
             norms,
         )
-        for key, value in old.items():
-            option = key.removeprefix("norm_options.")
-            if any(option in entry.own_options for entry in norms.values()):
-                options.setdefault(option, value)
         warmup, updates = (
             learning_rate_warmup(args),
             int(run_setting(args, "optimization", "max_update")),

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from pn_fairseq import kernels
 from pn_fairseq.common import probe_files
-from pn_fairseq.common.environment import SWITCH, patches_enabled
 from pn_fairseq.common.errors import one_line_errors
+from pn_fairseq.fairseq_patches import SWITCH, patches_enabled
 from pn_fairseq.norms import NORMS, ChannelNorm, RunningNorm
 from pn_fairseq.norms.converted import ConvertedNorm
 from pn_fairseq.norms.distributed import all_reduce_sum, world_size

@@ -7,7 +7,7 @@ import logging
 import torch
 
 from pn_fairseq.common.errors import FoldedModelError
-from pn_fairseq.common.norm_report import NormReport
+from pn_fairseq.fairseq_patches.diagnostics_log import DiagnosticsLog
 from pn_fairseq.models.norm_options import NormOptions
 from pn_fairseq.norms import ChannelNorm, running_norms
 from pn_fairseq.norms.future_tokens import in_decoders, leak
@@ -26,7 +26,7 @@ class NormedModel:
         #: ranks.
         self.averages_norm_stats = not norms.no_average_norm_stats
         interval = norms.norm_stats_interval
-        self.norm_report = NormReport(running_norms(self), interval) if interval else None
+        self.diagnostics_log = DiagnosticsLog(running_norms(self), interval) if interval else None
         self.norm_probe = None
         if norms.norm_probe and not norms.norms_folded:
             from pn_fairseq.models.norm_probe import NormProbe  # imports pyarrow

@@ -8,7 +8,7 @@ from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerL
 from fairseq.modules import AdaptiveInput
 from fairseq.utils import eval_str_list, safe_getattr
 
-from pn_fairseq.common.run_settings import writable
+from pn_fairseq.fairseq_patches.run_settings import writable
 from pn_fairseq.models.initial_weights import add_flags, initial_weights
 from pn_fairseq.models.norm_options import NormOptions
 from pn_fairseq.models.normed_model import NormedModel

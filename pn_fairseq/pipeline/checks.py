@@ -30,7 +30,8 @@ from pn_fairseq.common.files import read_settings
 from pn_fairseq.fairseq_patches.one_line_errors import check_criterion
 from pn_fairseq.models.from_checkpoint import load_weights
 from pn_fairseq.pipeline.runs import Run, flat, load_config
-from pn_fairseq.pipeline.settings import Batches, flags
+from pn_fairseq.pipeline.setting_roles import role_of
+from pn_fairseq.pipeline.training_settings import Batches, flags
 
 #: Pattern of dotted names, lower bound, upper bound (excluded).
 RANGES = (
@@ -62,18 +63,6 @@ RANGES = (
         -1,
         math.inf,
     ),
-)
-#: Settings that may change when a run is resumed, as patterns of dotted names: when to stop, what
-#: to report, save and validate, how to decode, where things are, on how many ranks. All others
-#: decide the weights.
-MAY_CHANGE = re.compile(
-    r"(generation|common_eval|eval_lm|interactive|distributed_training|bmuf|scoring)(\..*)?|average_last"
-    r"|optimization\.(max_update|max_epoch|stop_time_hours|update_freq)"
-    r"|checkpoint\.(patience|save_.*|keep_.*|no_(epoch|last|save).*|write_checkpoints_asynchronously|maximize_.*|best_.*)"
-    r"|common\.(log_.*|tensorboard_logdir|wandb_.*|azureml_logging|aim_.*|user_dir|cpu|fp16_no_flatten_grads)"
-    r"|dataset\.(num_workers.*|data_buffer_size|max_tokens|max_tokens_valid|batch_size_valid|max_valid_steps"
-    r"|(validate|fixed_validation|disable_validation).*)"
-    r"|task\.data|model\.norm_(module|stats_interval|probe.*)"
 )
 
 
@@ -111,26 +100,33 @@ def check_values(cfg: DictConfig) -> None:
                 parser._check_value(action, parser._get_value(action, str(value)))
             except argparse.ArgumentError as error:
                 raise UserError(f"{name}={value}: {error.message}") from None
-    if betas := cfg.optimizer.get("adam_betas"):  # fairseq evaluates the text
-        try:
-            first, second = ast.literal_eval(str(betas))
-            within = 0 <= first < 1 and 0 <= second < 1
-        except (SyntaxError, TypeError, ValueError):
-            within = False
-        if not within:
-            raise UserError(
-                f"optimizer.adam_betas={betas} must be two numbers from 0 to below 1: '(0.9, 0.98)'"
-            )
-    for name, value in flat(OmegaConf.to_container(cfg)).items():
-        bounds = next(
-            ((low, high) for pattern, low, high in RANGES if re.fullmatch(pattern, name)), None
+    betas = cfg.optimizer.get("adam_betas")
+    if betas and not _are_betas(str(betas)):
+        raise UserError(
+            f"optimizer.adam_betas={betas} must be two numbers from 0 to below 1: '(0.9, 0.98)'"
         )
-        for number in value if isinstance(value, list) else [value]:
-            if bounds and isinstance(number, int | float) and not bounds[0] <= number < bounds[1]:
-                end = "" if bounds[1] == math.inf else f" and below {bounds[1]}"
-                raise UserError(
-                    f"{name}={value} is outside of its range: it must be at least {bounds[0]}{end}"
-                )
+    for name, value in flat(OmegaConf.to_container(cfg)).items():
+        for pattern, low, high in RANGES:
+            if re.fullmatch(pattern, name):
+                _check_range(name, value, low, high)
+                break
+
+
+def _are_betas(text: str) -> bool:
+    try:
+        first, second = ast.literal_eval(text)  # as fairseq evaluates it
+        return 0 <= first < 1 and 0 <= second < 1
+    except (SyntaxError, TypeError, ValueError):
+        return False
+
+
+def _check_range(name: str, value: object, low: float, high: float) -> None:
+    for number in value if isinstance(value, list) else [value]:
+        if isinstance(number, int | float) and not low <= number < high:
+            end = "" if high == math.inf else f" and below {high}"
+            raise UserError(
+                f"{name}={value} is outside of its range: it must be at least {low}{end}"
+            )
 
 
 def build(cfg: DictConfig, with_data: bool = True) -> tuple:
@@ -193,27 +189,24 @@ def check_model(cfg: DictConfig, data: Path, batches: Batches) -> torch.nn.Modul
     for (side, lang, dictionary), most in zip(sides, limits, strict=True):
         for split in ("train", "valid", "test"):
             dataset = open_data(data / "bin", f"{split}.{source}-{target}.{lang}", dictionary)
-            limit = min(most, cfg.dataset.max_tokens or most) if split == "train" else most
+            limit = most
+            if split == "train" and cfg.dataset.max_tokens:
+                limit = min(most, cfg.dataset.max_tokens)
             too_long = dataset.sizes > limit
-            if count := int(too_long.sum()):
-                advice = (
-                    f"raise dataset.max_tokens or task.max_{side}_positions and "
-                    f"model.max_{side}_positions"
-                )
-                if (
-                    split == "train"
-                    and limit == batches.max_tokens
-                    and batches.world_size * batches.update_freq > 1
-                ):
-                    advice = (
-                        f"use fewer ranks or a larger tokens_per_update ({batches}), or {advice}"
-                    )
-                raise UserError(
-                    f"{data}/bpe/{split}.{lang} has {count} sentences of more than {limit - 1} "
-                    "subwords, the first in "
-                    f"line {int(too_long.argmax()) + 1}: fairseq would silently skip them; shorten "
-                    f"them, or {advice}"
-                )
+            if not too_long.any():
+                continue
+            advice = (
+                f"raise dataset.max_tokens or task.max_{side}_positions and "
+                f"model.max_{side}_positions"
+            )
+            shared = batches.world_size * batches.update_freq > 1
+            if split == "train" and limit == batches.max_tokens and shared:
+                advice = f"use fewer ranks or a larger tokens_per_update ({batches}), or {advice}"
+            raise UserError(
+                f"{data}/bpe/{split}.{lang} has {int(too_long.sum())} sentences of more than "
+                f"{limit - 1} subwords, the first in line {int(too_long.argmax()) + 1}: fairseq "
+                f"would silently skip them; shorten them, or {advice}"
+            )
     return model
 
 
@@ -243,11 +236,8 @@ def open_data(folder: Path, name: str, dictionary: Dictionary) -> MMapIndexedDat
 
     Its ``sizes`` are a view of a file that is open for as long as it exists.
     """
-    index, content, again = (
-        folder / f"{name}.idx",
-        folder / f"{name}.bin",
-        "prepare the data again (pn prepare)",
-    )
+    index, content = folder / f"{name}.idx", folder / f"{name}.bin"
+    again = "prepare the data again (pn prepare)"
     if not (index.is_file() and content.is_file()):
         raise UserError(f"{folder} has no {name}: {again}")
     try:
@@ -280,17 +270,17 @@ def take_languages(cfg: DictConfig, data: Path) -> None:
     # a language model; pn train --check needs no data
     if "source_lang" not in cfg.task or not file.is_file():
         return
-    of_data = [*map(read_settings(file).get, ("source", "target"))]
-    named = [cfg.task.source_lang, cfg.task.target_lang]
-    if None in of_data:
+    settings = read_settings(file)
+    source, target = settings.get("source"), settings.get("target")
+    if source is None or target is None:
         raise UserError(f"{file} names no languages: it is not of a translation corpus")
-    if any(name not in (None, language) for name, language in zip(named, of_data, strict=True)):
-        wanted = "-".join(name or language for name, language in zip(named, of_data, strict=True))
+    wanted = cfg.task.source_lang or source, cfg.task.target_lang or target
+    if wanted != (source, target):
         raise UserError(
-            f"'{data}' was prepared from {'-'.join(of_data)}, and the settings say {wanted}: "
-            f"add task.source_lang={of_data[0]} task.target_lang={of_data[1]}"
+            f"'{data}' was prepared from {source}-{target}, and the settings say "
+            f"{'-'.join(wanted)}: add task.source_lang={source} task.target_lang={target}"
         )
-    cfg.task.source_lang, cfg.task.target_lang = of_data
+    cfg.task.source_lang, cfg.task.target_lang = source, target
 
 
 def check_same_run(cfg: DictConfig, data: Path, run: Path) -> None:
@@ -301,25 +291,24 @@ def check_same_run(cfg: DictConfig, data: Path, run: Path) -> None:
             f"'{run}' was started with different data than '{data}' (compare {kept}); use another "
             "--run"
         )
-    before, now = (
-        flat(OmegaConf.to_container(one)) for one in (load_config(run / "config.yaml"), cfg)
+    before = flat(OmegaConf.to_container(load_config(run / "config.yaml")))
+    now = flat(OmegaConf.to_container(cfg))
+    changed = []
+    for key in sorted({*before, *now}, key=lambda key: (not key.startswith("model."), key)):
+        old, new = before.get(key), now.get(key)
+        if old != new and not role_of(key).may_change:
+            old, new = ("unset" if value is None else value for value in (old, new))
+            changed.append(f"{key} {old} -> {new}")
+    if not changed:
+        return
+    shown = changed[:3]
+    if len(changed) > 3:
+        shown.append(f"and {len(changed) - 3} more")
+    raise UserError(
+        f"'{run}' was started with different settings: {', '.join(shown)}; use another --run or "
+        "remove it (only limits, decoding, saving, validation and logging may change when a run is "
+        "resumed)"
     )
-    keys = sorted({*before, *now}, key=lambda key: (not key.startswith("model."), key))
-    changed = [
-        key for key in keys if before.get(key) != now.get(key) and not MAY_CHANGE.fullmatch(key)
-    ]
-    if changed:
-        values = (
-            (key, *("unset" if one.get(key) is None else one[key] for one in (before, now)))
-            for key in changed
-        )
-        shown = ", ".join(f"{key} {old} -> {new}" for key, old, new in [*values][:3])
-        shown += f", and {len(changed) - 3} more" if len(changed) > 3 else ""
-        raise UserError(
-            f"'{run}' was started with different settings: {shown}; use another --run or remove "
-            "it (only limits, decoding, saving, validation and logging may change when a run is "
-            "resumed)"
-        )
 
 
 def longer_than_asked(cfg: DictConfig, run: Path) -> str:

@@ -50,25 +50,36 @@ class Perplexity:
 
     @property
     def signature(self) -> str:
-        blocks = "" if self.blocks == "none" else f"|blocks:{self.blocks}"
-        return (
-            f"ppl|tokens:{self.tokens}|unit:{self.unit}|vocabulary:{self.vocabulary}|unk:{self.unknown}"
-            f"|block:{self.block}|context:{self.context}|stride:{self.block - self.context}{blocks}"
-            f"|causal:{'yes' if self.causal else 'NO'}|version:{__version__}"
-        )
+        parts = {
+            "tokens": self.tokens,
+            "unit": self.unit,
+            "vocabulary": self.vocabulary,
+            "unk": self.unknown,
+            "block": self.block,
+            "context": self.context,
+            "stride": self.block - self.context,
+        }
+        if self.blocks != "none":
+            parts["blocks"] = self.blocks
+        parts["causal"] = "yes" if self.causal else "NO"
+        parts["version"] = __version__
+        return "|".join(["ppl", *(f"{name}:{value}" for name, value in parts.items())])
 
     def text(self) -> str:
         """The printed lines."""
         caution = "" if self.causal else ", not causal: the model sees the tokens that it predicts"
-        batch = (
-            f"with statistics of the batch, as in training: perplexity "
-            f"{self.batch_perplexity:.2f}\n"
-        )
-        return (
-            f"perplexity:     {self.perplexity:.2f}{caution}\n"
-            f"bits per {'byte: ' if self.unit == 'byte' else 'token:'} {self.bits:.4f}\n"
-            f"{'' if self.batch_nll is None else batch}signature:      {self.signature}\n"
-        )
+        unit = "byte: " if self.unit == "byte" else "token:"
+        lines = [
+            f"perplexity:     {self.perplexity:.2f}{caution}",
+            f"bits per {unit} {self.bits:.4f}",
+        ]
+        if self.batch_nll is not None:
+            lines.append(
+                "with statistics of the batch, as in training: perplexity "
+                f"{self.batch_perplexity:.2f}"
+            )
+        lines.append(f"signature:      {self.signature}")
+        return "".join(f"{line}\n" for line in lines)
 
 
 def result_file(run: Path, subset: str, context: int = 0) -> Path:
@@ -81,9 +92,7 @@ def read_perplexity(run: Path, subset: str = "test", context: int = 0) -> Perple
     file = result_file(run, subset, context)
     try:
         values = json.loads(file.read_text("utf-8"))
-        return Perplexity(
-            **{name: values[name] for name in Perplexity.__dataclass_fields__ if name in values}
-        )
+        return Perplexity(**{name: values[name] for name in Perplexity.__dataclass_fields__})
     except FileNotFoundError:
         raise UserError(f"there is no {file} (pn evaluate-lm writes it)") from None
     except (ValueError, TypeError, KeyError) as error:
@@ -141,7 +150,8 @@ def measured(
     state = with_norm_module(load_checkpoint(checkpoint), norm_module)
     with without_fairseqs_log():
         loaded = ModelWithData(state, str(checkpoint), run.bin)
-    block, blocks = loaded.cfg.task.tokens_per_sample, loaded.cfg.task.sample_break_mode or "none"
+    block = loaded.cfg.task.tokens_per_sample
+    blocks = loaded.cfg.task.sample_break_mode or "none"
     if not 0 <= context < block:
         raise UserError(
             f"--context-window {context} must be at least 0 and less than the blocks of {block} "
@@ -153,11 +163,9 @@ def measured(
             f"task.sample_break_mode={blocks}"
         )
     loaded.task.args.tokens_per_sample = block - context
-    max_tokens, norms, batch_nll = (
-        max(run.get("dataset.max_tokens", 0), block),
-        running_norms(loaded.model),
-        None,
-    )
+    max_tokens = max(run.get("dataset.max_tokens", 0), block)
+    norms = running_norms(loaded.model)
+    batch_nll = None
     with without_fairseqs_log():
         loaded.task.load_dataset(subset)
         nll, tokens, unknown = score(loaded, subset, context, max_tokens)
@@ -165,16 +173,17 @@ def measured(
             norm.train()
         if norms:
             batch_nll, _, _ = score(loaded, subset, context, max_tokens)
-    data = open_data(run.bin, subset, dictionary := loaded.task.target_dictionary)
-    if tokens != data.sizes.sum():
-        raise UserError(f"{tokens} of the {data.sizes.sum()} tokens of {subset} were scored")
+    dictionary = loaded.task.target_dictionary
+    expected = open_data(run.bin, subset, dictionary).sizes.sum()
+    if tokens != expected:
+        raise UserError(f"{tokens} of the {expected} tokens of {subset} were scored")
+    symbols = dictionary.symbols[dictionary.nspecial :]
+    words = [word for word in symbols if "madeupword" not in word]
     return Perplexity(
         nll=nll,
         subset=subset,
         tokens=tokens,
-        unit=unit_of(
-            [word for word in dictionary.symbols[dictionary.nspecial :] if "madeupword" not in word]
-        ),
+        unit=unit_of(words),
         vocabulary=len(dictionary),
         unknown=unknown,
         block=block,
@@ -202,13 +211,14 @@ def score(loaded, subset: str, context: int, max_tokens: int) -> tuple[float, in
     from torch.nn.functional import cross_entropy
 
     task, model, dictionary = loaded.task, loaded.model, loaded.task.target_dictionary
-    limits = {
-        "max_tokens": max_tokens,
-        "max_positions": model.max_positions(),
-        "context_window": context,
-    }
     try:
-        batches = task.eval_lm_dataloader(task.dataset(subset), num_workers=0, **limits)
+        batches = task.eval_lm_dataloader(
+            task.dataset(subset),
+            num_workers=0,
+            max_tokens=max_tokens,
+            max_positions=model.max_positions(),
+            context_window=context,
+        )
     except ValueError as error:  # blocks that are too long: fairseq_patches/eval_lm_blocks.py
         raise UserError(f"{subset}: {error}") from error
     adaptive = getattr(model.decoder, "adaptive_softmax", None)
@@ -218,18 +228,15 @@ def score(loaded, subset: str, context: int, max_tokens: int) -> tuple[float, in
             output, target = model(**sample["net_input"])[0].float(), sample["target"]
             # fairseq's AdaptiveLoss leaves the word out that has the number of the padding in its
             # cluster.
-            (scores, words), *tails = (
-                zip(*adaptive(output, target), strict=True) if adaptive else [(output, target)]
-            )
-            loss = cross_entropy(
-                scores.flatten(0, -2),
-                words.flatten(),
-                ignore_index=dictionary.pad(),
-                reduction="sum",
-            )
-            loss = loss + sum(
-                cross_entropy(*tail, reduction="sum") for tail in tails if tail[0] is not None
-            )
+            clusters = [(output, target)]
+            if adaptive:
+                clusters = list(zip(*adaptive(output, target), strict=True))
+            (scores, words), *tails = clusters
+            scores, words = scores.flatten(0, -2), words.flatten()
+            loss = cross_entropy(scores, words, ignore_index=dictionary.pad(), reduction="sum")
+            for scores, words in tails:
+                if scores is not None:
+                    loss = loss + cross_entropy(scores, words, reduction="sum")
             total += loss.double().item()
             tokens += int(target.ne(dictionary.pad()).sum())
             unknown += int(target.eq(dictionary.unk()).sum())

@@ -43,9 +43,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not folders:
         raise UserError("nothing to write: give --onnx DIR, --pt2 DIR or both")
     packages = ("onnx", "onnxscript", "onnxruntime")
-    if "onnx" in folders and (
-        missing := [name for name in packages if importlib.util.find_spec(name) is None]
-    ):
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if "onnx" in folders and missing:
         raise UserError(
             f"--onnx needs {' and '.join(missing)}; install with: pip install {' '.join(missing)}"
         )

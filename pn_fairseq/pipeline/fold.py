@@ -10,7 +10,6 @@ from pn_fairseq.common.checkpoints import (
     check_output_path,
     load_checkpoint,
     save_checkpoint,
-    without_loss_scale,
 )
 from pn_fairseq.common.command import ArgumentParser, without_fairseqs_log
 from pn_fairseq.pipeline import add_norm_module
@@ -46,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_norm_module(parser)
     args = parser.parse_args(argv)
     check_output_path(args.output, [args.checkpoint])
-    state = without_loss_scale(load_checkpoint(args.checkpoint), args.checkpoint)
+    state = load_checkpoint(args.checkpoint)
     with without_fairseqs_log(logging.CRITICAL):
         # Imported here: --help and a misspelt name are answered at once.
         from pn_fairseq.models.fold_checkpoint import fold_checkpoint

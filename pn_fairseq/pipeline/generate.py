@@ -6,7 +6,11 @@ N. The hypotheses are merged by sentence number and counted; the output folder i
 whole.
 """
 
+from __future__ import annotations
+
 import argparse
+import functools
+import itertools
 import math
 import os
 import re
@@ -16,18 +20,20 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from pn_fairseq.common.command import ArgumentParser, UserError, say, say_next, whole, why_it_failed
 from pn_fairseq.common.files import PACKAGE, atomic_folder, only_writer, write_lines, write_settings
-from pn_fairseq.common.machine import own_cores
 from pn_fairseq.pipeline import RUN_HELP, SUBSET_HELP, add_norm_module, stamp
 from pn_fairseq.pipeline.data.binarize import HEADER
 from pn_fairseq.pipeline.data.binarize import sentences as sentences_in
 from pn_fairseq.pipeline.data.parallel import progress
+from pn_fairseq.pipeline.data.settings import Settings
 from pn_fairseq.pipeline.launch import processes
+from pn_fairseq.pipeline.machine import own_cores
 from pn_fairseq.pipeline.runs import Run, open_run
 
 #: Search settings that neither the command line nor the run's configuration specifies.
@@ -114,55 +120,51 @@ class Decoding:
                     f"'{path}' has a colon, at which fairseq splits paths; use another path"
                 )
         self.text = run.settings_of_data()
-        given = {name: getattr(args, name) for name in SEARCH if getattr(args, name) is not None}
-        self.search = {
-            name: given.get(name, run.get(f"generation.{name}", value))
-            for name, value in SEARCH.items()
-        }
+        self.search = {}
+        for name, default in SEARCH.items():
+            given = getattr(args, name)
+            self.search[name] = run.get(f"generation.{name}", default) if given is None else given
         self.search["lenpen"] = float(self.search["lenpen"])
         self.max_tokens = args.max_tokens
         self.max_positions = {side: positions(run, side) for side in ("source", "target")}
         self.gpus = visible_gpus()
         if args.fp16 and not self.gpus:
             raise UserError("--fp16 needs a GPU")
-        self.fp16 = bool(self.gpus) and bool(
-            run.get("common.fp16", False) if args.fp16 is None else args.fp16
-        )
-        self.options = [
-            *("--user-dir", str(PACKAGE), "--path", ":".join(map(str, self.checkpoints))),
-            *("--source-lang", self.text.source, "--target-lang", self.text.target),
-            *(
-                text
-                for name, value in self.search.items()
-                for text in (f"--{name.replace('_', '-')}", str(value))
-            ),
-            *("--remove-bpe", self.text.segmentation.replace("-", "_")),
-            *("--max-tokens", str(args.max_tokens), "--batch-size", str(args.batch_size)),
-            # With its default of 8, fairseq silently drops the last batch unless it has a multiple
-            # of 8 sentences.
-            *("--required-batch-size-multiple", "1", "--num-workers", "0", "--log-format", "none"),
-            *(["--fp16"] if self.fp16 else []),
-            *(
-                ["--model-overrides", repr({"norm_module": args.norm_module})]
-                if args.norm_module
-                else []
-            ),
-        ]
+        wanted = run.get("common.fp16", False) if args.fp16 is None else args.fp16
+        self.fp16 = bool(self.gpus and wanted)
+        self.options = self._options(args)
+
+    def _options(self, args: argparse.Namespace) -> list[str]:
+        options = ["--user-dir", str(PACKAGE), "--path", ":".join(map(str, self.checkpoints))]
+        options += ["--source-lang", self.text.source, "--target-lang", self.text.target]
+        for name, value in self.search.items():
+            options += [f"--{name.replace('_', '-')}", str(value)]
+        options += ["--remove-bpe", self.text.segmentation.replace("-", "_")]
+        options += ["--max-tokens", str(args.max_tokens), "--batch-size", str(args.batch_size)]
+        # With its default of 8, fairseq silently drops the last batch unless it has a multiple of 8
+        # sentences.
+        options += ["--required-batch-size-multiple", "1"]
+        options += ["--num-workers", "0", "--log-format", "none"]
+        if self.fp16:
+            options.append("--fp16")
+        if args.norm_module:
+            options += ["--model-overrides", repr({"norm_module": args.norm_module})]
+        return options
 
     def too_long(self, lines: Sequence[str]) -> dict[int, str]:
         """Number of each line of subwords that the model cannot take -> why;
 
         fairseq would translate nothing.
         """
-        limits = self.max_positions["source"], self.max_tokens
-        most = min(limits) - 1  # the end of the sentence is a subword
-        reason = "the model takes" if limits[0] <= limits[1] else "--max-tokens allows"
-        counts = {number: len(line.split()) for number, line in enumerate(lines, 1)}
-        return {
-            n: f"{count:,} subwords, and {reason} {most:,}"
-            for n, count in counts.items()
-            if count > most
-        }
+        positions = self.max_positions["source"]
+        reason = "the model takes" if positions <= self.max_tokens else "--max-tokens allows"
+        most = min(positions, self.max_tokens) - 1  # the end of the sentence is a subword
+        reasons = {}
+        for number, line in enumerate(lines, 1):
+            count = len(line.split())
+            if count > most:
+                reasons[number] = f"{count:,} subwords, and {reason} {most:,}"
+        return reasons
 
     def at_limit(self, log: Iterable[str], lengths: Mapping[int, int]) -> list[int]:
         """The numbers of the sentences, from 0, whose best hypothesis has as many subwords as it
@@ -172,19 +174,20 @@ class Decoding:
             log: of fairseq, whose lines P- have a score for each subword and for the end of the
                 sentence. lengths: of the sources, with their ends.
         """
-        a, b, most = (
-            self.search["max_len_a"],
-            self.search["max_len_b"],
-            self.max_positions["target"] - 1,
-        )
-        scores = {
-            sentence: len(fields[0][0].split()) for sentence, fields in _printed(log, "P").items()
-        }
-        return [
-            n
-            for n, count in sorted(scores.items())
-            if count - 1 >= min(int(a * lengths.get(n, 0) + b), most)
-        ]
+        a, b = self.search["max_len_a"], self.search["max_len_b"]
+        positions = self.max_positions["target"] - 1
+        cut = []
+        for sentence, fields in sorted(_printed(log, "P").items()):
+            subwords = len(fields[0][0].split()) - 1
+            if subwords >= min(int(a * lengths.get(sentence, 0) + b), positions):
+                cut.append(sentence)
+        return cut
+
+    @property
+    def limit(self) -> str:
+        """The options that limit the length of a hypothesis."""
+        a, b = self.search["max_len_a"], self.search["max_len_b"]
+        return f"--max-len-b {b}, --max-len-a {a}"
 
     def run(
         self, verb: str, commands: Sequence[list[str]], sentences: int, kept: Path
@@ -196,7 +199,8 @@ class Decoding:
             UserError: a command failed: the others are ended, and what it wrote to stderr is in the
                 file ``kept``.
         """
-        printed, translated = [[] for _ in commands], [0] * len(commands)
+        printed: list[list[str]] = [[] for _ in commands]
+        translated = [0] * len(commands)
 
         def read(shard: int, process: subprocess.Popen) -> int:
             with process:
@@ -205,45 +209,43 @@ class Decoding:
                     translated[shard] += line.startswith(b"S-")
             return process.returncode
 
-        threads = str(max(1, own_cores() // len(commands)))
-        environment = {"OMP_NUM_THREADS": threads, **os.environ, "PYTHONUTF8": "1"}
-        started, running = [], set()
-        bar = progress(total=sentences, desc=verb, unit="sentence")
+        started: list[subprocess.Popen] = []
+        running = set()
         with (
-            bar,
+            progress(total=sentences, desc=verb, unit="sentence") as bar,
             ThreadPoolExecutor(len(commands)) as pool,
             tempfile.NamedTemporaryFile() as errors,
         ):
             try:
                 for shard, command in enumerate(commands):
-                    if self.gpus:
-                        environment["CUDA_VISIBLE_DEVICES"] = self.gpus[shard]
-                    # A pipe, so that the processes end when this one is killed.
-                    pipes = {
-                        "stdin": subprocess.DEVNULL,
-                        "stdout": subprocess.PIPE,
-                        "stderr": errors,
-                    }
-                    started.append(
-                        subprocess.Popen([sys.executable, "-m", *command], env=environment, **pipes)
-                    )
-                    running.add(pool.submit(read, shard, started[-1]))
+                    process = self._start(command, shard, len(commands), errors)
+                    started.append(process)
+                    running.add(pool.submit(read, shard, process))
                 while running:
                     # A batch is printed at once: counted line by line, its first sentence would
                     # take all its time.
                     ended, running = wait(running, timeout=1, return_when=FIRST_COMPLETED)
                     bar.update(sum(translated) - bar.n)
-                    for result in ended:
-                        if code := result.result():
-                            raise UserError(
-                                _reason(
-                                    code, Path(errors.name).read_bytes(), kept, self.checkpoints
-                                )
-                            )
+                    for code in filter(None, (result.result() for result in ended)):
+                        messages = Path(errors.name).read_bytes()
+                        raise UserError(_reason(code, messages, kept, self.checkpoints))
             finally:
                 for process in started:
                     process.kill()
-        return [line for lines in printed for line in lines]
+        return list(itertools.chain.from_iterable(printed))
+
+    def _start(self, command: list[str], shard: int, shards: int, errors) -> subprocess.Popen:
+        environment = {"OMP_NUM_THREADS": str(max(1, own_cores() // shards)), **os.environ}
+        environment["PYTHONUTF8"] = "1"
+        if self.gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = self.gpus[shard]
+        return subprocess.Popen(
+            [sys.executable, "-m", *command],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,  # so that the processes end when this one is killed
+            stderr=errors,
+        )
 
 
 def positions(run: Run, side: str) -> int:
@@ -269,25 +271,8 @@ def main(argv: list[str] | None = None) -> int:
         raise UserError(
             f"--nbest {args.nbest} is larger than the beam of {decoding.search['beam']}"
         )
-    files = {"src.tok": decoding.text.source, "ref.tok": decoding.text.target}
-    texts = {
-        name: run.data / f"tok/{args.subset}.{lang}" for name, lang in files.items() if run.data
-    }
-    bins = sorted(
-        path for pattern in (f"{args.subset}.*", "dict.*") for path in run.bin.glob(pattern)
-    )
-    indices = (path for path in bins if path.name.endswith(f".{decoding.text.source}.idx"))
-    index = next(indices, None)
-    if "/" in args.subset or index is None or not all(path.is_file() for path in texts.values()):
-        indices = run.bin.glob(f"*.{decoding.text.source}.idx")
-        names = ", ".join(sorted(path.name.partition(".")[0] for path in indices))
-        advice = f"it has {names} (pn prepare text --test NAME adds one)"
-        raise UserError(f"'{run.data or run.bin}' has no subset '{args.subset}'; {advice}")
-    settings = {"subset": args.subset, **decoding.search}
-    settings |= {"nbest": args.nbest} if args.nbest > 1 else {}
-    settings |= {"fp16": int(args.fp16)} if args.fp16 is not None else {}
-    data = [*([run.data / "settings.txt"] if run.data else []), *bins, *texts.values()]
-    wanted = stamp.made_from(settings, {"checkpoint": decoding.checkpoints, "data": data})
+    subset = Subset.find(run, args.subset, decoding.text)
+    wanted = _stamp(args, decoding, run, subset)
     output = (args.output or args.run / "generate" / args.subset).resolve()
     made = output / "made.txt"
     if stamp.done("generate", made, wanted, output / "hyp.tok"):
@@ -296,77 +281,130 @@ def main(argv: list[str] | None = None) -> int:
         raise UserError(
             f"refusing to overwrite '{output}', which has other files; choose another --output"
         )
+    log = _decode(args, decoding, run, subset, output, wanted)
+    cut = decoding.at_limit(log, dict(enumerate(subset.lengths())))
+    if cut:
+        say(
+            "generate",
+            f"note: {len(cut)} of {subset.sentences} hypotheses are as long as they may be "
+            f"({decoding.limit}), the first in line {cut[0] + 1}",
+        )
+    say("generate", f"{output / 'hyp.tok'} has {subset.sentences} hypotheses")
+    score = ["score", "--run", args.run]
+    if args.subset != "test":
+        score += ["--subset", args.subset]
+    if args.output:
+        score += ["--output", output]
+    say_next("generate", *score)
+    return 0
 
-    sentences = sentences_in(index)
+
+@dataclass(frozen=True)
+class Subset:
+    """A subset of prepared data."""
+
+    files: list[Path]  # its binary data, and the dictionaries
+    index: Path  # of its sources
+    texts: dict[str, Path]  # src.tok and ref.tok -> the text; nothing where it is not known
+
+    @classmethod
+    def find(cls, run: Run, name: str, text: Settings) -> Subset:
+        """The subset ``name`` of a run's data.
+
+        Raises:
+            UserError: there is no such subset; the text names those that there are.
+        """
+        texts = {}
+        if run.data:
+            texts["src.tok"] = run.data / f"tok/{name}.{text.source}"
+            texts["ref.tok"] = run.data / f"tok/{name}.{text.target}"
+        indices = sorted(run.bin.glob(f"*.{text.source}.idx"))
+        own = [index for index in indices if index.name.startswith(f"{name}.")]
+        if "/" in name or not own or not all(path.is_file() for path in texts.values()):
+            names = ", ".join(index.name.partition(".")[0] for index in indices)
+            raise UserError(
+                f"'{run.data or run.bin}' has no subset '{name}'; it has {names} (pn prepare text "
+                "--test NAME adds one)"
+            )
+        files = sorted([*run.bin.glob(f"{name}.*"), *run.bin.glob("dict.*")])
+        return cls(files, own[0], texts)
+
+    @functools.cached_property
+    def sentences(self) -> int:
+        return sentences_in(self.index)
+
+    def lengths(self) -> list[int]:
+        """Of the sources in subwords, with their ends."""
+        return np.fromfile(self.index, np.int32, self.sentences, offset=HEADER).tolist()
+
+
+def _stamp(
+    args: argparse.Namespace, decoding: Decoding, run: Run, subset: Subset
+) -> dict[str, str]:
+    """What the hypotheses are made from."""
+    settings = {"subset": args.subset, **decoding.search}
+    if args.nbest > 1:
+        settings["nbest"] = args.nbest
+    if args.fp16 is not None:
+        settings["fp16"] = int(args.fp16)
+    data = [*subset.files, *subset.texts.values()]
+    if run.data:
+        data.insert(0, run.data / "settings.txt")
+    return stamp.made_from(settings, {"checkpoint": decoding.checkpoints, "data": data})
+
+
+def _decode(
+    args: argparse.Namespace,
+    decoding: Decoding,
+    run: Run,
+    subset: Subset,
+    output: Path,
+    wanted: Mapping[str, str],
+) -> list[str]:
+    """Decode the subset into the folder ``output``, and return the output of fairseq."""
     # There are at least as many batches as sentences / batch size; fairseq-generate divides by zero
     # without a batch.
-    shards = min(
-        processes(args.ranks, len(decoding.gpus)), max(1, math.ceil(sentences / args.batch_size))
+    batches = max(1, math.ceil(subset.sentences / args.batch_size))
+    shards = min(processes(args.ranks, len(decoding.gpus)), batches)
+    say(
+        "generate",
+        f"decoding {args.subset} with {' + '.join(map(str, decoding.checkpoints))} "
+        f"(beam {decoding.search['beam']}, length penalty {decoding.search['lenpen']:g}, "
+        f"{'fp16' if decoding.fp16 else 'fp32'}, processes on the "
+        f"{'GPUs' if decoding.gpus else 'CPU'}: {shards})",
     )
-    names, device = " + ".join(map(str, decoding.checkpoints)), "GPUs" if decoding.gpus else "CPU"
-    how = f"beam {decoding.search['beam']}, length penalty {decoding.search['lenpen']:g}"
-    how += f", {'fp16' if decoding.fp16 else 'fp32'}, processes on the {device}: {shards}"
-    say("generate", f"decoding {args.subset} with {names} ({how})")
     common = ["fairseq_cli.generate", str(run.bin), "--gen-subset", args.subset, *decoding.options]
+    common += ["--nbest", str(args.nbest)]
     # --num-shards and --shard-id are accepted and not read: every process would decode everything.
-    common += [
-        "--nbest",
-        str(args.nbest),
-        "--distributed-world-size",
-        str(shards),
-        "--distributed-rank",
-    ]
+    common += ["--distributed-world-size", str(shards), "--distributed-rank"]
     kept = output.with_name(f"{output.name}.err")
     with only_writer(output), atomic_folder(output) as partial:
         commands = [[*common, str(shard)] for shard in range(shards)]
-        log = decoding.run("generate", commands, sentences, kept)
-        best = hypotheses(log, sentences, args.nbest)
-        write_lines(partial / "hyp.tok", (options[0][1] for options in best))
+        log = decoding.run("generate", commands, subset.sentences, kept)
+        best = hypotheses(log, subset.sentences, args.nbest)
+        write_lines(partial / "hyp.tok", [options[0][1] for options in best])
         if args.nbest > 1:
-            lines = (
-                f"{n}\t{score}\t{text}"
-                for n, options in enumerate(best, 1)
-                for score, text in options
-            )
+            lines = []
+            for number, options in enumerate(best, 1):
+                lines += [f"{number}\t{score}\t{text}" for score, text in options]
             write_lines(partial / "nbest.tok", lines)
         for name, kind in (("src.tok", "S"), ("ref.tok", "T")):
-            if texts:
-                shutil.copyfile(texts[name], partial / name)
+            if subset.texts:
+                shutil.copyfile(subset.texts[name], partial / name)
             else:
-                write_lines(partial / name, texts_of(log, kind, sentences))
+                write_lines(partial / name, texts_of(log, kind, subset.sentences))
         write_lines(partial / "generate.log", log)
         write_settings(partial / "made.txt", {**wanted, "fp16": int(decoding.fp16)})
     kept.unlink(missing_ok=True)
-    lengths = dict(enumerate(np.fromfile(index, np.int32, sentences, offset=HEADER).tolist()))
-    if cut := decoding.at_limit(log, lengths):
-        options = (
-            f"--max-len-b {decoding.search['max_len_b']}, --max-len-a "
-            f"{decoding.search['max_len_a']}"
-        )
-        first = f"the first in line {cut[0] + 1}"
-        say(
-            "generate",
-            f"note: {len(cut)} of {sentences} hypotheses are as long as they may be ({options}), "
-            f"{first}",
-        )
-    say("generate", f"{output / 'hyp.tok'} has {sentences} hypotheses")
-    subset = ["--subset", args.subset] if args.subset != "test" else []
-    say_next(
-        "generate",
-        "score",
-        "--run",
-        args.run,
-        *subset,
-        *(["--output", output] if args.output else []),
-    )
-    return 0
+    return log
 
 
 def _reason(code: int, errors: bytes, kept: Path, checkpoints: Sequence[Path]) -> str:
     """Why a process failed; what it wrote to stderr is kept."""
     lines = errors.decode("utf-8", "replace").strip().splitlines()
     for line in reversed(lines):
-        if mistake := re.match(r"fairseq-\w+: error: (.*)", line):
+        mistake = re.match(r"fairseq-\w+: error: (.*)", line)
+        if mistake:
             names = f"{' + '.join(map(str, checkpoints))}: "
             # a line of fairseq_patches may name the file already
             return names + mistake[1].removeprefix(names)
@@ -404,16 +442,13 @@ def hypotheses(lines: Iterable[str], sentences: int, nbest: int = 1) -> list[lis
             one.
     """
     options = _printed(lines, "H")
-    if options.keys() != set(range(sentences)) or any(
-        len(texts) > nbest for texts in options.values()
-    ):
-        missing = next(
-            (sentence + 1 for sentence in range(sentences) if sentence not in options), None
+    missing = [sentence for sentence in range(sentences) if sentence not in options]
+    too_many = any(len(texts) > nbest for texts in options.values())
+    if missing or too_many or len(options) > sentences:
+        count = sum(map(len, options.values()))
+        first = f"; the first sentence without one is in line {missing[0] + 1}" if missing else ""
+        raise UserError(
+            f"{sentences} sentences went in and {count} hypotheses of {len(options)} sentences "
+            f"came out{first}"
         )
-        first = f"; the first sentence without one is in line {missing}" if missing else ""
-        came_out = (
-            f"{sum(map(len, options.values()))} hypotheses of {len(options)} sentences came "
-            f"out{first}"
-        )
-        raise UserError(f"{sentences} sentences went in and {came_out}")
     return [options[sentence] for sentence in range(sentences)]

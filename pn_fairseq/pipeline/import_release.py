@@ -13,7 +13,6 @@ from pn_fairseq.common.checkpoints import (
     check_output_path,
     load_checkpoint,
     save_checkpoint,
-    without_loss_scale,
 )
 from pn_fairseq.common.command import ArgumentParser, UserError, without_fairseqs_log
 
@@ -71,14 +70,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.add_argument(f"--alpha-{option}", type=float, default=0.9, metavar="A", help=meaning)
     args = parser.parse_args(argv)
     check_output_path(args.output, [args.checkpoint])
-    state = without_loss_scale(load_release(args.checkpoint), args.checkpoint)
+    state = load_release(args.checkpoint)
     with without_fairseqs_log(logging.CRITICAL):
         # Imported here: --help and a misspelt name are answered at once.
         from pn_fairseq.models.import_release import import_release
 
         imported = import_release(state, str(args.checkpoint), args.alpha_fwd, args.alpha_bwd)
     faulty = [key for key, value in imported["model"].items() if not value.isfinite().all()]
-    if others := [key for key in faulty if not key.endswith(".nu")]:
+    others = [key for key in faulty if not key.endswith(".nu")]
+    if others:
         what = f"{len(others)} of its tensors are not finite ({others[0]}, ...)"
         raise UserError(f"{args.checkpoint}: {what}; use another checkpoint")
     if faulty:  # nu, which decoding does not need

@@ -9,8 +9,8 @@ import importlib.util
 
 from pn_fairseq import __version__
 from pn_fairseq.common.command import ArgumentParser
-from pn_fairseq.common.environment import SWITCH, patches_enabled
 from pn_fairseq.common.files import CONFIGS, PACKAGE
+from pn_fairseq.fairseq_patches import SWITCH, patches_enabled
 
 
 def main(argv: list[str]) -> None:

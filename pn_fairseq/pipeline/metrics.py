@@ -1,8 +1,9 @@
-"""The measures of translations. :data:`METRICS` is the only list of them:
+"""The measures of translations that ``pn score`` computes, all of them in :data:`METRICS`.
 
-a new measure is one entry.
+A number that something else computed reaches the reports by a file (``report/measures.py``).
 """
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,7 +42,6 @@ class Measure:
         title: its name in tables and sentences.
         short: its name in ``pn report --planned SYSTEM:MEASURE``.
         better: "higher" or "lower".
-        decimals: how many are shown.
         margin: systems whose whole interval is within this distance of the control are equivalent,
             by a choice of this project. None: differences over seeds are not tested by this
             measure.
@@ -51,8 +51,14 @@ class Measure:
     title: str
     short: str
     better: str = "higher"
-    decimals: int = 2
     margin: float | None = None
+
+    @property
+    def decimals(self) -> int:
+        """How many are shown: one more than the margin has; two without a margin."""
+        if self.margin is None:
+            return 2
+        return max(0, 1 - math.floor(math.log10(self.margin)))
 
     @property
     def heading(self) -> str:

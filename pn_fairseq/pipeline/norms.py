@@ -28,31 +28,31 @@ def describe(name: str) -> str:
         ValueError: no norm has that name.
     """
     entry = find_norm(name)
-    rows = {}
-    for option in entry.own_options:
-        rows[f"{option}={_default(entry, option)}"] = description_of(entry.cls, option)
     flags = [option for option in SHARED if option in entry.options]
-    shared = {
-        f"{SHARED[option]} {_default(entry, option)}": description_of(entry.cls, option)
-        for option in flags
-    }
-    width = max(map(len, [*rows, *shared]))
-    lines = [f"{name}: {entry.title}", "", "--norm-options:" if rows else "--norm-options: none"]
-    lines += [f"  {row:{width}}  {text}".rstrip() for row, text in rows.items()]
-    lines += ["", "flags:"] + [f"  {row:{width}}  {text}".rstrip() for row, text in shared.items()]
+    own = {}  # an option and its default -> what it means
+    for option in entry.own_options:
+        own[f"{option}={_default(entry, option)}"] = description_of(entry.cls, option)
+    shared = {}
+    for option in flags:
+        shared[f"{SHARED[option]} {_default(entry, option)}"] = description_of(entry.cls, option)
+    width = max(map(len, [*own, *shared]))
+    lines = [f"{name}: {entry.title}", ""]
+    lines.append("--norm-options:" if own else "--norm-options: none")
+    lines += _table(own, width)
+    lines += ["", "flags:", *_table(shared, width)]
     for variant, cls in entry.variants.items():
-        defaults = {
-            option: entry.default(option, variant) for option in [*entry.own_options, *flags]
-        }
-        changed = [
-            f"{option}={new}" for option, new in defaults.items() if new != entry.default(option)
-        ]
-        differs = ", ".join(changed)
-        lines += [
-            "",
-            f"--norm-variant {variant}: {cls.__name__}{differs and f', defaults {differs}'}",
-        ]
+        changed = []
+        for option in (*entry.own_options, *flags):
+            default = entry.default(option, variant)
+            if default != entry.default(option):
+                changed.append(f"{option}={default}")
+        differs = f", defaults {', '.join(changed)}" if changed else ""
+        lines += ["", f"--norm-variant {variant}: {cls.__name__}{differs}"]
     return "\n".join(lines)
+
+
+def _table(rows: dict[str, str], width: int) -> list[str]:
+    return [f"  {row:{width}}  {text}".rstrip() for row, text in rows.items()]
 
 
 def _default(entry, option: str) -> object:

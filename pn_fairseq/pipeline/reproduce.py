@@ -1,288 +1,324 @@
-"""Every step from the text to a report, for a list of norms and seeds, as ``pn reproduce`` calls
-it.
+"""``pn reproduce``: a corpus, a configuration, a study, or the demo.
+
+A study is a YAML file: ``about`` is its text, ``planned`` the comparisons that were named before
+its runs (``pn report --planned``), and ``parts`` has what
+:func:`~pn_fairseq.pipeline.steps.reproduce` is called with. Its lists are written out, so that
+a new norm or placement changes no study.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import itertools
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
+import argparse
+import inspect
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from pn_fairseq.common.command import UserError, absolute, say, shown, why_it_failed
-from pn_fairseq.common.errors import unknown
-from pn_fairseq.common.files import (
-    CONFIGS,
-    PACKAGE,
-    atomic_write,
-    check_no_writer,
-    find_yaml,
-    only_writer,
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from pn_fairseq.common.command import (
+    ArgumentParser,
+    UserError,
+    absolute,
+    check_settings,
+    say,
+    shown,
+    whole,
 )
-from pn_fairseq.common.published import PAPER
-from pn_fairseq.pipeline.data.corpus import Corpus
-from pn_fairseq.pipeline.data.prepare import main as prepare_data
-from pn_fairseq.pipeline.data.recipes import RECIPES
-from pn_fairseq.pipeline.data.settings import check_not_inside, check_prepared
-from pn_fairseq.pipeline.runs import parts_of
+from pn_fairseq.common.files import CONFIGS, find_yaml, names_in, only_writer
+from pn_fairseq.pipeline.data.experiment import Experiment
+from pn_fairseq.pipeline.data.recipes import RECIPES, load
+from pn_fairseq.pipeline.prepare import options_of
+from pn_fairseq.pipeline.runs import load_config
+from pn_fairseq.pipeline.steps import experiments, find_experiment, is_corpus, must, reproduce
+from pn_fairseq.pipeline.train import setting_of
 
-#: How long a step may take to end after Ctrl-C, which reaches it as well, before it gets SIGTERM.
-GRACE_SECONDS = 10
+#: The studies that come with this project.
+STUDIES = CONFIGS / "studies"
+
+ABOUT = """\
+Run all steps from text to a report, for a list of norms and seeds. WHAT is
+
+  a corpus, which is prepared first: {corpora};
+              or the path of a recipe of your own, FILE.py (docs/adding_a_corpus.md)
+  a configuration or the path of a YAML file, for prepared data of your own (--data): {configs}
+  demo        one small run on the verses, with sample translations
+  --study NAME-OR-FILE
+              a list of runs that answer one question: {studies}; or such a file of your own
+"""
+
+#: The end of every help text.
+AGAIN = """
+The same command skips finished steps and resumes. If a run fails, the report lists it, and the
+others still run. To train on several machines, start the training commands that --dry-run prints
+with torchrun (docs/several_gpus.md); this command then does the remaining steps.
+"""
 
 
-#: Corpora that a recipe prepares, by the name of the recipe.
-CORPORA = {name: recipe.REPRODUCE for name, recipe in RECIPES.items() if recipe.CONFIG}
+def word_list(text: str) -> list[str]:
+    """The type of an option that is a list, with commas or blanks between its parts."""
+    parts = re.findall(r"[^\s,]+", text)
+    if parts:
+        return parts
+    raise argparse.ArgumentTypeError("must name at least one")
 
 
-@functools.cache
-def find_corpus(name: str) -> Corpus:
-    """A corpus with a recipe, or a configuration for prepared data, of whose models only the
-    norms are to differ.
-    """
-    if name in CORPORA:
-        return CORPORA[name]
-    from pn_fairseq.pipeline.settings import compose
+def seed_list(text: str) -> list[int]:
+    """The type of a list of seeds."""
+    parts = word_list(text)
+    for part in parts:
+        span = re.fullmatch(r"(\d{1,4})(?:-|\.\.|:)(\d{1,4})", part)
+        if span:
+            meant = ",".join(map(str, range(int(span[1]), int(span[2]) + 1)))
+            advice = f", did you mean '{meant}'?" if 0 < len(meant) < 80 else ""
+            raise argparse.ArgumentTypeError(f"'{part}' is not a list of seeds{advice}")
+    return [whole(part) for part in parts]
 
-    architecture = compose(find_yaml(name, CONFIGS), [], world_size=1, on_cpu=True)[0].model._name
-    if parts := parts_of(architecture):
-        return Corpus(name, parts[2], models=(parts[0],))
-    raise UserError(
-        f"{name}: model._name={architecture} is not MODEL_NORM_SIZE, as transformer_pn_tiny: no "
-        "norm fits it"
+
+def add_ranks(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--ranks", type=whole, metavar="N", help="ranks for training and decoding (pn train --help)"
     )
 
 
-def planned_runs(
-    corpus: Corpus, norms: Sequence[str], seeds: Sequence[int], models: Sequence[str], size: str
-) -> dict[str, list[str]]:
-    """The runs: their names, and the settings of the model and the seed."""
-    from pn_fairseq.norms import NORMS
-
-    for model in models:
-        if model not in corpus.models:
-            raise UserError(unknown("model", model, corpus.models))
-    known = [entry.short for entry in NORMS.values()]
-    planned: dict[str, list[str]] = {}
-    for model, norm, seed in itertools.product(models, norms, seeds):
-        short, *settings = norm.split("+")
-        if short not in known:
-            raise UserError(unknown("norm", short, known))
-        name = f"{f'{model}_' if len(corpus.models) > 1 else ''}{norm}_seed{seed}"
-        if name in planned:
-            raise UserError(f"{name} is planned twice: name each norm and seed once")
-        planned[name] = [f"model._name={model}_{short}_{size}", f"common.seed={seed}"]
-        planned[name] += [f"model.{setting}" for setting in settings]
-    return planned
-
-
-def of_table(corpus: Corpus, table: str) -> tuple[str, list[str]]:
-    """The configuration of a published table, and its rows as norms."""
-    from pn_fairseq.norms import NORMS
-
-    if table not in corpus.tables:
-        raise UserError(unknown("table", table, corpus.tables))
-    config, rows = corpus.tables[table].config, corpus.tables[table].rows
-    return config, [
-        "+".join([NORMS[row.norm].short, *map("=".join, row.settings.items())]) for row in rows
-    ]
-
-
-def reproduce(
-    name: str,
-    *,
-    norms: Sequence[str] = (),
-    seeds: Sequence[int] = (),
-    models: Sequence[str] = (),
-    size: str | None = None,
-    table: str | None = None,
-    settings: Sequence[str] = (),
-    runs: Path | None = None,
-    data: Path | None = None,
-    ranks: int | None = None,
-    preparation: Sequence[str] = (),
-    dry_run: bool = False,
-) -> int:
-    """Prepare the data, make every run and a report on them; what is done is skipped.
-
-    Args:
-        name: of a corpus in :data:`CORPORA`, or of a configuration, whose ``data`` is prepared.
-        norms, seeds, models, size: one run is made for each norm, seed and model; the default is
-            the corpus's. A norm is ``NORM[+key=value...]`` with settings of the model.
-        table: a published table, whose rows and configuration replace ``norms``.
-        settings: what differs from the configuration, as ``key=value``; ``{run}`` in one is the
-            folder of the run. runs: the folder for the runs and the report (default
-            ``runs/CONFIG``). data: the prepared data (default ``runs/data/CONFIG``). ranks: of each
-            run and decoding. preparation: more options of ``pn prepare``. dry_run: check the
-            settings and print the commands.
-
-    Returns:
-        The exit code: 1 if a run failed.
-    """
-    corpus = find_corpus(name)
-    config, norms = of_table(corpus, table) if table else (corpus.config, norms or corpus.norms)
-    planned = planned_runs(
-        corpus, norms, seeds or corpus.seeds, models or corpus.models, size or corpus.size
+def _parser(name: str, experiment: Experiment, preparation: Mapping[str, dict]) -> ArgumentParser:
+    verbs = ", ".join(dict.fromkeys(verb for verb, *_ in experiment.steps))
+    description = (
+        f"From raw text to a report. For every norm and seed: {verbs}; then one report on all "
+        "runs.\n"
     )
-    runs = absolute(runs or Path("runs") / Path(config).stem)
-    data = absolute(data or Path("runs/data") / Path(corpus.config).stem)
-    where = [] if name in CORPORA else ["--data", str(data)]
-    if not dry_run:
-        check_no_writer(runs)
-    if where:
-        check_prepared(data, "--data")
-    else:
-        check_not_inside(data, "--data")
-    # each norm with settings of its own, or else one norm of each model
-    for model in corpus.models:
-        of_model = [
-            (arch, *more)
-            for arch, _, *more in planned.values()
-            if arch.startswith(f"model._name={model}_")
-        ]
-        for own in dict.fromkeys(given for given in of_model if len(given) > 1) or of_model[:1]:
-            check_training(config, *where, *own, *settings)
-
-    # Every command, in order.
-    prepare = ["prepare", name, "--dest", data, *preparation] if name in CORPORA else []
-    if prepare:
-        prepare_data([*map(str, prepare[1:]), "--check"])
-    on_ranks = ["--ranks", str(ranks)] if ranks else []
-    commands: dict[Path, list[list]] = {}
-    for run_name, own in planned.items():
-        run = runs / run_name
-        train = [
-            "--data",
-            data,
-            "--run",
-            run,
-            *own,
-            *(setting.replace("{run}", str(run)) for setting in settings),
-        ]
-        commands[run] = [["train", config, *train, *on_ranks]]
-        for verb, *options in corpus.steps[1:]:
-            commands[run].append(
-                [verb, "--run", run, *options, *(on_ranks if verb == "generate" else [])]
-            )
-        # it was begun, with its settings and data
-        if (run / "config.yaml").is_file() and data.is_dir():
-            check_training(config, *map(str, train))
-    report = ["report", *commands, "--output", runs / (f"report-{table}" if table else "report")]
-    if table in PAPER:  # a report of language models knows its corpus
-        report += ["--paper", table]
-
-    if dry_run:
-        for step in filter(None, [prepare, *itertools.chain(*commands.values()), report]):
-            print(shown(step))
-        return 0
-    with only_writer(runs) as note:
-        if prepare:
-            note("prepare")
-            must(prepare)
-        failed = [run.name for run, steps in commands.items() if not _make(name, run, steps, note)]
-        note("report")
-        must(report)
-    if failed:
-        count = f"{len(failed)} of {len(commands)} runs failed: {' '.join(failed)}"
-        say(name, f"{count} (the report says why); rerun the command to retry them")
-    return 1 if failed else 0
-
-
-@functools.cache  # the runs of several seeds have the same settings
-def check_training(config: str, *arguments: str) -> None:
-    """Check the settings of a run."""
-    from pn_fairseq.pipeline import train
-
-    train.main([config, "--check", *arguments])
-
-
-def must(step: Sequence[str | Path]) -> None:
-    """Run a step without which nothing else can be done; it has named the reason if it fails."""
-    if code := execute(step):
-        sys.exit(code)
-
-
-def program(step: Sequence[str | Path]) -> list[str | Path]:
-    """The command that runs a step by this very package,
-
-    also where the current folder has another one.
-    """
-    return [
-        sys.executable,
-        *(["-P"] if PACKAGE.parent != Path.cwd() else []),
-        "-m",
-        "pn_fairseq",
-        *step,
-    ]
-
-
-def execute(step: Sequence[str | Path], messages: Path | None = None) -> int:
-    """Run a step to its end and return its exit code;
-
-    the file ``messages`` also gets what it writes to stderr.
-    """
-
-    def copy_messages() -> None:
-        # whole lines: the step also writes to stdout, which may be the same file
-        for line in process.stderr or ():
-            line = line.removesuffix(b"\n") + b"\n"
-            with contextlib.suppress(OSError):  # a full disk; the step must be able to write
-                kept.write(line)
-            with contextlib.suppress(OSError):  # `| head`
-                sys.stderr.buffer.write(line)
-                sys.stderr.buffer.flush()
-
-    with messages.open("wb", buffering=0) if messages else contextlib.nullcontext() as kept:
-        process = subprocess.Popen(
-            program(step),
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.PIPE if messages else None,
-            # the line about an interruption comes from here
-            env={**os.environ, "PN_FAIRSEQ_STEP": "1"},
+    if "evaluate-lm" in verbs:
+        description += (
+            "The language models are causal, unlike the code that the paper names "
+            "(docs/language_modeling.md).\n"
         )
-        try:
-            copy_messages()
-            code = process.wait()
-        except KeyboardInterrupt as interruption:
-            if not interruption.args:  # Ctrl-C: a second signal would interrupt the step's clean-up
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(GRACE_SECONDS)
-            process.terminate()
-            copy_messages()
-            process.wait()
-            raise
-    code = code if code >= 0 else 128 - code
-    if code in (130, 143):
-        raise KeyboardInterrupt(code - 128)
-    return code
+
+    def of_flag(option: str, value: str | None, words: list[str]) -> str:
+        return setting_of(option, value, [experiment.config])
+
+    parser = ArgumentParser(
+        prog=f"pn reproduce {name}", description=description, epilog=AGAIN, setting_of=of_flag
+    )
+    add = parser.add_argument
+    settings = (
+        f"settings that replace those of configuration {experiment.config}; {{run}} stands for "
+        "the folder of the run"
+    )
+    add("settings", nargs="*", metavar="key=value", help=settings)
+    norms = (
+        f"NORM as in {experiment.models[0]}_NORM_{experiment.size}; NORM+key=value adds a setting "
+        f"of the model (default {','.join(experiment.norms)})"
+    )
+    add("--norms", type=word_list, metavar="LIST", help=norms)
+    default = ",".join(map(str, experiment.seeds))
+    seeds = f"train each norm with each seed (default {default})"
+    add("--seeds", type=seed_list, metavar="LIST", help=seeds)
+    models = f"models to train with each norm ({','.join(experiment.models)})"
+    add("--models", type=word_list, metavar="LIST", help=models)
+    size = (
+        f"size of the models (default {experiment.size}); for another size set --runs: run names "
+        "do not contain it"
+    )
+    add("--size", metavar="SIZE", help=size)
+    if experiment.tables:
+        table = (
+            "instead of --norms: the rows of a published table, with its configuration (the runs "
+            "go to runs/CONFIG); the report, DIR/report-NAME, shows the published numbers. NAME: "
+            f"{', '.join(experiment.tables)}"
+        )
+        add("--table", metavar="NAME", help=table)
+    stem = Path(experiment.config).stem
+    run_name = "MODEL_NORM_seedN" if len(experiment.models) > 1 else "NORM_seedN"
+    runs = (
+        f"where the runs go, as DIR/{run_name}, and the report, as DIR/report (default runs/{stem})"
+    )
+    add("--runs", type=Path, metavar="DIR", help=runs)
+    made = "written by pn prepare"
+    if is_corpus(name):
+        made = f"made if it does not exist; for your own data: pn reproduce {experiment.config}"
+    data = f"the prepared data, {made} (default runs/data/{stem})"
+    add("--data", type=Path, metavar="DIR", help=data)
+    add_ranks(parser)
+    dry_run = "check the settings, print the commands and do nothing"
+    add("--dry-run", action="store_true", help=dry_run)
+    group = parser.add_argument_group(f"passed on to pn prepare {name}")
+    for flag, kind in preparation.items():
+        group.add_argument(flag, **kind)
+    return parser
 
 
-def _make(
-    name: str, run: Path, steps: Sequence[Sequence[str | Path]], note: Callable[[str], None]
-) -> bool:
-    """One run through its steps; False after a failure, which is noted in its folder and ends
-    this run only.
+def of_corpus(name: str, argv: Sequence[str]) -> int:
+    """``pn reproduce NAME`` with the arguments ``argv``."""
+    options = options_of(RECIPES[name]) if is_corpus(name) else {}
+    args = vars(_parser(name, find_experiment(name), options).parse_intermixed_args(argv))
+    check_settings(args["settings"], list(argv), ("--norms", "--seeds", "--models"))
+    for option in ("norms", "size"):
+        if args.get("table") and args[option]:
+            raise UserError(f"--table and --{option} both say what is trained: give one of them")
+    preparation = []
+    for flag, kind in options.items():
+        value = args.pop(flag.removeprefix("--").replace("-", "_"))
+        if value is True:
+            preparation.append(flag)
+        elif value not in (kind.get("default"), False):
+            preparation += [flag, str(value)]
+    return reproduce(name, preparation=preparation, **args)
 
-    ``note`` is told each step.
+
+def main(argv: Sequence[str]) -> int:
+    # else fairseq configures logging when it is imported
+    logging.getLogger().addHandler(logging.NullHandler())
+    if argv and not argv[0].startswith("-"):
+        what, *options = argv
+        if what in names_in(STUDIES):
+            raise UserError(f"{what} is a study: pn reproduce --study {what}")
+        if what == "demo":
+            return demo(options)
+        return of_corpus(load(what) if what.endswith(".py") else what, options)
+    if any(word.partition("=")[0] == "--study" for word in argv):
+        return study_command(argv)
+    parser = ArgumentParser(
+        prog="pn reproduce",
+        usage="pn reproduce WHAT [options] [key=value ...]",
+        description=ABOUT.format(
+            corpora=", ".join(experiments()),
+            configs=", ".join(names_in(CONFIGS)),
+            studies=", ".join(names_in(STUDIES)),
+        ),
+        epilog="pn reproduce WHAT --help lists the options.",
+    )
+    parser.add_argument("WHAT")
+    parser.parse_args(argv)
+    return 2
+
+
+# --- studies ---
+
+
+@dataclass
+class Part:
+    """Runs of one corpus within a study, in the words of its file."""
+
+    corpus: str = MISSING  # with a recipe, or a configuration
+    seeds: list[int] = MISSING
+    norms: list[str] = MISSING
+    folder: str = "${.corpus}"  # of its runs, within the study's
+    models: list[str] = field(default_factory=list)
+    settings: list[str] = field(default_factory=list)
+    data: str | None = None  # prepared data, for a configuration
+    ranks: int | None = None  # unless --ranks is given
+
+
+@dataclass
+class Study:
+    """Training runs that answer one question."""
+
+    about: str = MISSING
+    parts: list[Part] = MISSING
+    planned: list[str] = field(default_factory=list)
+
+
+def read_study(name: str) -> Study:
+    """The study in configs/studies of this name, or in a file."""
+    file = find_yaml(name, STUDIES)
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Study), load_config(file)))
+    except (OmegaConfBaseException, ValueError) as error:
+        reason = f"{getattr(error, 'full_key', '')} {str(error).splitlines()[0]}".strip()
+        raise UserError(f"{file} is not a study, as configs/studies/*.yaml are: {reason}") from None
+
+
+def study_command(argv: Sequence[str]) -> int:
+    """``pn reproduce --study NAME``: the parts of a study, and a report on each folder; 1 if a
+    run failed.
     """
-    # not in the folder of the run: `pn report DIR/*_seed*` finds runs only
-    work = run.parent / "logs" / run.name
-    work.mkdir(parents=True, exist_ok=True)
-    for step in steps:
-        verb, messages = step[0], work / f"{step[0]}.err"
-        say(name, f"{run.name}: {verb}")
-        note(f"{run.name}: {verb}")
-        if not (code := execute(step, messages)):
-            continue
-        say(name, f"{run.name} failed in {verb} (its messages are in {work})")
-        run.mkdir(parents=True, exist_ok=True)
-        lines = messages.read_text("utf-8", "replace").splitlines()
-        reason = why_it_failed(128 - code if code > 128 else code, lines)
-        with atomic_write(run / "failed", "w") as file:
-            file.write(f"{verb}: {reason}\n")
-        return False
-    (run / "failed").unlink(missing_ok=True)
-    return True
+    parser = ArgumentParser(prog="pn reproduce", add_help=False)
+    parser.add_argument("--study", metavar="NAME-OR-FILE", required=True)
+    chosen, options = parser.parse_known_args(argv)
+    study = read_study(chosen.study)
+    args = _study_parser(chosen.study, study).parse_intermixed_args(options)
+    failed = 0
+    for seed in sorted({seed for part in study.parts for seed in part.seeds}):
+        # a seed is whole before the next one begins
+        for part in study.parts:
+            if seed not in part.seeds:
+                continue
+            failed |= reproduce(
+                part.corpus,
+                norms=part.norms,
+                seeds=[seed],
+                models=part.models,
+                settings=[*part.settings, *args.settings],
+                runs=args.runs / part.folder,
+                data=part.data and Path(part.data),
+                ranks=args.ranks or part.ranks,
+                dry_run=args.dry_run,
+            )
+    if not args.dry_run:
+        for folder in dict.fromkeys(args.runs / part.folder for part in study.parts):
+            must(["report", *sorted(folder.glob("*_seed*")), "--output", folder / "report"])
+    return failed
+
+
+def _study_parser(what: str, study: Study) -> ArgumentParser:
+    count = sum(len(part.norms) * len(part.seeds) for part in study.parts)
+    parser = ArgumentParser(
+        prog=f"pn reproduce --study {what}",
+        description=f"{study.about}\n{count} runs. One rank per visible GPU, or one on the CPU.",
+        epilog=AGAIN,
+    )
+    add = parser.add_argument
+    settings = "settings of every run, in addition to those of the study"
+    add("settings", nargs="*", metavar="key=value", help=settings)
+    default = f"runs/{Path(what).stem}"
+    runs = (
+        "where the runs go, as DIR/FOLDER/NORM_seedN, and reports, as DIR/FOLDER/report (default "
+        f"{default})"
+    )
+    add("--runs", type=Path, metavar="DIR", default=default, help=runs)
+    add_ranks(parser)
+    add("--dry-run", action="store_true", help="print the commands and do nothing")
+    return parser
+
+
+def demo(argv: Sequence[str]) -> int:
+    """One small training run on the verses, with sample translations.
+
+    Trains a small pre-norm transformer with PN in the encoder on Spanish-English verses, with the
+    settings of the configuration demo, and prints BLEU, sample translations and the path of the
+    learning curve. The same command resumes after an interruption.
+    """
+    parser = ArgumentParser(prog="pn reproduce demo", description=inspect.getdoc(demo))
+    add = parser.add_argument
+    add("settings", nargs="*", metavar="key=value", help="settings of the run")
+    results = "the results (default runs/demo)"
+    add("--run", type=Path, metavar="DIR", default="runs/demo", help=results)
+    architecture = (
+        "transformer_NORM_tiny, such as transformer_ln_tiny (default transformer_pn_tiny)"
+    )
+    add("--arch", metavar="NAME", default="transformer_pn_tiny", help=architecture)
+    args = parser.parse_intermixed_args(argv)
+    run, data = absolute(args.run), absolute("runs/data/verses_es_en")
+    train = ["train", "demo", "--data", data, "--run", run]
+    train += [f"model._name={args.arch}", *args.settings]
+    after_training = [[verb, "--run", run] for verb in ("average", "generate", "score")]
+    steps = [[*train, "--check"], ["prepare", "verses", "--dest", data], train, *after_training]
+    with only_writer(run) as note:
+        for step in steps:
+            say("demo", shown(step))
+            note(step[0])
+            must(step)
+    files = {"source": data / "raw/test.es", "reference": data / "raw/test.en"}
+    files["translation"] = run / "generate/test/hyp.txt"
+    lines = {name: file.read_text("utf-8").splitlines() for name, file in files.items()}
+    print("\nSample translations")
+    for number in range(1, 6):
+        for name, of_file in lines.items():
+            print(f"  {name:<11} {of_file[number * len(of_file) // 6 - 1]}")
+        print(flush=True)
+    must(["report", run, "--output", run / "report"])
+    print(f"learning curve: {run / 'report/report-curves-1.png'}")
+    return 0

@@ -76,16 +76,14 @@ class Run:
             raise UserError(f"{files[-1]} has no settings: an older fairseq wrote it")
         settings = {name: getattr(section, "__dict__", section) for name, section in cfg.items()}
         # The model of fairseq-train has every flag: the flags of other sections are left out.
-        others = [
-            section
-            for name, section in settings.items()
-            if name != "model" and isinstance(section, dict)
-        ]
-        left_out = {"arch", *settings}.union(*others) - {"_name"}
+        others = {"arch", *settings}
+        for name, section in settings.items():
+            if name != "model" and isinstance(section, dict):
+                others |= section.keys()
+        others.discard("_name")
         model = settings.get("model") or {}
-        return settings | {
-            "model": {key: value for key, value in model.items() if key not in left_out}
-        }
+        settings["model"] = {key: value for key, value in model.items() if key not in others}
+        return settings
 
     @cached_property
     def settings_by_name(self) -> dict[str, object]:
@@ -100,11 +98,10 @@ class Run:
     @cached_property
     def bin(self) -> Path:
         """The folder of the binarized data, which may be gone."""
-        if (self.path / "data").is_file():
-            return (
-                Path((self.path / "data").read_text("utf-8", errors="replace").removesuffix("\n"))
-                / "bin"
-            )
+        place = self.path / "data"
+        if place.is_file():
+            data = place.read_text("utf-8", errors="replace").removesuffix("\n")
+            return Path(data) / "bin"
         folders = self.get("task.data")
         if not folders:
             raise UserError(f"the settings of '{self.path}' do not name its data")
@@ -142,11 +139,13 @@ class Run:
         """
         if (self.path / "train.log").is_file():
             return self.path / "train.log"
-        texts = sorted(
-            file for ending in ("log", "out", "txt") for file in self.path.glob(f"*.{ending}")
-        )
-        updates = {file: read_log(file).updates for file in texts if file.is_file()}
-        return max(filter(updates.get, updates), key=updates.get, default=None)
+        longest, most = None, 0
+        for file in sorted(self.path.glob("*")):
+            if file.suffix in (".log", ".out", ".txt") and file.is_file():
+                updates = read_log(file).updates
+                if updates > most:
+                    longest, most = file, updates
+        return longest
 
     @cached_property
     def log(self) -> TrainingLog | None:
@@ -161,18 +160,14 @@ class Run:
         """``given``, or else averaged.pt."""
         paths = given or [self.checkpoints / "averaged.pt"]
         for path in paths:
-            if not path.is_file():
-                others = sorted(
-                    (file.name for file in self.checkpoints.glob("*.pt")), reverse=True
-                )[:3]
-                advice = (
-                    f"; {self.checkpoints} has {', '.join(others)} (--checkpoint FILE)"
-                    if others
-                    else ""
-                )
-                raise UserError(
-                    f"there is no checkpoint '{path}' (pn average makes averaged.pt){advice}"
-                )
+            if path.is_file():
+                continue
+            message = f"there is no checkpoint '{path}' (pn average makes averaged.pt)"
+            others = sorted(file.name for file in self.checkpoints.glob("*.pt"))[-3:]
+            if others:
+                names = ", ".join(reversed(others))
+                message += f"; {self.checkpoints} has {names} (--checkpoint FILE)"
+            raise UserError(message)
         return paths
 
 
@@ -217,12 +212,8 @@ def open_run(path: Path, same_data: bool = False) -> Run:
     if not run.bin.is_dir():
         raise UserError(f"the data of '{path}' is gone: {run.bin}")
     kept, present = path / "data.settings", run.bin.parent / "settings.txt"
-    if (
-        same_data
-        and kept.is_file()
-        and present.is_file()
-        and kept.read_bytes() != present.read_bytes()
-    ):
+    both_known = kept.is_file() and present.is_file()
+    if same_data and both_known and kept.read_bytes() != present.read_bytes():
         raise UserError(
             f"'{run.data}' was prepared again, with other settings or other text, after '{path}' "
             "was trained "
@@ -251,7 +242,8 @@ def flat(settings: dict, prefix: str = "") -> dict[str, object]:
     """Settings by dotted name."""
     values = {}
     for key, value in settings.items():
-        values |= (
-            flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-        )
+        if isinstance(value, dict):
+            values |= flat(value, f"{prefix}{key}.")
+        else:
+            values[f"{prefix}{key}"] = value
     return values

@@ -10,9 +10,9 @@ from tabulate import tabulate
 from pn_fairseq.common.command import ArgumentParser, UserError, whole
 from pn_fairseq.common.files import read_lines, short_names
 from pn_fairseq.pipeline import RUN_HELP, SUBSET_HELP
-from pn_fairseq.pipeline.bootstrap import RESAMPLES, Comparison, compare_folders, p_text
 from pn_fairseq.pipeline.metrics import METRICS, Scoring
-from pn_fairseq.pipeline.scoring import (
+from pn_fairseq.pipeline.paired_bootstrap import RESAMPLES, Comparison, compare_folders, p_text
+from pn_fairseq.pipeline.translation_scores import (
     Text,
     is_scored,
     low_bleu,
@@ -45,14 +45,14 @@ The paired bootstrap of text files: sacrebleu REF -i BASELINE FILE --paired-bs
 
 #: Option -> the options of which it needs one.
 NEEDS = {
-    **{"subset": ("run", "compare"), "output": ("run",), "compound_split": ("run", "tokenized")},
-    **{
-        "resamples": ("compare",),
-        "ref": ("hyp",),
-        "tokenized": ("hyp",),
-        "lowercase": ("hyp",),
-        "target": ("hyp",),
-    },
+    "subset": ("run", "compare"),
+    "output": ("run",),
+    "compound_split": ("run", "tokenized"),
+    "resamples": ("compare",),
+    "ref": ("hyp",),
+    "tokenized": ("hyp",),
+    "lowercase": ("hyp",),
+    "target": ("hyp",),
 }
 
 
@@ -104,8 +104,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="with --hyp: the language, which chooses sacrebleu's tokenizer (default: 13a)",
     )
     args = parser.parse_args(argv)
+    given = {option for option, value in vars(args).items() if value is not None}
     for option, modes in NEEDS.items():
-        if getattr(args, option) is not None and all(getattr(args, name) is None for name in modes):
+        if option in given and given.isdisjoint(modes):
             raise UserError(
                 f"--{option.replace('_', '-')} needs --{' or --'.join(modes)} (see --help)"
             )
@@ -117,43 +118,43 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def show(comparisons: Mapping[str, Comparison], text: str) -> str:
     """The comparisons as a table."""
     bleu = comparisons["tokenized"].results
-    baseline, rows, untested = next(iter(bleu)), [], []
+    baseline = next(iter(bleu))
+    rows, untested = [], []
     for name in bleu:
         # Where nothing was learned, a significant difference would be one between two kinds of
         # noise.
         low = low_bleu(min(bleu[name].score, bleu[baseline].score))
+        tested = name != baseline and not low
         row = [f"{name} (baseline)" if name == baseline else name]
         for comparison in comparisons.values():
             result = comparison.results[name]
-            row.append(f"{result.score:.2f} ({result.mean:.2f} ± {result.ci:.2f})")
-            if name != baseline and not low:
-                row[-1] += f" {p_text(result.p_value)}{' *' * (result.p_value < LEVEL)}"
+            cell = f"{result.score:.2f} ({result.mean:.2f} ± {result.ci:.2f})"
+            if tested:
+                cell += f" {p_text(result.p_value)}{' *' * (result.p_value < LEVEL)}"
+            row.append(cell)
         rows.append(row)
-        untested += [f"{name} is not tested: {low}"] if name != baseline and low else []
-    return "\n".join(
-        [
-            f"paired bootstrap: {text}",
-            "score (mean of the resamples ± 95% confidence interval), p of no difference from the "
-            "baseline",
-            "",
-            tabulate(
-                rows, headers=["", *(METRICS[name].title for name in comparisons)], tablefmt="plain"
-            ),
-            "",
-            *untested,
-            f"* is significant (p < {LEVEL}). Without *, a difference is inconclusive: it may be "
-            "chance.",
-            "This tests variation over test sentences, not over training seeds; for the latter, "
-            "train several seeds.",
-            "The p-value is one-sided (sacrebleu's); a two-sided p-value would be about twice as "
-            "large.",
-            "",
-            *(
-                f"{METRICS[name].title}: {comparison.signature}"
-                for name, comparison in comparisons.items()
-            ),
-        ]
-    )
+        if low and name != baseline:
+            untested.append(f"{name} is not tested: {low}")
+    titles = {name: METRICS[name].title for name in comparisons}
+    signatures = [f"{titles[name]}: {each.signature}" for name, each in comparisons.items()]
+    lines = [
+        f"paired bootstrap: {text}",
+        "score (mean of the resamples ± 95% confidence interval), p of no difference from the "
+        "baseline",
+        "",
+        tabulate(rows, headers=["", *titles.values()], tablefmt="plain"),
+        "",
+        *untested,
+        f"* is significant (p < {LEVEL}). Without *, a difference is inconclusive: it may be "
+        "chance.",
+        "This tests variation over test sentences, not over training seeds; for the latter, "
+        "train several seeds.",
+        "The p-value is one-sided (sacrebleu's); a two-sided p-value would be about twice as "
+        "large.",
+        "",
+        *signatures,
+    ]
+    return "\n".join(lines)
 
 
 def compare_runs(runs: Sequence[Path], subset: str, resamples: int) -> str:
@@ -181,13 +182,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         run = score_run(args.run, args.subset, args.output, args.compound_split)
         scores, warnings = run.by_metric, run.warnings
     else:
-        text, lowercase = (
-            Text(read_lines(args.hyp), [read_lines(file) for file in args.ref]),
-            bool(args.lowercase),
-        )
+        text = Text(read_lines(args.hyp), [read_lines(file) for file in args.ref])
+        lowercase = bool(args.lowercase)
         scoring = Scoring(lowercase, args.target or "", bool(args.compound_split), lowercase)
-        scores, warnings = score_texts(scoring, **{"tokens" if args.tokenized else "plain": text})
+        kind = "tokens" if args.tokenized else "plain"
+        scores, warnings = score_texts(scoring, **{kind: text})
     print(*score_lines(scores), sep="\n")
     bleu = scores.get("tokenized") or scores.get("detokenized")
-    for warning in filter(None, [*warnings, bleu and low_bleu(bleu.score)]):
+    low = low_bleu(bleu.score) if bleu else None
+    if low:
+        warnings = [*warnings, low]
+    for warning in warnings:
         print(f"pn score: warning: {warning}", file=sys.stderr)

@@ -36,9 +36,7 @@ def made_from(
 
 
 def read(stamp: Path) -> dict[str, str]:
-    """What a stamp says; nothing where there is none, or one in the format of an earlier
-    version.
-    """
+    """What a stamp says; nothing where there is none, or a damaged one."""
     try:
         return read_settings(stamp) if stamp.is_file() else {}
     except UserError:
@@ -60,11 +58,11 @@ def done(step: str, stamp: Path, wanted: Mapping[str, str], *outputs: Path) -> b
     changed = differences(stamp, wanted)
     if not changed:
         say(step, f"{outputs[0]} already exists")
-    elif len(changed) < len(wanted):
+    elif read(stamp):
         say(
             step,
             f"{outputs[0]} was made with other values of {', '.join(changed)}; making it again",
         )
     else:
-        say(step, f"{outputs[0]} was made by an earlier version, or is incomplete; making it again")
+        say(step, f"{outputs[0]} is incomplete; making it again")
     return not changed

@@ -37,11 +37,11 @@ from pn_fairseq.common.files import (
     names_in,
     write_settings,
 )
-from pn_fairseq.common.machine import describe, own_cores
 from pn_fairseq.pipeline import stamp
 from pn_fairseq.pipeline.data.settings import check_not_inside, check_prepared
 from pn_fairseq.pipeline.launch import RESUME, RankLayout, TrainingFailed, find_layout, torchrun
-from pn_fairseq.pipeline.runs import Run, flat, load_config
+from pn_fairseq.pipeline.machine import describe, own_cores
+from pn_fairseq.pipeline.runs import flat, load_config
 
 EPILOG = """\
 settings (key=value, in hydra's syntax):
@@ -158,18 +158,20 @@ def setting_of(option: str, value: str | None, words: list[str]) -> str:
 
     in the words of a command line with a configuration.
     """
-    from pn_fairseq.pipeline import settings
+    from pn_fairseq.pipeline import training_settings
 
     names = [word for word in words if not word.startswith("-") and "=" not in word]
     try:
-        return settings.of_flag(option, value, find_yaml(names[0], CONFIGS)) if names else ""
+        return (
+            training_settings.of_flag(option, value, find_yaml(names[0], CONFIGS)) if names else ""
+        )
     except UserError:  # the configuration is wrong as well
         return ""
 
 
 def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, run: Path) -> int:
     from pn_fairseq.pipeline import checks
-    from pn_fairseq.pipeline.settings import compose
+    from pn_fairseq.pipeline.training_settings import compose
 
     where = {
         "common.user_dir": PACKAGE,
@@ -177,10 +179,11 @@ def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, r
         "checkpoint.save_dir": run / "checkpoints",
         "common.tensorboard_logdir": run / "tensorboard",
     }
-    # A string of JSON is also one of hydra.
-    overrides = [
-        f"{key}={json.dumps(str(path), ensure_ascii=False)}" for key, path in where.items()
-    ] + args.settings
+    overrides = []
+    for key, path in where.items():
+        # a string of JSON is also one of hydra
+        overrides.append(f"{key}={json.dumps(str(path), ensure_ascii=False)}")
+    overrides += args.settings
     cfg, batches = compose(config, overrides, layout.world_size, not layout.gpu)
     if cfg.common.wandb_project:
         try:
@@ -212,7 +215,8 @@ def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, r
     model = checks.check_model(cfg, data, batches)
     last = run / "checkpoints" / LAST
     # without the file fairseq silently starts from random weights
-    if weights := cfg.checkpoint.finetune_from_model:
+    weights = cfg.checkpoint.finetune_from_model
+    if weights:
         checks.check_weights(model, weights, cfg)
     if last.exists() and (run / "config.yaml").exists():
         checks.check_same_run(cfg, data, run)
@@ -253,19 +257,15 @@ def is_finished(cfg, updates: int, run: Path, data: Path) -> bool:
     """Whether the run has reached its last update, or has ended with the same limits."""
     if cfg.optimization.max_update and updates >= cfg.optimization.max_update:
         return True
-    if (run / "made.txt").is_file():
-        return not stamp.differences(run / "made.txt", goal(cfg, data))
-    before = Run(run)  # which an earlier version may have trained
-    return (
-        before.log is not None and before.log.ended and goal(before.config, data) == goal(cfg, data)
-    )
+    return not stamp.differences(run / "made.txt", goal(cfg, data))
 
 
 def note_on_longer(cfg, run: Path) -> None:
     """Say that a run has more updates or epochs than the settings ask for."""
     from pn_fairseq.pipeline import checks
 
-    if text := checks.longer_than_asked(cfg, run):
+    text = checks.longer_than_asked(cfg, run)
+    if text:
         say("train", f"note: {text}")
 
 
@@ -276,9 +276,12 @@ def take_settings_of_decoding(cfg, run: Path) -> str:
     from omegaconf import OmegaConf
 
     config = load_config(run / "config.yaml")
-    before, now = (flat(OmegaConf.to_container(settings)) for settings in (config, cfg))
-    keys = [key for key in now if key.startswith("generation.") or key == "average_last"]
-    changed = {key: now[key] for key in keys if before.get(key) != now[key]}
+    before = flat(OmegaConf.to_container(config))
+    changed = {}
+    for key, value in flat(OmegaConf.to_container(cfg)).items():
+        of_decoding = key.startswith("generation.") or key == "average_last"
+        if of_decoding and before.get(key) != value:
+            changed[key] = value
     if not changed:
         return "nothing to do"
     for key, value in changed.items():
@@ -338,10 +341,8 @@ def train(cfg, layout: RankLayout, data: Path, run: Path) -> None:
         # A rank in a collective call waits for the others for ever: it must not outlive torchrun,
         # however that ends.
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)
-    settings, wanted = (
-        (OmegaConf.to_yaml(cfg), (data / "settings.txt").read_bytes()),
-        goal(cfg, data),
-    )
+    settings = OmegaConf.to_yaml(cfg), (data / "settings.txt").read_bytes()
+    wanted = goal(cfg, data)
     # the handler below has all of fairseq's log, not only the log of fairseq_cli.train
     cfg.common.log_file = None
     # fairseq reads torchrun's variables itself, but divides the local rank by the number of GPUs.
@@ -461,14 +462,15 @@ class Progress(logging.Handler):
             self.show(f"update {values['valid_num_updates']}{self.valid}", keep=True)
         elif "ups" in values:
             updates, speed = int(values["num_updates"]), float(values["ups"])
-            of = f" of {self.total}" if self.total else ""
-            left = (
-                f", {max(self.total - updates, 0) / speed / 60:.1f} minutes left"
-                if speed and self.total
-                else ""
-            )
-            line = f"update {updates}{of}, loss {float(values['loss']):.3f}{self.valid}"
-            self.show(f"{line}, {float(values['wps']):.0f} tokens/s{left}")
+            line = f"update {updates}"
+            if self.total:
+                line += f" of {self.total}"
+            line += f", loss {float(values['loss']):.3f}{self.valid}"
+            line += f", {float(values['wps']):.0f} tokens/s"
+            if speed and self.total:
+                minutes = max(self.total - updates, 0) / speed / 60
+                line += f", {minutes:.1f} minutes left"
+            self.show(line)
 
     def show(self, text: str, keep: bool = False) -> None:
         if sys.stderr.isatty():

@@ -93,18 +93,21 @@ class TrainingLog:
         return self.starts[-1]
 
     def _read_text(self, line: str) -> None:
-        if match := _DEVICES.search(line):
-            self.starts.append(Start(world_size=int(match[1])))
-        elif match := _PARAMETERS.search(line):
-            self.parameters = int(match[1].replace(",", ""))
-        elif match := _SAVED.search(line):
-            self.saved = int(match[1]), int(match[2])
-        elif match := _DONE.search(line):
-            self._current().done_seconds = float(match[1])
-        elif reason := next((reason for text, reason in _REASONS.items() if text in line), None):
-            self._current().reason = reason
+        devices, parameters = _DEVICES.search(line), _PARAMETERS.search(line)
+        saved, done = _SAVED.search(line), _DONE.search(line)
+        if devices:
+            self.starts.append(Start(world_size=int(devices[1])))
+        elif parameters:
+            self.parameters = int(parameters[1].replace(",", ""))
+        elif saved:
+            self.saved = int(saved[1]), int(saved[2])
+        elif done:
+            self._current().done_seconds = float(done[1])
         elif _FAULT.search(line):
             self.faults += 1
+        for text, reason in _REASONS.items():
+            if text in line:
+                self._current().reason = reason
 
     def _read_record(self, record: dict) -> None:
         if "valid_num_updates" in record:
@@ -114,23 +117,25 @@ class TrainingLog:
             self._read_training(int(record["num_updates"]), record)
 
     def _read_training(self, update: int, record: dict) -> None:
-        loss, start = float(record["loss"]), self._current()
+        loss = float(record["loss"])
+        start = self._current()
         if start.updates and update <= start.updates[-1]:
             # A resumed run whose log does not say on how many devices.
-            self.starts.append(start := Start())
-        # fairseq logs at fixed updates, so a resumed run continues after the nearest record of the
-        # starts before it.
-        before = (
-            start.updates[-1]
-            if start.updates
-            else max((u for u in self.train if u < update), default=0)
-        )
+            start = Start()
+            self.starts.append(start)
+        if start.updates:
+            before = start.updates[-1]
+        else:
+            # fairseq logs at fixed updates, so a resumed run continues after the nearest record of
+            # the starts before it.
+            before = max((earlier for earlier in self.train if earlier < update), default=0)
         start.updates.append(update)
         self.train[update] = loss
         self.train_nll[update] = float(record.get("nll_loss", loss))
         start.wall = max(start.wall, _number(record, "wall"))
-        speed, tokens = _number(record, "wps"), _number(record, "wpb") * (update - before)
+        tokens = _number(record, "wpb") * (update - before)
         start.tokens += tokens
+        speed = _number(record, "wps")
         if speed > 0:
             self.tokens_per_second[update] = speed
             start.interval_seconds += tokens / speed
@@ -148,8 +153,9 @@ def read_log(path: str | Path) -> TrainingLog:
     log = TrainingLog()
     with Path(path).open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
+            match = _JSON.search(line)
             try:
-                if match := _JSON.search(line):
+                if match:
                     log._read_record(json.loads(line[match.end() :]))
                 else:
                     log._read_text(line)

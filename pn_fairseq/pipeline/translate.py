@@ -61,9 +61,8 @@ def main(argv: list[str] | None = None) -> int:
     check_output(args.output, args.input)
     run = open_run(args.run, same_data=True)
     if run.data is None:
-        raise UserError(
-            f"{run.bin}/../settings.txt does not exist: how its text was tokenized is not known"
-        )
+        settings = run.bin.parent / "settings.txt"
+        raise UserError(f"{settings} does not exist: how its text was tokenized is not known")
     decoding = Decoding(args, run)
     text = [line.removeprefix("\ufeff").removesuffix("\r") for line in read_lines(args.input)]
     lines = to_subwords(run, text, args.moses) if text else []
@@ -71,44 +70,48 @@ def main(argv: list[str] | None = None) -> int:
     for number, reason in too_long.items():
         say("translate", f"warning: line {number} is not translated: it has {reason}")
         lines[number - 1] = ""
+    # an empty line stays empty
     sentences = {number: line for number, line in enumerate(lines, 1) if line}
     if too_long and not sentences:
         raise UserError("no line of the input can be translated: all are too long")
-    with tempfile.TemporaryDirectory() as name:
-        source = Path(name) / "source"
-        write_lines(source, sentences.values())
-        command = [
-            "fairseq_cli.interactive",
-            str(run.bin),
-            "--input",
-            str(source),
-            *decoding.options,
-        ]
-        command += ["--buffer-size", str(max(len(sentences), args.batch_size))]
-        log = (
-            decoding.run("translate", [command], len(sentences), Path(f"{name}.err"))
-            if sentences
-            else []
-        )
-    best = iter(hypotheses(log, len(sentences)))
-    tokens = [next(best)[0][1] if line else "" for line in lines]
+    log = _decode(decoding, run, list(sentences.values()), args.batch_size)
+    translations = dict.fromkeys(range(1, len(lines) + 1), "")
+    best = hypotheses(log, len(sentences))
+    for number, options in zip(sentences, best, strict=True):
+        translations[number] = options[0][1]
     lengths = {number: len(line.split()) + 1 for number, line in enumerate(sentences.values())}
-    numbers = list(sentences)
-    if cut := [numbers[number] for number in decoding.at_limit(log, lengths)]:
-        named = ", ".join(map(str, cut[:SHOWN])) + (
-            f" and {len(cut) - SHOWN} more" if len(cut) > SHOWN else ""
-        )
-        options = (
-            f"--max-len-b {decoding.search['max_len_b']}, --max-len-a "
-            f"{decoding.search['max_len_a']}"
-        )
-        count = f"{len(cut)} of {len(numbers)} translations are as long as they may be ({options})"
-        say(
-            "translate", f"warning: {count}, and may be cut off: line{'s' * (len(cut) > 1)} {named}"
-        )
-    plain = detokenize(tokens, decoding.text.target)
+    cut = decoding.at_limit(log, lengths)
+    if cut:
+        numbers = list(sentences)
+        _warn_of_limit(decoding, [numbers[sentence] for sentence in cut], len(numbers))
+    plain = detokenize(translations.values(), decoding.text.target)
     if args.output:
         write_lines(args.output, plain)
     else:
         sys.stdout.writelines(f"{line}\n" for line in plain)
     return 0
+
+
+def _decode(decoding: Decoding, run: Run, sentences: list[str], batch_size: int) -> list[str]:
+    """The output of fairseq for these lines of subwords."""
+    if not sentences:
+        return []
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "source"
+        write_lines(source, sentences)
+        command = ["fairseq_cli.interactive", str(run.bin), "--input", str(source)]
+        command += [*decoding.options, "--buffer-size", str(max(len(sentences), batch_size))]
+        return decoding.run("translate", [command], len(sentences), Path(f"{folder}.err"))
+
+
+def _warn_of_limit(decoding: Decoding, numbers: list[int], translated: int) -> None:
+    """Name the lines whose translations are as long as they may be."""
+    named = ", ".join(map(str, numbers[:SHOWN]))
+    if len(numbers) > SHOWN:
+        named += f" and {len(numbers) - SHOWN} more"
+    lines = "line" if len(numbers) == 1 else "lines"
+    say(
+        "translate",
+        f"warning: {len(numbers)} of {translated} translations are as long as they may be "
+        f"({decoding.limit}), and may be cut off: {lines} {named}",
+    )

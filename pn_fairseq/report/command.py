@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pn_fairseq.common.command import ArgumentParser, UserError, did_you_mean, whole
 from pn_fairseq.common.errors import unknown
 from pn_fairseq.common.files import check_folders
-from pn_fairseq.common.published import LM_PAPER, PAPER, read_table
+from pn_fairseq.pipeline.published import LM_PAPER, PAPER, read_table
+
+if TYPE_CHECKING:
+    from pn_fairseq.report.systems import CorpusRuns
 
 _EPILOG = """\
 example:
@@ -37,80 +42,57 @@ another table, or none. The report on language models shows perplexities.
 """
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run ``pn report`` on ``argv`` (by default the process's arguments)."""
+_PAPER_HELP = f"""\
+the published table to show next to the results: a YAML file of yours (docs/compare.md), none, or
+one of {", ".join(PAPER)}; for language models ptb or wikitext103 (Tables 2 and 3 of the PowerNorm
+paper) or enwik8 (AdaNorm paper); default: chosen by the data"""
+
+_PLANNED_HELP = """\
+a comparison with LN that was planned before the runs, such as PN:loss; tested without correction
+for the other comparisons. MEASURE is bleu, chrf, ter, loss (validation), bits (test loss of a
+language model) or a name in measures.json. May be repeated"""
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = ArgumentParser(
         prog="pn report",
         description="Report on training runs: scores over seeds, published scores, differences "
-        "from LN, learning "
-        "curves, settings, versions, hardware, speed, and failures.",
+        "from LN, learning curves, settings, versions, hardware, speed, and failures.",
         epilog=_EPILOG,
     )
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
-    add(
-        "--output",
-        required=True,
-        type=Path,
-        metavar="DIR",
-        help="where to write; created if needed",
-    )
+    output = "where to write; created if needed"
+    add("--output", required=True, type=Path, metavar="DIR", help=output)
     add("--subset", default="test", help="decoded subset to report on (default: test)")
-    table = (
-        "the published table to show next to the results: a YAML file of yours (docs/compare.md), "
-        "none, or one of "
-    )
-    table += (
-        f"{', '.join(PAPER)}; for language models ptb or wikitext103 (Tables 2 and 3 of the "
-        f"PowerNorm paper) or "
-    )
-    table += "enwik8 (AdaNorm paper); default: chosen by the data"
-    add("--paper", metavar="TABLE", default="auto", help=table)
-    comparison = (
-        "a comparison with LN that was planned before the runs, such as PN:loss; tested without "
-        "correction "
-    )
-    comparison += (
-        "for the other comparisons. MEASURE is bleu, chrf, ter, loss (validation) or bits (test "
-        "loss of a "
-    )
-    comparison += "language model). May be repeated"
-    add("--planned", action="append", default=[], metavar="SYSTEM:MEASURE", help=comparison)
-    add(
-        "--resamples",
-        type=whole,
-        metavar="N",
-        help="texts in the paired bootstrap (default: sacrebleu's, 1000)",
-    )
-    args = parser.parse_args(argv)
+    add("--paper", metavar="TABLE", default="auto", help=_PAPER_HELP)
+    metavar = "SYSTEM:MEASURE"
+    add("--planned", action="append", default=[], metavar=metavar, help=_PLANNED_HELP)
+    resamples = "texts in the paired bootstrap (default: sacrebleu's, 1000)"
+    add("--resamples", type=whole, metavar="N", help=resamples)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run ``pn report`` on ``argv`` (by default the process's arguments)."""
+    args = _parse(argv)
     check_folders(args.runs)
 
     # Imported here, so that --help and a misspelt name are answered at once.
-    from pn_fairseq.pipeline.bootstrap import RESAMPLES
+    from pn_fairseq.pipeline.paired_bootstrap import RESAMPLES
     from pn_fairseq.report import page, perplexity, translation
     from pn_fairseq.report.runs import read_runs
-    from pn_fairseq.report.significance import SHORT_NAMES
     from pn_fairseq.report.systems import group
 
     paper = args.paper
+    known_tables = ("auto", *PAPER, *LM_PAPER, "none")
     if paper.endswith((".yaml", ".yml")):
         paper = read_table(Path(paper))
-    elif paper not in (known := ("auto", *PAPER, *LM_PAPER, "none")):
-        raise UserError(f"--paper: {unknown('table', paper, known)}")
-    planned = []
-    for text in args.planned:
-        system, _, measure = text.rpartition(":")
-        if not system or measure not in SHORT_NAMES:
-            hint = did_you_mean(measure, SHORT_NAMES) or f"; MEASURE is {', '.join(SHORT_NAMES)}"
-            raise UserError(f"--planned {text!r} is not SYSTEM:MEASURE, such as PN:loss{hint}")
-        planned.append((system, SHORT_NAMES[measure]))
+    elif paper not in known_tables:
+        raise UserError(f"--paper: {unknown('table', paper, known_tables)}")
     runs = read_runs(args.runs, args.subset)
     corpora = group([run for run in runs if run.known])
-    systems = {label for corpus in corpora for label in corpus.settings}
-    if absent := [system for system, _ in planned if system not in systems]:
-        raise UserError(
-            f"--planned {absent[0]}: there is no such system{did_you_mean(absent[0], systems)}"
-        )
+    planned = [_planned(text, corpora) for text in args.planned]
     kinds = {run.language_model for run in runs if run.settings_by_name}
     if len(kinds) > 1:
         raise UserError("some runs are language models and some are not: report on them apart")
@@ -128,3 +110,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         content = functools.partial(translation.content, paper=paper, resamples=resamples)
     shown = {"language_models": language_models, "subset": args.subset, "resamples": resamples}
     print(*page.write(args.output, runs, corpora, content, planned, **shown), sep="\n")
+
+
+def _planned(text: str, corpora: Sequence[CorpusRuns]) -> tuple[str, str]:
+    """The system and the column of report.csv that ``--planned`` names."""
+    from pn_fairseq.report.measures import MEASURES
+
+    measures, systems = dict(MEASURES), set()
+    for corpus in corpora:
+        measures |= corpus.measures
+        systems |= corpus.settings.keys()
+    columns = {measure.short: name for name, measure in measures.items() if measure.margin}
+    system, _, measure = text.rpartition(":")
+    if not system or measure not in columns:
+        hint = did_you_mean(measure, columns) or f"; MEASURE is {', '.join(columns)}"
+        raise UserError(f"--planned {text!r} is not SYSTEM:MEASURE, such as PN:loss{hint}")
+    if system not in systems:
+        hint = did_you_mean(system, systems)
+        raise UserError(f"--planned {system}: there is no such system{hint}")
+    return system, columns[measure]

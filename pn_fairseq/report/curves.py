@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -32,8 +32,8 @@ _SKIPPED = 0.2
 
 
 def on_one_grid(curves: Sequence[Mapping[int, float]]) -> tuple[list[int], np.ndarray]:
-    """Curves at the updates of the first one that are within all: updates (n), and values (curves,
-    n).
+    """Curves at the updates of the first one that are within all: updates (n), and values
+    (curves, n).
 
     An epoch may have a batch more or less with another seed, and the validation at its end is then
     at another update: between the updates of a curve its value is linearly interpolated.
@@ -41,9 +41,10 @@ def on_one_grid(curves: Sequence[Mapping[int, float]]) -> tuple[list[int], np.nd
     curves = [dict(sorted(curve.items())) for curve in curves if curve]
     if not curves:
         return [], np.empty((0, 0))
-    low, high = max(min(curve) for curve in curves), min(max(curve) for curve in curves)
+    low, high = max(map(min, curves)), min(map(max, curves))
     grid = [update for update in curves[0] if low <= update <= high]
-    return grid, np.array([np.interp(grid, list(curve), list(curve.values())) for curve in curves])
+    values = [np.interp(grid, list(curve), list(curve.values())) for curve in curves]
+    return grid, np.array(values)
 
 
 def difference(
@@ -55,19 +56,22 @@ def difference(
         return []
     differences = []
     for curve in curves:
-        within = {update: loss for update, loss in curve.items() if grid[0] <= update <= grid[-1]}
-        if within:
-            means = np.interp(list(within), grid, values.mean(axis=0))
+        updates = [update for update in curve if grid[0] <= update <= grid[-1]]
+        means = np.interp(updates, grid, values.mean(axis=0))
+        if updates:
             differences.append(
-                dict(zip(within, np.array(list(within.values())) - means, strict=True))
+                {update: curve[update] - mean for update, mean in zip(updates, means, strict=True)}
             )
     return differences
 
 
 def style(index: int) -> dict:
     """Colour, dash and marker of a line."""
-    cycles = {"color": COLOURS, "linestyle": DASHES, "marker": MARKERS}
-    return {name: values[index % len(values)] for name, values in cycles.items()}
+    return {
+        "color": COLOURS[index % len(COLOURS)],
+        "linestyle": DASHES[index % len(DASHES)],
+        "marker": MARKERS[index % len(MARKERS)],
+    }
 
 
 def headless_pyplot():
@@ -83,8 +87,9 @@ def headless_pyplot():
 
 def legend(figure, lines: Mapping[str, object], columns: int, **options) -> None:
     """A legend above a figure. Any label is shown as it is, without mathematics."""
-    options = {"loc": "outside upper center", "ncols": columns, "frameon": False} | options
-    for text in figure.legend(list(lines.values()), list(lines), **options).get_texts():
+    options |= {"loc": "outside upper center", "ncols": columns, "frameon": False}
+    drawn = figure.legend(list(lines.values()), list(lines), **options)
+    for text in drawn.get_texts():
         text.set_parse_math(False)
 
 
@@ -99,7 +104,8 @@ def save(figure, file: Path, dpi: int = 130, colours: int | None = None) -> None
     try:
         with atomic_write(file) as out:
             if colours:
-                figure.savefig(picture := io.BytesIO(), dpi=dpi)
+                picture = io.BytesIO()
+                figure.savefig(picture, dpi=dpi)
                 Image.open(picture).convert("RGB").quantize(colours).save(out, "PNG", optimize=True)
             else:
                 figure.savefig(out, dpi=dpi, format=file.suffix[1:])
@@ -140,60 +146,42 @@ def records(
         systems: label -> name of a run -> its log.
         baselines: label -> the label of the system it is compared with.
     """
-    return [
-        {
-            "picture": picture,
-            "system": label,
-            "compared with": baselines.get(label, ""),
-            "run": name,
-            "update": update,
-        }
-        | {loss: f"{getattr(log, loss).get(update, '')}" for loss in _LOSSES}
-        | {
-            "end": (_ENDS.get(log.reason, "") if log.ended else "not finished")
-            if update == log.updates
-            else ""
-        }
-        for label, logs in systems.items()
-        for name, log in logs.items()
-        for update in sorted({update for loss in _LOSSES for update in getattr(log, loss)})
-    ]
+    rows = []
+    for label, logs in systems.items():
+        control = baselines.get(label, "")
+        common = {"picture": picture, "system": label, "compared with": control}
+        for name, log in logs.items():
+            losses = {loss: getattr(log, loss) for loss in _LOSSES}
+            end = _ENDS.get(log.reason, "") if log.ended else "not finished"
+            for update in sorted(set().union(*losses.values())):
+                row = {**common, "run": name, "update": update}
+                for loss, curve in losses.items():
+                    row[loss] = str(curve.get(update, ""))
+                row["end"] = end if update == log.updates else ""
+                rows.append(row)
+    return rows
 
 
-def _finite(curves: Sequence[Mapping[int, float]]) -> list[dict[int, float]]:
-    return [
-        {update: loss for update, loss in curve.items() if math.isfinite(loss)} for curve in curves
-    ]
-
-
-def _frame(axis, drawn: Sequence[Mapping[int, float]], below: bool) -> None:
-    """Cut off values of early updates above (and below) the rest of the curves;
-
-    the panel says what is cut.
+def _limit(axis, drawn: Sequence[Mapping[int, float]], below: bool) -> None:
+    """Cut off values of early updates above (and below) the rest of the curves; the panel says what
+    is cut.
     """
-    rest = [
-        loss
-        for curve in _finite(drawn)
-        for update, loss in curve.items()
-        if update >= _SKIPPED * max(curve)
-    ]
+    finite, rest = [], []
+    for curve in drawn:
+        points = [(update, loss) for update, loss in curve.items() if math.isfinite(loss)]
+        finite += points
+        last = max((update for update, _ in points), default=0)
+        rest += [loss for update, loss in points if update >= _SKIPPED * last]
     if not rest or max(rest) == min(rest):
         return
     margin = 0.08 * (max(rest) - min(rest))
-    low = (
-        min(rest if below else [loss for curve in _finite(drawn) for loss in curve.values()])
-        - margin
-    )
-    high = max(rest) + margin
+    lowest = min(rest) if below else min(loss for _, loss in finite)
+    low, high = lowest - margin, max(rest) + margin
     axis.set_ylim(low, high)
-    cut = [
-        (update, loss)
-        for curve in _finite(drawn)
-        for update, loss in curve.items()
-        if not low <= loss <= high
-    ]
+    cut = [(update, loss) for update, loss in finite if not low <= loss <= high]
     if cut:
-        worst, last = max((loss for _, loss in cut), key=abs), max(update for update, _ in cut)
+        worst = max((loss for _, loss in cut), key=abs)
+        last = max(update for update, _ in cut)
         axis.text(
             0.985,
             0.95,
@@ -207,13 +195,61 @@ def _frame(axis, drawn: Sequence[Mapping[int, float]], below: bool) -> None:
 
 
 def _early_end(rows: pandas.DataFrame) -> str:
-    """Where and why the line of a system ends: with its shortest run, whose rows are the first
-    to end.
+    """Where and why the line of a system ends: with its shortest run, whose rows are the first to
+    end.
     """
     last = rows.astype({"update": int}).groupby("run")["update"].max()
     run = last.idxmin()
-    reasons = [text for text in rows[rows["run"] == run]["end"] if text] if "end" in rows else []
-    return f"ends at {last[run]:,}" + (f" ({reasons[-1]})" if reasons else "")
+    text = f"ends at {last[run]:,}"
+    reasons = [reason for reason in rows.loc[rows["run"] == run, "end"] if reason]
+    return f"{text} ({reasons[-1]})" if reasons else text
+
+
+#: System -> the curves of its runs, update -> loss.
+Curves = Mapping[str, Sequence[Mapping[int, float]]]
+
+
+def _curves(rows: pandas.DataFrame, loss: str) -> Curves:
+    logged = rows[rows[loss] != ""].astype({"update": int, loss: float})
+    by_system = {label: [] for label in rows["system"].unique()}
+    for (label, _), of_run in logged.groupby(["system", "run"], sort=False):
+        by_system[label].append(dict(zip(of_run["update"], of_run[loss], strict=True)))
+    return by_system
+
+
+def _differences(valid: Curves, baselines: Mapping[str, str]) -> tuple[str, Curves]:
+    """The name of the baselines, and the differences from them, with the baseline itself first if
+    there is one.
+    """
+    minus = {}
+    controls = set(baselines.values())
+    name = "the LN that differs least"
+    if len(controls) == 1:
+        (name,) = controls
+        if name in valid:
+            minus[name] = difference(valid[name], valid[name])
+    for label, ln in baselines.items():
+        # A baseline may have one of its own, in another picture: LN with other initial weights, and
+        # LN.
+        if ln in valid:
+            minus[label] = difference(valid[label], valid[ln])
+    return name, minus
+
+
+def _titles(rows: pandas.DataFrame, train: Curves) -> dict[str, str]:
+    """The labels in the legend: how many runs, and where and why a line ends before others."""
+    ends = {}
+    for label, curves in train.items():
+        if curves and all(curves):
+            ends[label] = min(map(max, curves))
+    titles = {}
+    for label in rows["system"].unique():
+        of_system = rows[rows["system"] == label]
+        runs = of_system["run"].nunique()
+        titles[label] = f"{label}, {runs} run{'s' * (runs > 1)}"
+        if label in ends and ends[label] < 0.98 * max(ends.values()):
+            titles[label] += f", {_early_end(of_system)}"
+    return titles
 
 
 def plot(rows: pandas.DataFrame, output: Path) -> None:
@@ -227,62 +263,36 @@ def plot(rows: pandas.DataFrame, output: Path) -> None:
     compared = rows[rows["compared with"] != ""].drop_duplicates("system")
     baselines = dict(zip(compared["system"], compared["compared with"], strict=True))
     labels = list(rows["system"].unique())
-
-    def curves(loss: str) -> dict[str, list[dict[int, float]]]:
-        """System -> the curves of its runs, update -> loss."""
-        logged = rows[rows[loss] != ""].astype({"update": int, loss: float})
-        by_system = {label: [] for label in labels}
-        for (label, _), of_run in logged.groupby(["system", "run"], sort=False):
-            by_system[label].append(dict(zip(of_run["update"], of_run[loss], strict=True)))
-        return by_system
-
-    train, valid, smoothed = curves("train_nll"), curves("valid"), curves("train")
-    # A baseline may have one of its own, in another picture: LN with other initial weights, and LN.
-    minus = {
-        label: difference(valid[label], valid[ln]) for label, ln in baselines.items() if ln in valid
-    }
+    train, valid, smoothed = (_curves(rows, loss) for loss in ("train_nll", "valid", "train"))
+    control, minus = _differences(valid, baselines)
     panels = [
         ("training, negative log-likelihood", train),
         ("validation, negative log-likelihood", valid),
     ]
-    if any(minus.values()):
-        controls = set(baselines.values())
-        name = controls.pop() if len(controls) == 1 else "the LN that differs least"
-        minus = ({name: difference(valid[name], valid[name])} if name in valid else {}) | minus
-        panels.append((f"validation, difference from {name} (below 0 is better)", minus))
+    if any(minus[label] for label in baselines if label in minus):
+        panels.append((f"validation, difference from {control} (below 0 is better)", minus))
     if smoothed != train:
         panels.append(("training with label smoothing (what is minimized)", smoothed))
 
-    ends = {
-        label: min(map(max, of_system))
-        for label, of_system in train.items()
-        if of_system and all(of_system)
-    }
-    names = {}
-    for label in labels:
-        of_system = rows[rows["system"] == label]
-        runs = of_system["run"].nunique()
-        names[label] = f"{label}, {runs} run{'s' * (runs > 1)}"
-        if label in ends and ends[label] < 0.98 * max(ends.values()):
-            names[label] += f", {_early_end(of_system)}"
-    longest = max(map(len, names.values()), default=0)
-    columns = 3 if longest < 14 else 2 if longest < 24 else 1
+    titles = _titles(rows, train)
+    columns = _columns_of_a_legend(titles.values())
     height = 2.2 * len(panels) + 0.3 * math.ceil(len(labels) / columns) + 0.4
-    size = (6.4, height)
     figure, axes = headless_pyplot().subplots(
-        len(panels), 1, figsize=size, sharex=True, layout="constrained"
+        len(panels), 1, figsize=(6.4, height), sharex=True, layout="constrained"
     )
     lines = {}
     for axis, (title, drawn) in zip(axes, panels, strict=True):
-        for label, of_system in drawn.items():
-            if of_system:
-                shift = labels.index(label) / len(labels) if title.startswith("training") else 0
-                lines[label] = _draw(axis, of_system, labels.index(label), shift)
-        if not any(drawn.values()):
-            axis.text(
-                0.5, 0.5, "nothing logged", ha="center", va="center", transform=axis.transAxes
-            )
-        _frame(axis, sum(drawn.values(), []), below=drawn is minus)
+        points = []
+        for label, curves in drawn.items():
+            if curves:
+                index = labels.index(label)
+                shift = index / len(labels) if title.startswith("training") else 0
+                lines[label] = _draw(axis, curves, index, shift)
+                points += curves
+        if not points:
+            middle = {"ha": "center", "va": "center", "transform": axis.transAxes}
+            axis.text(0.5, 0.5, "nothing logged", **middle)
+        _limit(axis, points, below=drawn is minus)
         axis.set_title(title, loc="left", parse_math=False)
         axis.set_ylabel("bits per token")
         axis.grid(alpha=0.3)
@@ -290,6 +300,13 @@ def plot(rows: pandas.DataFrame, output: Path) -> None:
     axes[-1].ticklabel_format(axis="x", style="plain")
     axes[-1].xaxis.get_major_locator().set_params(integer=True, nbins=7)
     if lines:
-        shown = {names[label]: lines[label] for label in labels if label in lines}
+        shown = {titles[label]: lines[label] for label in labels if label in lines}
         legend(figure, shown, columns, handlelength=4)
     save(figure, output, dpi=110, colours=128)
+
+
+def _columns_of_a_legend(titles: Iterable[str]) -> int:
+    longest = max(map(len, titles), default=0)
+    if longest < 14:
+        return 3
+    return 2 if longest < 24 else 1

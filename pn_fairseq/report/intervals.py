@@ -1,5 +1,5 @@
-"""Differences from the control as a table, as sentences and as a picture: in ``pn report`` and
-in docs/results.
+"""Differences from the control as a table, as sentences and as a picture: in ``pn report`` and in
+docs/results.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pandas
 
-from pn_fairseq.pipeline.bootstrap import p_text
 from pn_fairseq.pipeline.metrics import Measure
+from pn_fairseq.pipeline.paired_bootstrap import p_text
 from pn_fairseq.report.curves import headless_pyplot, save, style
 from pn_fairseq.report.markdown import Markdown, missing
-from pn_fairseq.report.significance import MEASURES, POWER, Family, Interval, families
+from pn_fairseq.report.measures import MEASURES
+from pn_fairseq.report.significance import POWER, Family, Interval, families
 
 
 def signed(value: float, digits: int = 2) -> str:
@@ -30,9 +31,11 @@ def count(amount: int, one: str, several: str = "") -> str:
 
 def side_of(differences: Collection[float]) -> str:
     """ "lower in 5 of 6": the side on which most differences are."""
-    below, above = (sum(sign * difference > 0 for difference in differences) for sign in (-1, 1))
-    side, amount = ("lower", below) if below >= above else ("higher", above)
-    return f"{side} in {amount} of {len(differences)}"
+    below = sum(difference < 0 for difference in differences)
+    above = sum(difference > 0 for difference in differences)
+    if below >= above:
+        return f"lower in {below} of {len(differences)}"
+    return f"higher in {above} of {len(differences)}"
 
 
 @dataclass(frozen=True)
@@ -45,18 +48,15 @@ class Compared:
 
     @property
     def intervals(self) -> dict[str, Interval]:
-        return {
-            system: interval
-            for family in self.families
-            for system, interval in family.intervals.items()
-        }
+        intervals = {}
+        for family in self.families:
+            intervals |= family.intervals
+        return intervals
 
     def text(self, interval: Interval) -> str:
-        difference, low, high = (
-            signed(value, self.measure.decimals)
-            for value in (interval.difference, interval.low, interval.high)
-        )
-        return f"{difference} ({low} to {high})"
+        digits = self.measure.decimals
+        low, high = signed(interval.low, digits), signed(interval.high, digits)
+        return f"{signed(interval.difference, digits)} ({low} to {high})"
 
     def verdict(self, interval: Interval) -> str:
         """The verdict in words.
@@ -70,36 +70,33 @@ class Compared:
         return f"{verdict}, but within {margin}" if small else verdict
 
     def sentence(self, family: Family) -> str:
-        """Every resolved difference of the family with its interval,
-
-        and the range of the others.
-        """
-        verdicts = {
-            system: interval.verdict(self.measure) for system, interval in family.intervals.items()
-        }
-        texts = {
-            system: f"{system} {self.text(interval)}"
-            for system, interval in family.intervals.items()
-        }
-        titles = {
-            "better": f"better than {family.control}",
-            "worse": f"worse than {family.control}",
-            "equivalent": f"equivalent to {family.control} within ±{self.measure.margin:g}",
-        }
+        """Every resolved difference with its interval, and the range of the others."""
+        texts: dict[str, list[str]] = {}
+        by_difference = sorted(family.intervals.items(), key=lambda item: item[1].difference)
+        for system, interval in family.intervals.items():
+            text = f"{system} {self.text(interval)}"
+            texts.setdefault(interval.verdict(self.measure), []).append(text)
+        control = family.control
         parts = []
-        if not {"better", "worse"} & {*verdicts.values()}:
-            parts.append(f"no system is shown to differ from {family.control}")
-        for verdict, title in titles.items():
-            if systems := [texts[system] for system, own in verdicts.items() if own == verdict]:
-                parts.append(f"{title}: {', '.join(systems)}")
-        by_difference = sorted(verdicts, key=lambda system: family.intervals[system].difference)
-        if unresolved := [
-            texts[system] for system in by_difference if verdicts[system] == "not resolved"
-        ]:
-            ends = list(dict.fromkeys((unresolved[0], unresolved[-1])))
-            if len(unresolved) > 2:
-                ends = [f"{len(unresolved)} systems, from {ends[0]} to {ends[-1]}"]
-            parts.append(f"not resolved: {' and '.join(ends)}")
+        if "better" not in texts and "worse" not in texts:
+            parts.append(f"no system differs significantly from {control}")
+        if "better" in texts:
+            parts.append(f"better than {control}: {', '.join(texts['better'])}")
+        if "worse" in texts:
+            parts.append(f"worse than {control}: {', '.join(texts['worse'])}")
+        if "equivalent" in texts:
+            within = f"equivalent to {control} within ±{self.measure.margin:g}"
+            parts.append(f"{within}: {', '.join(texts['equivalent'])}")
+        unresolved = [
+            f"{system} {self.text(interval)}"
+            for system, interval in by_difference
+            if interval.verdict(self.measure) == "inconclusive"
+        ]
+        if len(unresolved) > 2:
+            ends = f"from {unresolved[0]} to {unresolved[-1]}"
+            parts.append(f"inconclusive: {len(unresolved)} systems, {ends}")
+        elif unresolved:
+            parts.append(f"inconclusive: {' and '.join(unresolved)}")
         return f"{'; '.join(parts)}."
 
     def strength(self, family: Family) -> str:
@@ -108,10 +105,8 @@ class Compared:
         return (
             f"{systems} and {family.control}, up to {count(family.blocks, 'block')}; noise "
             f"{family.deviation:.{digits}f} with {family.design.degrees} degrees of freedom; "
-            "simultaneous intervals of "
-            f"±{family.half_width:.{digits}f}, and a true difference of "
-            f"{family.detectable:.{digits}f} is found with "
-            f"{POWER:.0%} probability"
+            f"simultaneous intervals of ±{family.half_width:.{digits}f}, and a true difference of "
+            f"{family.detectable:.{digits}f} is found with {POWER:.0%} probability"
         )
 
     def planned(self, system: str) -> str | None:
@@ -119,44 +114,48 @@ class Compared:
 
         None: it was not tested.
         """
-        family = next((family for family in self.families if system in family.intervals), None)
-        if family is None:
-            return None
-        interval, sides = family.separate[system], side_of(family.pairs[system].values())
-        return (
-            f"{system} − {family.control}: {self.text(interval)}, {p_text(interval.p_value)}, "
-            f"{sides} blocks"
-        )
+        for family in self.families:
+            if system in family.separate:
+                interval = family.separate[system]
+                sides = side_of(family.pairs[system].values())
+                return (
+                    f"{system} − {family.control}: {self.text(interval)}, "
+                    f"{p_text(interval.p_value)}, {sides} blocks"
+                )
+        return None
 
 
-def compare(frame: pandas.DataFrame) -> dict[str, Compared]:
-    """Column of report.csv -> the comparisons by this measure, for all measures that at least one
-    run has.
+def compare(
+    frame: pandas.DataFrame, measures: Mapping[str, Measure] = MEASURES
+) -> dict[str, Compared]:
+    """Column of report.csv -> the comparisons by this measure, for those of ``measures`` that have
+    a margin and that at least one run has.
 
     Args:
         frame: rows of report.csv, as in :func:`pn_fairseq.report.significance.families`.
     """
-    return {
-        column: Compared(measure, *families(frame, column))
-        for column, measure in MEASURES.items()
-        if column in frame and frame[column].notna().any()
-    }
+    compared = {}
+    for name, measure in measures.items():
+        if measure.margin is not None and name in frame and frame[name].notna().any():
+            compared[name] = Compared(measure, *families(frame, name))
+    return compared
 
 
-def table(compared: Mapping[str, Compared]) -> pandas.DataFrame:
+def differences_table(compared: Mapping[str, Compared]) -> pandas.DataFrame:
     """A row for each system that is compared, a column for each measure."""
     rows: dict[str, dict[str, str]] = {}
-    for of_measure in compared.values():
-        rows |= {
-            system: {"system": system} for system in (*of_measure.intervals, *of_measure.untested)
-        }
+    for comparison in compared.values():
+        for system in (*comparison.intervals, *comparison.untested):
+            rows[system] = {"system": system}
     for system, row in rows.items():
-        for of_measure in compared.values():
-            if interval := of_measure.intervals.get(system):
-                text = Markdown(f"{of_measure.text(interval)} {of_measure.verdict(interval)}")
+        for comparison in compared.values():
+            interval = comparison.intervals.get(system)
+            if interval:
+                text = f"{comparison.text(interval)} {comparison.verdict(interval)}"
+                row[comparison.measure.title] = Markdown(text)
             else:
-                text = missing(f"not tested: {of_measure.untested.get(system, 'not measured')}")
-            row[of_measure.measure.title] = text
+                why = comparison.untested.get(system, "not measured")
+                row[comparison.measure.title] = missing(f"not tested: {why}")
     return pandas.DataFrame(rows.values())
 
 
@@ -172,21 +171,24 @@ def panels(
 
     ``difference``: what is drawn, for the label of the axes, such as "difference from LN".
     """
-    size = (max(6.4, 1.6 * len(measures) + 0.09 * max(map(len, names))), height)
+    width = 1.6 * len(measures) + 0.09 * max(map(len, names))
     figure, axes = headless_pyplot().subplots(
-        1, len(measures), figsize=size, sharey=True, squeeze=False, layout="constrained"
+        1,
+        len(measures),
+        figsize=(max(6.4, width), height),
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
     )
     for axis, measure in zip(axes[0], measures, strict=True):
         axis.axvspan(-measure.margin, measure.margin, color="#dddddd", linewidth=0)
         axis.axvline(0, color="black", linewidth=1)
-        title, _, unit = measure.title.partition(" (")
-        axis.set_title(f"{title}\n({unit}" if unit else title)
+        axis.set_title(measure.title.replace(" (", "\n(", 1), parse_math=False)
         axis.set_xlabel(f"← {better}" if measure.better == "lower" else f"{better} →")
         axis.locator_params(axis="x", nbins=4)
         axis.grid(axis="x", alpha=0.3)
-    figure.supxlabel(
-        f"{difference}\n(grey: counts as equivalent)", fontsize="medium", parse_math=False
-    )
+    label = f"{difference}\n(grey: counts as equivalent)"
+    figure.supxlabel(label, fontsize="medium", parse_math=False)
     axes[0][0].set_yticks(range(len(names)), names, parse_math=False)
     axes[0][0].set_ylim(len(names) - 0.5, -0.5)
     return figure, axes[0]
@@ -195,10 +197,6 @@ def panels(
 def seeds_of(frame: pandas.DataFrame) -> dict[str, int]:
     """The number of seeds of each system in rows of report.csv."""
     return frame.groupby("system")["seed"].nunique().to_dict()
-
-
-def number_of_seeds(count: int) -> str:
-    return f"{count} seed{'s' * (count != 1)}"
 
 
 def plot(
@@ -213,30 +211,28 @@ def plot(
     Returns:
         The picture's name; None if there was nothing to draw.
     """
-    columns = [of_measure for of_measure in compared.values() if of_measure.intervals]
+    columns = [comparison for comparison in compared.values() if comparison.intervals]
     if not columns:
         return None
-    controls = {}
-    for of_measure in columns:
-        for family in of_measure.families:
+    controls: dict[str, str] = {}
+    for comparison in columns:
+        for family in comparison.families:
             controls |= dict.fromkeys(family.intervals, family.control)
-    systems = sorted(
-        (name for name in order if name in controls), key=lambda name: order.index(controls[name])
-    )
-    names = [f"{system}, {number_of_seeds(seeds[system])}" for system in systems]
-    of_controls = [
-        f"{control} ({number_of_seeds(seeds[control])})"
+    systems = [system for system in order if system in controls]
+    systems.sort(key=lambda system: order.index(controls[system]))
+    names = [f"{system}, {count(seeds[system], 'seed')}" for system in systems]
+    with_seeds = [
+        f"{control} ({count(seeds[control], 'seed')})"
         for control in dict.fromkeys(controls.values())
     ]
-    control = (
-        of_controls[0] if len(of_controls) == 1 else f"its own control ({', '.join(of_controls)})"
-    )
+    control = f"its own control ({', '.join(with_seeds)})"
+    if len(with_seeds) == 1:
+        control = with_seeds[0]
     difference = f"difference from {control}, with simultaneous 95% intervals"
-    figure, axes = panels(
-        [of_measure.measure for of_measure in columns], names, 0.3 * len(names) + 2, difference
-    )
-    for axis, of_measure in zip(axes, columns, strict=True):
-        for index, family in enumerate(of_measure.families):
+    measures = [comparison.measure for comparison in columns]
+    figure, axes = panels(measures, names, 0.3 * len(names) + 2, difference)
+    for axis, comparison in zip(axes, columns, strict=True):
+        for index, family in enumerate(comparison.families):
             rows = [systems.index(system) for system in family.intervals]
             centers = [interval.difference for interval in family.intervals.values()]
             halves = [interval.difference - interval.low for interval in family.intervals.values()]

@@ -36,16 +36,18 @@ def missing(value: str) -> Markdown:
 
 def _fence(text: str, least: int) -> str:
     """More backticks than any run of them in a text."""
-    return "`" * max([least, *(len(run) + 1 for run in re.findall("`+", text))])
+    longest = max(map(len, re.findall("`+", text)), default=0)
+    return "`" * max(least, longest + 1)
 
 
 def code(value: object, in_table: bool = True) -> Markdown:
     """Text to be shown letter for letter."""
     plain = str(value).replace("\n", " ")
     fence = _fence(plain, 1)
-    pad = " " if plain.startswith(("`", " ")) or plain.endswith(("`", " ")) else ""
-    # In GitHub's tables a bar ends a cell, also in code, unless a backslash precedes it.
-    plain = plain.replace("|", "\\|") if in_table else plain
+    ends_in_a_tick = plain.startswith(("`", " ")) or plain.endswith(("`", " "))
+    pad = " " if ends_in_a_tick else ""
+    if in_table:  # In GitHub's tables a bar ends a cell, also in code, unless escaped.
+        plain = plain.replace("|", "\\|")
     return Markdown(f"{fence}{pad}{plain}{pad}{fence}")
 
 
@@ -66,13 +68,13 @@ def table(frame: pandas.DataFrame) -> Markdown:
         raise ValueError(f"a table of the report has a hole: {frame.to_dict('records')}")
     cells.columns = [text(name) for name in frame.columns]
 
-    def align(column: pandas.Series) -> str:
-        there = [cell for cell in column if not cell.startswith("*")]
-        return "right" if there and all(_NUMBER.fullmatch(cell) for cell in there) else "left"
-
-    aligned = ["left", *(align(cells.iloc[:, number]) for number in range(1, cells.shape[1]))]
+    sides = ["left"]
+    for number in range(1, cells.shape[1]):
+        there = [cell for cell in cells.iloc[:, number] if not cell.startswith("*")]
+        numbers = [cell for cell in there if _NUMBER.fullmatch(cell)]
+        sides.append("right" if there and len(numbers) == len(there) else "left")
     return Markdown(
-        cells.to_markdown(index=False, tablefmt="pipe", colalign=aligned, disable_numparse=True)
+        cells.to_markdown(index=False, tablefmt="pipe", colalign=sides, disable_numparse=True)
     )
 
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 
 import pandas
 
 from pn_fairseq import __version__
 from pn_fairseq.common.files import atomic_write
+from pn_fairseq.pipeline.metrics import Measure
 from pn_fairseq.report import curves, intervals, tables
 from pn_fairseq.report.markdown import template
-from pn_fairseq.report.runs import Run
-from pn_fairseq.report.systems import Corpus
+from pn_fairseq.report.measures import LOSS, MEASURES
+from pn_fairseq.report.runs import ReportedRun
+from pn_fairseq.report.systems import CorpusRuns
 
 #: Pictures in the folder of the report.
 CURVES, INTERVALS = "report-curves-{}.png", "report-intervals-{}.png"
@@ -23,108 +24,141 @@ CURVES, INTERVALS = "report-curves-{}.png", "report-intervals-{}.png"
 _OF_A_PICTURE = 5
 
 
-def _headline(corpus: Corpus, compared: Mapping[str, intervals.Compared]) -> list[tuple[str, str]]:
+def _headline(
+    corpus: CorpusRuns, compared: Mapping[str, intervals.Compared]
+) -> list[tuple[str, str]]:
     """The results, as (measure, sentence); first the settings that differ and are not the norm."""
-    headline, systems = [], {}
+    headline = _beside_the_norms(corpus)
+    tested = [comparison for comparison in compared.values() if comparison.families]
+    for comparison in tested:
+        for family in comparison.families:
+            title = comparison.measure.heading
+            if len(comparison.families) > 1:
+                title += f" ({family.control})"
+            headline.append((title, comparison.sentence(family)))
+    if tested:
+        return headline
+    scored = corpus.scores().index.unique("system")
+    if len(scored) == 0:
+        nothing = ("Not known", "no run was scored.")
+    elif len(scored) == 1:
+        nothing = ("Nothing to compare", f"{scored[0]} is the only system that was scored.")
+    else:
+        reasons: dict[str, None] = {}
+        for comparison in compared.values():
+            reasons |= dict.fromkeys(comparison.untested.values())
+        control = "no control (LN), with which the systems could be compared"
+        nothing = ("No difference is tested over seeds", f"{'; '.join(reasons) or control}.")
+    return [*headline, nothing]
+
+
+def _beside_the_norms(corpus: CorpusRuns) -> list[tuple[str, str]]:
+    """Sentences on the systems that differ from their baseline in more than the norm."""
+    systems: dict[tuple[str, ...], list[str]] = {}
     for label, baseline in corpus.baselines.items():
-        if names := corpus.beside_the_norm(label, baseline):
+        names = corpus.beside_the_norm(label, baseline)
+        if names:
             systems.setdefault((baseline, *names), []).append(label)
+    sentences = []
     for (baseline, *names), labels in systems.items():
         verb = "differs" if len(labels) == 1 else "differ"
         sentence = f"{', '.join(labels)} {verb} from {baseline} in {', '.join(names)}."
-        headline.append(("Not only the norms differ", sentence))
-    for of_measure in compared.values():
-        for family in of_measure.families:
-            control = f" ({family.control})" if len(of_measure.families) > 1 else ""
-            headline.append((f"{of_measure.measure.heading}{control}", of_measure.sentence(family)))
-    if any(of_measure.families for of_measure in compared.values()):
-        return headline
-    scored = corpus.scores().index.unique("system")
-    if not len(scored):
-        return [*headline, ("Not known", "no run was scored.")]
-    if len(scored) == 1:
-        return [
-            *headline,
-            ("Nothing to compare", f"{scored[0]} is the only system that was scored."),
-        ]
-    reasons = dict.fromkeys(
-        chain.from_iterable(of_measure.untested.values() for of_measure in compared.values())
-    )
-    lacking = "; ".join(reasons) or "no control (LN), with which the systems could be compared"
-    return [*headline, ("No difference is tested over seeds", f"{lacking}.")]
+        sentences.append(("Not only the norms differ", sentence))
+    return sentences
 
 
-def _together(corpus: Corpus) -> list[list[str]]:
-    """The systems in the order of the tables, a few for each picture, each with the LN that it
-    is compared with.
+def _together(corpus: CorpusRuns) -> list[list[str]]:
+    """The systems in the order of the tables, a few for each picture, each with the LN that it is
+    compared with.
     """
     baselines = corpus.baselines
     others = [label for label in corpus.settings if label not in baselines.values()]
-    parts = [
-        others[start : start + _OF_A_PICTURE] for start in range(0, len(others), _OF_A_PICTURE)
-    ]
-    shown = [{*part, *(baselines[label] for label in part if label in baselines)} for part in parts]
-    return [[label for label in corpus.settings if label in part] for part in shown]
+    pictures = []
+    for start in range(0, len(others), _OF_A_PICTURE):
+        shown = set(others[start : start + _OF_A_PICTURE])
+        shown |= {baselines[label] for label in shown if label in baselines}
+        pictures.append([label for label in corpus.settings if label in shown])
+    return pictures
 
 
-def _learning_curves(corpora: Sequence[Corpus], folder: Path) -> list[list[str]]:
+def _learning_curves(corpora: Sequence[CorpusRuns], folder: Path) -> list[list[str]]:
     """Draw the learning curves, write their records, and name the pictures of each corpus."""
     tables.progress("drawing learning curves")
-    records, pictures = [], []
+    records: list[dict] = []
+    pictures: list[list[str]] = []
+    drawn = 0
     for corpus in corpora:
         pictures.append([])
         for labels in _together(corpus):
-            logs = {
-                label: {run.name: run.log for run in corpus.members(label) if run.log}
-                for label in labels
-            }
-            picture = CURVES.format(sum(map(len, pictures)) + 1)
-            if rows := curves.records(picture, logs, corpus.baselines):
+            logs = {}
+            for label in labels:
+                logs[label] = {run.name: run.log for run in corpus.members(label) if run.log}
+            picture = CURVES.format(drawn + 1)
+            rows = curves.records(picture, logs, corpus.baselines)
+            if rows:
                 curves.plot(pandas.DataFrame(rows), folder / picture)
                 records += rows
                 pictures[-1].append(picture)
+                drawn += 1
     with atomic_write(folder / "report-curves.csv", "w") as file:
         pandas.DataFrame(records, columns=curves.COLUMNS).to_csv(file, index=False)
     return pictures
 
 
 def _section(
-    corpus: Corpus, frame: pandas.DataFrame, picture: Path, planned: Sequence[tuple[str, str]]
+    corpus: CorpusRuns,
+    frame: pandas.DataFrame,
+    picture: Path,
+    planned: Sequence[tuple[str, str]],
 ) -> dict:
     """What the template shows of the runs on a corpus besides their scores; draws ``picture``."""
-    compared = intervals.compare(frame)
-    data = corpus.data or {}
-    languages = [data.get("source"), data.get("target")]
-    title = " to ".join(languages) if all(languages) else f"Data not known: {corpus.runs[0].name}"
-    answers = [
-        (compared[column].measure.title, compared[column].planned(system))
-        for system, column in planned
-        if column in compared
-    ]
+    compared = intervals.compare(frame, _compared_by(corpus))
+    answers = []
+    for system, column in planned:
+        if column in compared:
+            answer = compared[column].planned(system)
+            if answer:
+                answers.append((compared[column].measure.title, answer))
+    order, seeds = list(corpus.settings), intervals.seeds_of(frame)
     return {
-        "title": data.get("corpus") or title,
-        "data": tables.data(corpus),
+        "title": _title(corpus),
+        "data": tables.data_table(corpus),
         "signatures": tables.signatures(corpus),
         "baselines": corpus.baselines,
         "headline": _headline(corpus, compared),
         "measures": compared.values(),
-        "differences": intervals.table(compared),
-        "intervals": intervals.plot(
-            compared, list(corpus.settings), picture, intervals.seeds_of(frame)
-        ),
+        "differences": intervals.differences_table(compared),
+        "intervals": intervals.plot(compared, order, picture, seeds),
         "machines": list(frame["machine"].unique()),
-        "planned": [(measure, answer) for measure, answer in answers if answer],
-        "training": tables.training(corpus),
-        "settings": tables.settings(corpus),
+        "planned": answers,
+        "training": tables.training_table(corpus),
+        "settings": tables.settings_tables(corpus),
         "commands": tables.commands(corpus),
     }
 
 
+def _compared_by(corpus: CorpusRuns) -> dict[str, Measure]:
+    """The measures of a corpus and the validation loss, in the order of the tables."""
+    shown = {
+        name: measure
+        for name, measure in MEASURES.items()
+        if name == LOSS or name in corpus.measures
+    }
+    return shown | corpus.measures
+
+
+def _title(corpus: CorpusRuns) -> str:
+    data = corpus.data or {}
+    source, target = data.get("source"), data.get("target")
+    languages = f"{source} to {target}" if source and target else ""
+    return data.get("corpus") or languages or f"Data not known: {corpus.runs[0].name}"
+
+
 def write(
     folder: Path,
-    runs: Sequence[Run],
-    corpora: Sequence[Corpus],
-    content: Callable[[Corpus], dict],
+    runs: Sequence[ReportedRun],
+    corpora: Sequence[CorpusRuns],
+    content: Callable[[CorpusRuns], dict],
     planned: Sequence[tuple[str, str]] = (),
     **settings,
 ) -> list[Path]:
@@ -142,48 +176,55 @@ def write(
         OSError: a file cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [tables.rows(corpus) for corpus in corpora]
-    drawn, sections = _learning_curves(corpora, folder), []
-    for number, (corpus, of_corpus, pictures) in enumerate(
-        zip(corpora, rows, drawn, strict=True), 1
-    ):
-        section = _section(
-            corpus, pandas.DataFrame(of_corpus), folder / INTERVALS.format(number), planned
-        )
-        sections.append({**section, "pictures": pictures, **content(corpus)})
+    all_rows: list[dict] = []
+    sections = []
+    drawn = _learning_curves(corpora, folder)
+    for number, (corpus, pictures) in enumerate(zip(corpora, drawn, strict=True), 1):
+        rows = tables.csv_rows(corpus)
+        all_rows += rows
+        picture = folder / INTERVALS.format(number)
+        section = _section(corpus, pandas.DataFrame(rows), picture, planned)
+        sections.append(section | {"pictures": pictures} | content(corpus))
+    problems = []
+    for run in runs:
+        for problem in run.problems:
+            problems.append((tables.relative(run.path), tables.relative(problem)))
+    figures = sorted(folder.glob("figure-[2-7].png"))  # of pn figures
     page = template("report.md.j2").render(
         settings,
         version=__version__,
         runs=runs,
         corpora=sections,
-        machines=tables.machines(runs),
+        machines=tables.machines_table(runs),
         systems=sum(len(corpus.settings) for corpus in corpora),
-        problems=[
-            (tables.relative(run.path), tables.relative(problem))
-            for run in runs
-            for problem in run.problems
-        ],
-        repeated=[
-            (*system_and_seed, [run.name for run in repeated])
-            for corpus in corpora
-            for system_and_seed, repeated in corpus.frame.groupby(["system", "seed"], sort=False)[
-                "run"
-            ]
-            if len(repeated) > 1
-        ],
+        problems=problems,
+        repeated=_repeated(corpora),
         probes=[(run.name, tables.relative(run.probe)) for run in runs if run.probe],
-        figures=[file.name for file in sorted(folder.glob("figure-[2-7].png"))],  # of pn figures
+        figures=[file.name for file in figures],
         count=intervals.count,
     )
-    files = {"report.md": re.sub(r"\n{3,}", "\n\n", page)}
-    files["report.csv"] = pandas.DataFrame(list(chain.from_iterable(rows))).to_csv(index=False)
+    files = {
+        "report.md": re.sub(r"\n{3,}", "\n\n", page),
+        "report.csv": pandas.DataFrame(all_rows).to_csv(index=False),
+    }
     for name, text in files.items():
         with atomic_write(folder / name) as file:
             # A file name may hold bytes that are not UTF-8.
             file.write(text.encode("utf-8", errors="backslashreplace"))
-    kept = [*chain.from_iterable(drawn), *(section["intervals"] for section in sections)]
+    kept = {section["intervals"] for section in sections}.union(*drawn)
     for pattern in (CURVES, INTERVALS):
         for picture in folder.glob(pattern.format("[0-9]*")):
             if picture.name not in kept:
                 picture.unlink()
     return [folder / name for name in files]
+
+
+def _repeated(corpora: Sequence[CorpusRuns]) -> list[tuple]:
+    """System, seed, and names of the runs that were run more than once."""
+    repeated = []
+    for corpus in corpora:
+        groups = corpus.frame.groupby(["system", "seed"], sort=False)["run"]
+        for (system, seed), runs in groups:
+            if len(runs) > 1:
+                repeated.append((system, seed, [run.name for run in runs]))
+    return repeated

@@ -4,58 +4,52 @@ from __future__ import annotations
 
 import pandas
 
-from pn_fairseq.common.published import LM_PAPER
+from pn_fairseq.pipeline.published import LM_PAPER
 from pn_fairseq.report.markdown import missing
-from pn_fairseq.report.systems import Corpus
-from pn_fairseq.report.tables import number, results
+from pn_fairseq.report.systems import CorpusRuns
+from pn_fairseq.report.tables import number, results_table
 
 
-def _published(corpus: Corpus, paper: str, subset: str) -> dict | None:
-    """The paper's table of the corpus,
-
-    and the numbers of tokens of runs on ``others`` than its text.
+def _published(corpus: CorpusRuns, paper: str, subset: str) -> dict | None:
+    """The paper's table of the corpus, and the numbers of tokens of runs on ``others`` than its
+    text.
     """
-    names = {known["name"]: key for key, known in LM_PAPER.items()}
-    name = names.get((corpus.data or {}).get("corpus")) if paper == "auto" else paper
-    if name not in LM_PAPER:
+    if paper == "auto":
+        paper = _recognise((corpus.data or {}).get("corpus"))
+    if paper not in LM_PAPER:
         return None
-    known = LM_PAPER[name]
-    digits = 1 if known["measure"] == "perplexity" else 2
-    rows = [
-        {"published": model}
-        | {"validation": missing("–") if valid is None else number(valid, digits)}
-        | {"test": number(test, digits)}
-        for model, (valid, test) in known["rows"].items()
-    ]
-    tokens = known.get("tokens", {}).get(subset)
-    counted = {run.perplexity.tokens for run in corpus.runs if run.perplexity}
-    others = sorted(counted - {tokens}) if tokens else []
-    return {
-        "note": None,
-        **known,
-        "table": pandas.DataFrame(rows),
-        "tokens": tokens,
-        "others": others,
-    }
+    table = LM_PAPER[paper]
+    digits = 1 if table["measure"] == "perplexity" else 2
+    rows = []
+    for model, (valid, test) in table["rows"].items():
+        validation = missing("–") if valid is None else number(valid, digits)
+        rows.append({"published": model, "validation": validation, "test": number(test, digits)})
+    tokens = table.get("tokens", {}).get(subset)
+    others = set()
+    if tokens:
+        others = {run.perplexity.tokens for run in corpus.runs if run.perplexity} - {tokens}
+    shown = {"table": pandas.DataFrame(rows), "tokens": tokens, "others": sorted(others)}
+    return {"note": None, **table, **shown}
 
 
-def content(corpus: Corpus, paper: str, subset: str) -> dict:
+def _recognise(corpus: str | None) -> str | None:
+    for paper, table in LM_PAPER.items():
+        if table["name"] == corpus:
+            return paper
+    return None
+
+
+def content(corpus: CorpusRuns, paper: str, subset: str) -> dict:
     """What the template shows of the runs on a corpus."""
-    measured = {
-        label: [run.perplexity for run in corpus.members(label) if run.perplexity]
-        for label in corpus.settings
-    }
-    units = {one.unit for of_system in measured.values() for one in of_system}
-    titles = {
-        "perplexity": "perplexity",
-        "bits": f"bits per {'byte' if units == {'byte'} else 'token'}",
-    }
+    units, unmasked = set(), []
+    for label in corpus.settings:
+        measured = [run.perplexity for run in corpus.members(label) if run.perplexity]
+        units.update(perplexity.unit for perplexity in measured)
+        if not all(perplexity.causal for perplexity in measured):
+            unmasked.append(label)
+    titles = {"bits": "bits per byte" if units == {"byte"} else "bits per token"}
     return {
-        "results": results(corpus, titles | {"batch": "with statistics of the batch"}, "measured"),
-        "unmasked": [
-            label
-            for label, of_system in measured.items()
-            if not all(one.causal for one in of_system)
-        ],
+        "results": results_table(corpus, "measured", titles),
+        "unmasked": unmasked,
         "published": _published(corpus, paper, subset),
     }

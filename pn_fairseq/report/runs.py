@@ -1,5 +1,5 @@
-"""A training run as a report shows it: a missing or damaged file is a problem that is listed,
-not an error.
+"""A training run as a report shows it: a missing or damaged file is a problem that is listed, not
+an error.
 """
 
 from __future__ import annotations
@@ -8,163 +8,59 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from pn_fairseq.common.command import UserError
 from pn_fairseq.common.files import check_folders, count_lines, read_settings, short_names
-from pn_fairseq.pipeline import runs, stamp
+from pn_fairseq.pipeline import stamp
 from pn_fairseq.pipeline.evaluate_lm import Perplexity, read_perplexity
-from pn_fairseq.pipeline.metrics import METRICS
-from pn_fairseq.pipeline.scoring import Score, Scores, is_scored, low_bleu, read_scores
+from pn_fairseq.pipeline.runs import Run, infer_languages
 from pn_fairseq.pipeline.training_log import Start, TrainingLog, read_log
+from pn_fairseq.pipeline.translation_scores import Score, Scores, is_scored, low_bleu, read_scores
+from pn_fairseq.report import measures
+from pn_fairseq.report.measures import Value
 
-#: What language models are compared by -> the attribute of :class:`Perplexity`.
-LM_MEASURES = {"perplexity": "perplexity", "bits": "bits", "batch": "batch_perplexity"}
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ReportedRun:
+    """A training run with its results on ``subset``. None: not known, or not done."""
 
-@dataclass(frozen=True)
-class Run(runs.Run):
-    """A training run with its results on ``subset``. None: not known, or not done.
-
-    All files are read at once; ``problems`` then lists what failed, is missing or is damaged, one
-    sentence each.
-    """
-
+    folder: Run
     name: str  # different from the names of all other runs of the report
-    subset: str = "test"
-    problems: list[str] = field(default_factory=list, compare=False)
+    subset: str
+    log: TrainingLog | None
+    from_checkpoints: bool  # fairseq-train wrote no log in JSON: the log is made from checkpoints
+    settings_by_name: dict[str, object]  # all settings by dotted name; empty: not known
+    # the settings of the prepared data and the checksums of its files when the run was trained
+    data_settings: dict[str, str] | None
+    # the records of starts.jsonl, in order: ``world_size`` is the number of ranks, and each of the
+    # ``machines`` has its number of ``ranks``
+    starts: list[dict]
+    scores: Scores | None  # of a translation
+    perplexity: Perplexity | None  # of a language model
+    values: dict[str, Value]  # what the run is compared by, by the name of the measure
+    problems: list[str]  # what failed, is missing or is damaged, a sentence each
 
-    def __post_init__(self) -> None:
-        for name in ("log", "settings_by_name", "data_settings", "starts", "perplexity", "scores"):
-            getattr(self, name)  # adds the problems of its file
-        if self.log:
-            self.problems[:0] = self._training_problems()
-        if not self.known:
-            self.problems[:] = ["never began: there is neither config.yaml nor train.log"]
-        if self.failed is not None:
-            self.problems.insert(0, f"failed: {self.failed or '(the file is empty)'}")
-
-    @cached_property
-    def saved(self) -> list[Path]:
-        """The checkpoints that fairseq saved while it trained, without averages."""
-        name = re.compile(r"checkpoint(_last|_best|_?\d+(_\d+)?)\.pt")
-        return sorted(
-            file for file in self.checkpoints.glob("checkpoint*.pt") if name.fullmatch(file.name)
-        )
-
-    @cached_property
-    def from_checkpoints(self) -> bool:
-        """Whether ``log`` is made from checkpoints:
-
-        fairseq-train saved some and wrote no log in JSON.
-        """
-        if self.ours or not self.saved:
-            return False
-        logged = read_log(self.log_file) if self.log_file else TrainingLog()
-        return not (logged.train or logged.valid)
-
-    @cached_property
-    def log(self) -> TrainingLog | None:
-        try:
-            if self.from_checkpoints:
-                log = log_of_checkpoints(self.saved)
-                self.problems.append(
-                    f"there is no log in JSON: settings and losses are from {len(self.saved)} "
-                    "checkpoints "
-                    "(fairseq-train --log-file train.log --log-format json would record every "
-                    "step, speed and time)"
-                )
-                return log
-            log = super().log
-        except UserError as error:
-            self.problems.append(f"no log, and a checkpoint cannot be read: {error}")
-            return None
-        if log is None:
-            self.problems.append("not trained: there is no train.log")
-        elif log.unreadable:
-            lines = "1 line" if log.unreadable == 1 else f"{log.unreadable} lines"
-            self.problems.append(
-                f"{lines} of {self.log_file.name} cannot be read (cut off?) and not shown here"
-            )
-        return log
-
-    @cached_property
-    def settings_by_name(self) -> dict[str, object]:
-        """All settings by dotted name; empty if they are not known."""
-        try:
-            return super().settings_by_name
-        except UserError as error:
-            self.problems.append(f"no settings: {error}")
-            return {}
+    @property
+    def path(self) -> Path:
+        return self.folder.path
 
     def get(self, key: str, default: object = None) -> object:
+        """A setting; a null counts as absent."""
         value = self.settings_by_name.get(key)
         return default if value is None else value
 
     @cached_property
     def data_folder(self) -> Path | None:
-        """Where the prepared data was; if only fairseq-preprocess made it, the folder of the
-        binary files.
+        """Where the prepared data was; if only fairseq-preprocess made it, the folder of the binary
+        files.
         """
         try:
-            return self.data or self.bin
+            return self.folder.data or self.folder.bin
         except UserError:
             return None
-
-    @cached_property
-    def data_settings(self) -> dict[str, str] | None:
-        """The settings of the prepared data and the checksums of its files,
-
-        as they were when the run was trained.
-        """
-        try:
-            if not self.ours and self.data is None:
-                return self._data_of_fairseq()
-            return read_settings(
-                self.path / "data.settings" if self.ours else self.data / "settings.txt"
-            )
-        except (UserError, OSError, ValueError) as error:
-            self.problems.append(
-                f"the data is not known, so the run is compared with no other: {error}"
-            )
-            return None
-
-    def _data_of_fairseq(self) -> dict[str, str]:
-        """The languages and the folder of data that pn prepare did not make."""
-        try:
-            source, target = runs.infer_languages(self.bin)
-        except UserError:
-            source = target = ""
-        return {
-            "source": self.get("task.source_lang", source),
-            "target": self.get("task.target_lang", target),
-            "folder": str(self.bin),
-        }
-
-    @cached_property
-    def starts(self) -> list[dict]:
-        """The records of starts.jsonl, in order.
-
-        ``world_size`` is the number of ranks, and each of the ``machines`` has its number of
-        ``ranks``.
-        """
-        try:
-            lines = (self.path / "starts.jsonl").read_text("utf-8", errors="replace").splitlines()
-        except OSError:
-            if self.ours:
-                self.problems.append(
-                    "versions and hardware are not recorded: there is no starts.jsonl"
-                )
-            return []
-        records = []
-        for number, line in enumerate(lines, 1):
-            try:
-                records += [dict(json.loads(line))] if line.strip() else []
-            except (ValueError, TypeError):
-                self.problems.append(f"line {number} of starts.jsonl cannot be read")
-        return records
 
     @property
     def seed(self) -> int | None:
@@ -177,27 +73,24 @@ class Run(runs.Run):
     @property
     def world_size(self) -> int:
         """Of the last start."""
-        sizes = [
-            start.get("world_size")
-            for start in self.starts
-            if isinstance(start.get("world_size"), int)
-        ]
-        logged = (
-            [start.world_size for start in self.log.starts if start.world_size] if self.log else []
-        )
-        return (sizes or logged or [self.get("distributed_training.distributed_world_size", 1)])[-1]
+        recorded = [start.get("world_size") for start in self.starts]
+        sizes = [size for size in recorded if isinstance(size, int)]
+        if not sizes and self.log:
+            sizes = [start.world_size for start in self.log.starts if start.world_size]
+        if sizes:
+            return sizes[-1]
+        return self.get("distributed_training.distributed_world_size", 1)
 
     @property
     def machine(self) -> str | None:
         """The GPUs, or else the processor, of all starts; None if no start recorded them."""
-        models = [
-            start.get("gpus") or [start["cpu"]]
-            for start in self.starts
-            if start.get("gpus") or start.get("cpu")
-        ]
-        return (
-            " and ".join(dict.fromkeys(", ".join(dict.fromkeys(names)) for names in models)) or None
-        )
+        models = []
+        for start in self.starts:
+            if start.get("gpus"):
+                models.append(", ".join(dict.fromkeys(start["gpus"])))
+            elif start.get("cpu"):
+                models.append(start["cpu"])
+        return " and ".join(dict.fromkeys(models)) or None
 
     @property
     def code(self) -> str | None:
@@ -208,7 +101,7 @@ class Run(runs.Run):
     @property
     def max_update(self) -> int | None:
         limit = self.get("optimization.max_update")
-        return limit or None if isinstance(limit, int) else None
+        return limit if isinstance(limit, int) and limit else None
 
     @property
     def trained(self) -> bool:
@@ -216,27 +109,42 @@ class Run(runs.Run):
         return self.log is not None and bool(self.log.train or self.log.valid)
 
     @property
+    def unfinished(self) -> bool:
+        """Whether a training run began, did not end, and has not reached its last update."""
+        if not self.trained or self.log.ended:
+            return False
+        if self.max_update:
+            return self.log.updates < self.max_update
+        return not self.from_checkpoints
+
+    @property
     def known(self) -> bool:
         """Whether the run has settings or a log."""
         return bool(self.settings_by_name) or self.log is not None
+
+    @property
+    def measured(self) -> bool:
+        return bool(self.values)
 
     @cached_property
     def failed(self) -> str | None:
         """The line in ``failed``."""
         file = self.path / "failed"
-        return (
-            " ".join(file.read_text("utf-8", errors="replace").split()) if file.is_file() else None
-        )
+        if not file.is_file():
+            return None
+        return " ".join(file.read_text("utf-8", errors="replace").split())
 
     @cached_property
     def probe(self) -> Path | None:
         """The folder of ``--norm-probe``, which may have been moved."""
+        folders = [self.path / "norm_probe"]
         setting = self.get("model.norm_probe")
-        folders = [
-            self.path / "norm_probe",
-            *([self.path / Path(setting).name, Path(setting)] if setting else []),
-        ]
-        return next((folder for folder in folders if any(folder.glob("update-*.parquet"))), None)
+        if setting:
+            folders += [self.path / Path(setting).name, Path(setting)]
+        for folder in folders:
+            if any(folder.glob("update-*.parquet")):
+                return folder
+        return None
 
     @property
     def result(self) -> Path:
@@ -251,122 +159,18 @@ class Run(runs.Run):
 
     @cached_property
     def decoding(self) -> str | None:
-        """The decoding settings, as pn generate recorded them."""
+        """How the run was decoded, as pn generate recorded it, without what was decoded."""
         settings = stamp.read(self.result / "made.txt")
-        # How it was decoded, without what was decoded.
-        how = [
-            f"{name}={value}"
-            for name, value in settings.items()
-            if name not in ("checkpoint", "data", "subset")
-        ]
-        return " ".join(how) or None
-
-    @cached_property
-    def scores(self) -> Scores | None:
-        """Of a translation."""
-        if self.language_model:
-            return None
-        if self.decoded is None:
-            file = self.result.relative_to(self.path) / "hyp.tok"
-            lacking = "" if any(self.checkpoints.glob("*.pt")) else ", and there is no checkpoint"
-            self.problems.append(f"not decoded: there is no {file}{lacking}")
-            return None
-        made = stamp.read(stamp.stamp_of(self.checkpoints / "averaged.pt"))
-        _, _, averaged = made.get("averaged", "").partition(" ")  # "epoch 3", or "files"
-        wanted = self.get("average_last")
-        if wanted and averaged and int(averaged) < wanted:
-            self.problems.append(
-                f"averaged.pt is the average of {averaged}, not of average_last={wanted} "
-                "checkpoints"
-            )
-        try:
-            scores = read_scores(self.result)
-            if not is_scored(self.path, self.subset):
-                raise UserError(
-                    "scores.json belongs to other hypotheses (pn score writes it again)"
-                )
-        except UserError as error:
-            self.problems.append(f"not scored: {error}")
-            return None
-        self.problems.extend(scores.warnings)
-        if warning := low_bleu(scores.by_metric["tokenized"].score):
-            self.problems.append(f"tokenized {warning}")
-        return scores
-
-    @cached_property
-    def perplexity(self) -> Perplexity | None:
-        """Of a language model."""
-        try:
-            return read_perplexity(self.path, self.subset) if self.language_model else None
-        except UserError as error:
-            self.problems.append(f"not measured: {error}")
-            return None
-
-    @property
-    def measures(self) -> dict[str, float]:
-        """What systems are compared by, by name; NaN where it was not measured."""
-        if self.language_model:
-            return {
-                name: getattr(self.perplexity, field, math.nan)
-                for name, field in LM_MEASURES.items()
-            }
-        return {name: self.score(name).score if self.score(name) else math.nan for name in METRICS}
+        for name in ("checkpoint", "data", "subset"):
+            settings.pop(name, None)
+        return " ".join(f"{name}={value}" for name, value in settings.items()) or None
 
     def score(self, metric: str) -> Score | None:
-        """The score by one of :data:`METRICS`; None if the run was not scored by it."""
+        """The score that pn score computed; None if the run was not scored by it."""
         return self.scores.by_metric.get(metric) if self.scores else None
 
-    @property
-    def measured(self) -> bool:
-        return bool(self.scores or self.perplexity)
 
-    @property
-    def unfinished(self) -> bool:
-        """Whether a training run began, did not end, and has not reached its last update."""
-        reached = self.log.updates >= self.max_update if self.max_update else self.from_checkpoints
-        return self.trained and not self.log.ended and not reached
-
-    def _training_problems(self) -> list[str]:
-        problems, log = [], self.log
-        if not self.trained:
-            return ["not trained: train.log has no record"]
-        done = (
-            f"update {log.updates:,} of {self.max_update:,}"
-            if self.max_update
-            else f"update {log.updates:,}"
-        )
-        if self.unfinished:
-            problems.append(f"training not finished: {done} (interrupted, failed or still running)")
-        elif not log.ended and not self.from_checkpoints:
-            problems.append(f"training cut off, but at {done}")
-        elif (
-            log.ended
-            and self.max_update
-            and log.updates < self.max_update
-            and log.reason != "patience"
-        ):
-            reasons = {"stop_time_hours": "the time limit", "max_update": "an earlier max_update"}
-            reason = reasons.get(log.reason, "max_epoch, or a reason that is not logged")
-            problems.append(f"training ended at {done}: {reason}")
-        for kind, losses in (("training", log.train), ("validation", log.valid)):
-            if faulty := sorted(
-                update for update, loss in losses.items() if not math.isfinite(loss)
-            ):
-                problems.append(
-                    f"the {kind} loss is not finite (NaN or infinity) in {len(faulty)} of "
-                    f"{len(losses)} records, "
-                    f"first at update {faulty[0]:,}"
-                )
-        if log.faults:
-            problems.append(
-                f"fairseq reports a NaN or an infinity in {log.faults} lines of the log"
-            )
-        if not log.valid:
-            problems.append("never validated")
-        return problems
-
-
-def read_runs(paths: Sequence[Path], subset: str = "test") -> list[Run]:
+def read_runs(paths: Sequence[Path], subset: str = "test") -> list[ReportedRun]:
     """Read the folders of runs. The folder of a sweep (``-m``) means all its jobs.
 
     Raises:
@@ -382,20 +186,249 @@ def read_runs(paths: Sequence[Path], subset: str = "test") -> list[Run]:
     seen: dict[Path, Path] = {}
     check_folders(jobs)
     for path in jobs:
-        folder = runs.Run(path)
-        if (
-            not folder.ours
-            and not folder.log_file
-            and not any(folder.checkpoints.glob("checkpoint*.pt"))
-        ):
-            raise UserError(
-                f"'{path}' is not a run: it has no config.yaml of pn train, no log of "
-                "fairseq-train (its "
-                "--log-file or saved output, as *.log, *.out or *.txt) and no checkpoint"
-            )
-        if (first := seen.setdefault(path.resolve(), path)) is not path:
+        _check_that_it_is_a_run(path)
+        first = seen.setdefault(path.resolve(), path)
+        if first is not path:
             raise UserError(f"'{path}' is given twice (also as '{first}')")
-    return [Run(path, name, subset) for path, name in zip(jobs, short_names(jobs), strict=True)]
+    names = short_names(jobs)
+    return [read_run(path, name, subset) for path, name in zip(jobs, names, strict=True)]
+
+
+def _check_that_it_is_a_run(path: Path) -> None:
+    folder = Run(path)
+    if folder.ours or folder.log_file or any(folder.checkpoints.glob("checkpoint*.pt")):
+        return
+    raise UserError(
+        f"'{path}' is not a run: it has no config.yaml of pn train, no log of fairseq-train (its "
+        "--log-file or saved output, as *.log, *.out or *.txt) and no checkpoint"
+    )
+
+
+def read_run(path: Path, name: str, subset: str = "test") -> ReportedRun:
+    """Read all files of a run."""
+    folder = Run(path)
+    problems: list[str] = []
+    saved = _without_a_log(folder)
+    log = _read_checkpoints(saved, problems) if saved else _read_log(folder, problems)
+    try:
+        settings = folder.settings_by_name
+    except UserError as error:
+        settings = {}
+        problems.append(f"no settings: {error}")
+    data_settings = _read_data_settings(folder, settings, problems)
+    starts = _read_starts(folder, problems)
+    scores = perplexity = None
+    if settings.get("task._name") == "language_modeling":
+        perplexity = _read_perplexity(path, subset, problems)
+    else:
+        scores = _read_scores(folder, subset, settings, problems)
+    run = ReportedRun(
+        folder=folder,
+        name=name,
+        subset=subset,
+        log=log,
+        from_checkpoints=bool(saved),
+        settings_by_name=settings,
+        data_settings=data_settings,
+        starts=starts,
+        scores=scores,
+        perplexity=perplexity,
+        values=_read_values(path / "generate" / subset, scores, perplexity, problems),
+        problems=problems,
+    )
+    if log:
+        problems[:0] = training_problems(run)
+    if not run.known:
+        problems[:] = ["never began: there is neither config.yaml nor train.log"]
+    if run.failed is not None:
+        problems.insert(0, f"failed: {run.failed or '(the file is empty)'}")
+    return run
+
+
+def _without_a_log(folder: Run) -> list[Path]:
+    """The checkpoints that fairseq-train saved, without averages, where it wrote no log in JSON;
+    else none.
+    """
+    if folder.ours:
+        return []
+    name = re.compile(r"checkpoint(_last|_best|_?\d+(_\d+)?)\.pt")
+    files = sorted(folder.checkpoints.glob("checkpoint*.pt"))
+    saved = [file for file in files if name.fullmatch(file.name)]
+    if saved and folder.log_file:
+        logged = read_log(folder.log_file)
+        if logged.train or logged.valid:
+            return []
+    return saved
+
+
+def _read_checkpoints(files: Sequence[Path], problems: list[str]) -> TrainingLog | None:
+    try:
+        log = log_of_checkpoints(files)
+    except UserError as error:
+        problems.append(f"no log, and a checkpoint cannot be read: {error}")
+        return None
+    problems.append(
+        f"there is no log in JSON: settings and losses are from {len(files)} checkpoints "
+        "(fairseq-train --log-file train.log --log-format json would record every step, speed and "
+        "time)"
+    )
+    return log
+
+
+def _read_log(folder: Run, problems: list[str]) -> TrainingLog | None:
+    log = folder.log
+    if log is None:
+        problems.append("not trained: there is no train.log")
+    elif log.unreadable:
+        lines = "1 line" if log.unreadable == 1 else f"{log.unreadable} lines"
+        name = folder.log_file.name
+        problems.append(f"{lines} of {name} cannot be read (cut off?) and not shown here")
+    return log
+
+
+def _read_data_settings(
+    folder: Run, settings: dict[str, object], problems: list[str]
+) -> dict[str, str] | None:
+    try:
+        if folder.ours:
+            return read_settings(folder.path / "data.settings")
+        if not settings:
+            raise UserError(f"the settings of '{folder.path}' do not name its data")
+        if folder.data is not None:
+            return read_settings(folder.data / "settings.txt")
+        return _data_of_fairseq(folder, settings)
+    except (UserError, OSError, ValueError) as error:
+        problems.append(f"the data is not known, so the run is compared with no other: {error}")
+        return None
+
+
+def _data_of_fairseq(folder: Run, settings: dict[str, object]) -> dict[str, str]:
+    """The languages and the folder of data that pn prepare did not make."""
+    try:
+        source, target = infer_languages(folder.bin)
+    except UserError:
+        source = target = ""
+    given = {"source": settings.get("task.source_lang"), "target": settings.get("task.target_lang")}
+    inferred = {"source": source, "target": target, "folder": str(folder.bin)}
+    return inferred | {name: value for name, value in given.items() if value is not None}
+
+
+def _read_starts(folder: Run, problems: list[str]) -> list[dict]:
+    try:
+        text = (folder.path / "starts.jsonl").read_text("utf-8", errors="replace")
+    except OSError:
+        if folder.ours:
+            problems.append("versions and hardware are not recorded: there is no starts.jsonl")
+        return []
+    records = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            records.append(dict(json.loads(line)))
+        except (ValueError, TypeError):
+            problems.append(f"line {number} of starts.jsonl cannot be read")
+    return records
+
+
+def _read_perplexity(path: Path, subset: str, problems: list[str]) -> Perplexity | None:
+    try:
+        return read_perplexity(path, subset)
+    except UserError as error:
+        problems.append(f"not measured: {error}")
+        return None
+
+
+def _read_scores(
+    folder: Run, subset: str, settings: dict[str, object], problems: list[str]
+) -> Scores | None:
+    result = Path("generate", subset)
+    if not (folder.path / result / "hyp.tok").is_file():
+        checkpoints = any(folder.checkpoints.glob("*.pt"))
+        lacking = "" if checkpoints else ", and there is no checkpoint"
+        problems.append(f"not decoded: there is no {result / 'hyp.tok'}{lacking}")
+        return None
+    made = stamp.read(stamp.stamp_of(folder.checkpoints / "averaged.pt"))
+    averaged = made.get("averaged", "").partition(" ")[2]  # "epoch 3", or "files"
+    wanted = settings.get("average_last")
+    if wanted and averaged and int(averaged) < wanted:
+        problems.append(
+            f"averaged.pt is the average of {averaged}, not of average_last={wanted} checkpoints"
+        )
+    try:
+        scores = read_scores(folder.path / result)
+        if not is_scored(folder.path, subset):
+            raise UserError("scores.json belongs to other hypotheses (pn score writes it again)")
+    except UserError as error:
+        problems.append(f"not scored: {error}")
+        return None
+    problems.extend(scores.warnings)
+    warning = low_bleu(scores.by_metric["tokenized"].score)
+    if warning:
+        problems.append(f"tokenized {warning}")
+    return scores
+
+
+def _read_values(
+    folder: Path, scores: Scores | None, perplexity: Perplexity | None, problems: list[str]
+) -> dict[str, Value]:
+    values: list[Value] = []
+    if scores:
+        values += measures.of_scores(scores)
+    if perplexity:
+        values += measures.of_perplexity(perplexity)
+    try:
+        others = measures.of_file(folder)
+    except UserError as error:
+        problems.append(f"its measures are not shown: {error}")
+        others = []
+    hypotheses = folder / "hyp.tok"
+    if others and hypotheses.is_file():
+        if (folder / measures.FILE).stat().st_mtime < hypotheses.stat().st_mtime:
+            problems.append(
+                f"{measures.FILE} is older than hyp.tok and may belong to other hypotheses"
+            )
+    return {value.measure.name: value for value in values + others}
+
+
+def training_problems(run: ReportedRun) -> list[str]:
+    """What the log of a run says of its training."""
+    problems = []
+    log = run.log
+    if not run.trained:
+        return ["not trained: train.log has no record"]
+    done = f"update {log.updates:,}"
+    if run.max_update:
+        done += f" of {run.max_update:,}"
+    early = log.ended and run.max_update and log.updates < run.max_update
+    if run.unfinished:
+        problems.append(f"training not finished: {done} (interrupted, failed or still running)")
+    elif not log.ended and not run.from_checkpoints:
+        problems.append(f"training cut off, but at {done}")
+    elif early and log.reason != "patience":
+        reasons = {"stop_time_hours": "the time limit", "max_update": "an earlier max_update"}
+        reason = reasons.get(log.reason, "max_epoch, or a reason that is not logged")
+        problems.append(f"training ended at {done}: {reason}")
+    for kind, losses in (("training", log.train), ("validation", log.valid)):
+        faulty = [update for update, loss in losses.items() if not math.isfinite(loss)]
+        if faulty:
+            problems.append(
+                f"the {kind} loss is not finite (NaN or infinity) in {len(faulty)} of "
+                f"{len(losses)} records, first at update {min(faulty):,}"
+            )
+    if log.faults:
+        problems.append(f"fairseq reports a NaN or an infinity in {log.faults} lines of the log")
+    if not log.valid:
+        problems.append("never validated")
+    return problems
+
+
+#: Loss of a :class:`TrainingLog` -> group and name of the meter in a checkpoint.
+_METERS = {
+    "train": ("train", "loss"),
+    "train_nll": ("train", "nll_loss"),
+    "valid": ("valid", "nll_loss"),
+}
 
 
 def log_of_checkpoints(files: Sequence[Path]) -> TrainingLog:
@@ -409,27 +442,24 @@ def log_of_checkpoints(files: Sequence[Path]) -> TrainingLog:
     """
     from pn_fairseq.common.checkpoints import load_checkpoint  # needs torch
 
-    meters = {
-        "train": ("train", "loss"),
-        "train_nll": ("train", "nll_loss"),
-        "valid": ("valid", "nll_loss"),
-    }
-    losses = {kind: {} for kind in meters}
+    losses: dict[str, dict[int, float]] = {kind: {} for kind in _METERS}
     for file in files:
         state = load_checkpoint(file)
-        update = (
-            state["optimizer_history"][-1]["num_updates"] if state.get("optimizer_history") else 0
-        )
-        means = {
-            (group, name): round(float(meter["sum"]) / float(meter["count"]), 3)
-            for group, of_group in state.get("extra_state", {}).get("metrics", {}).items()
-            for _, name, _, meter in of_group
-            if meter.get("count")
-        }
-        for kind, (group, name) in meters.items():
+        history = state.get("optimizer_history")
+        update = history[-1]["num_updates"] if history else 0
+        means = {}
+        for group, meters in state.get("extra_state", {}).get("metrics", {}).items():
+            for _, name, _, meter in meters:
+                if meter.get("count"):
+                    means[group, name] = round(float(meter["sum"]) / float(meter["count"]), 3)
+        for kind, (group, name) in _METERS.items():
             loss = means.get((group, name), means.get((group, "loss")))
             if loss is not None:
                 losses[kind][update] = loss
-    log = TrainingLog(**{kind: dict(sorted(of_kind.items())) for kind, of_kind in losses.items()})
+    log = TrainingLog(
+        train=dict(sorted(losses["train"].items())),
+        train_nll=dict(sorted(losses["train_nll"].items())),
+        valid=dict(sorted(losses["valid"].items())),
+    )
     log.starts = [Start(updates=list(log.train))]
     return log

@@ -17,7 +17,8 @@ import numpy as np
 import pandas
 from scipy import optimize, stats
 
-from pn_fairseq.pipeline.metrics import METRICS, Measure
+from pn_fairseq.pipeline.metrics import Measure
+from pn_fairseq.report.measures import LOSS
 
 #: Error rate of a whole family of comparisons, and the power for which the detectable difference is
 #: given.
@@ -29,26 +30,10 @@ ERROR_RATE, POWER = 0.05, 0.8
 NOT_TRAINED = 0.75
 
 
-LOSS = "best validation loss (bits/token)"
-#: The measures that are tested over seeds, by column of report.csv.
-MEASURES = {
-    measure.name: measure
-    for measure in (
-        *METRICS.values(),
-        Measure(LOSS, "validation loss (bits/token)", "loss", "lower", decimals=3, margin=0.02),
-        Measure("bits", "test loss (bits/token)", "bits", "lower", decimals=3, margin=0.02),
-    )
-    if measure.margin is not None
-}
-#: What ``pn report --planned`` calls the measures.
-SHORT_NAMES = {measure.short: name for name, measure in MEASURES.items()}
-
-
 @dataclass(frozen=True)
 class Interval:
-    """The difference of a system from its control,
-
-    with a confidence interval and the two-sided p of no difference.
+    """The difference of a system from its control, with a confidence interval and the two-sided p
+    of no difference.
     """
 
     difference: float
@@ -57,15 +42,17 @@ class Interval:
     p_value: float
 
     def verdict(self, measure: Measure) -> str:
-        """``better``, ``worse``, ``equivalent`` or ``not resolved``.
+        """``better``, ``worse``, ``equivalent`` or ``inconclusive``.
 
         The interval excludes 0: better or worse. It is within the margin: equivalent (interval
         inclusion, Schuirmann 1987; with the 95% interval in place of 90% the error rate is at most
         2.5%).
         """
-        if self.low > 0 or self.high < 0:
-            return "better" if (self.difference < 0) == (measure.better == "lower") else "worse"
-        return "equivalent" if max(-self.low, self.high) <= measure.margin else "not resolved"
+        if self.low > 0:
+            return "better" if measure.better == "higher" else "worse"
+        if self.high < 0:
+            return "better" if measure.better == "lower" else "worse"
+        return "equivalent" if max(-self.low, self.high) <= measure.margin else "inconclusive"
 
 
 class Design:
@@ -74,7 +61,8 @@ class Design:
 
     Args:
         runs: the system and the block of each run. Where no block has two systems, give the machine
-            as the block. control: the system that the others are compared with.
+            as the block.
+        control: the system that the others are compared with.
 
     Attributes:
         systems: the systems whose difference from the control can be estimated, in the order of
@@ -85,10 +73,14 @@ class Design:
     """
 
     def __init__(self, runs: Sequence[tuple[str, object]], control: str) -> None:
-        names, blocks = (list(dict.fromkeys(column)) for column in zip(*runs, strict=True))
-        names.remove(control)
-        columns = [[1.0] * len(runs), *([system == name for system, _ in runs] for name in names)]
-        columns += [[own_block == block for _, own_block in runs] for block in blocks[1:]]
+        system_of_run, block_of_run = zip(*runs, strict=True)
+        names = [name for name in dict.fromkeys(system_of_run) if name != control]
+        blocks = list(dict.fromkeys(block_of_run))
+        columns = [[1.0] * len(runs)]
+        for name in names:
+            columns.append([system == name for system in system_of_run])
+        for block in blocks[1:]:
+            columns.append([other == block for other in block_of_run])
         matrix = np.array(columns, dtype=float).T
         self._inverse = np.linalg.pinv(matrix)
         self._residual = np.eye(len(runs)) - matrix @ self._inverse
@@ -122,15 +114,8 @@ class Design:
         if len(self.systems) == 1:
             return float(1 - 2 * stats.t.sf(bound, self.degrees))
         bounds = np.full(len(self.systems), bound)
-        return float(
-            stats.multivariate_t.cdf(
-                bounds,
-                shape=self._correlation,
-                df=self.degrees,
-                lower_limit=-bounds,
-                random_state=0,
-            )
-        )
+        distribution = stats.multivariate_t(shape=self._correlation, df=self.degrees)
+        return float(distribution.cdf(bounds, lower_limit=-bounds, random_state=0))
 
     def critical(self) -> float:
         """The number of standard errors in half a simultaneous interval."""
@@ -138,12 +123,11 @@ class Design:
         if len(self.systems) == 1:
             return one
         bonferroni = float(stats.t.isf(ERROR_RATE / 2 / len(self.systems), self.degrees))
-        return optimize.brentq(
-            lambda bound: self.probability(bound) - 1 + ERROR_RATE,
-            one,
-            1.01 * bonferroni,
-            xtol=1e-4,
-        )
+
+        def excess(bound: float) -> float:
+            return self.probability(bound) - 1 + ERROR_RATE
+
+        return optimize.brentq(excess, one, 1.01 * bonferroni, xtol=1e-4)
 
     def detectable(self, critical: float) -> float:
         """The smallest difference, in standard deviations of the noise, that is found with
@@ -193,32 +177,34 @@ def _family(values: pandas.Series, control: str) -> Family | None:
     differences, deviation = design.fit(values.to_numpy(float))
     if deviation < 1e-9 * max(1.0, values.abs().max()):
         return None
-    critical, quantile = design.critical(), float(stats.t.isf(ERROR_RATE / 2, design.degrees))
-    intervals, separate, pairs, by_block = {}, {}, {}, values.unstack()
-    for system, difference, error in zip(
-        design.systems, differences, design.errors * deviation, strict=True
-    ):
-        center, half, ratio = (
-            float(difference),
-            float(critical * error),
-            float(abs(difference) / error),
-        )
+    critical = design.critical()
+    quantile = float(stats.t.isf(ERROR_RATE / 2, design.degrees))
+    intervals, separate, pairs = {}, {}, {}
+    by_block = values.unstack()
+    errors = design.errors * deviation
+    for system, center, error in zip(design.systems, differences, errors, strict=True):
+        ratio = float(abs(center) / error)
         p = min(1.0, max(0.0, 1 - design.probability(ratio)))
-        intervals[system] = Interval(center, center - half, center + half, p)
-        half, p = float(quantile * error), 2 * float(stats.t.sf(ratio, design.degrees))
-        separate[system] = Interval(center, center - half, center + half, p)
+        intervals[system] = _interval(center, critical * error, p)
+        p = 2 * float(stats.t.sf(ratio, design.degrees))
+        separate[system] = _interval(center, quantile * error, p)
         pairs[system] = (by_block.loc[system] - by_block.loc[control]).dropna().to_dict()
     return Family(
-        control,
-        int(values.groupby(level=0).size().max()),
-        intervals,
-        separate,
-        float(deviation),
-        design,
-        float(critical * np.median(design.errors) * deviation),
-        float(design.detectable(critical) * deviation),
-        pairs,
+        control=control,
+        blocks=int(values.groupby(level=0).size().max()),
+        intervals=intervals,
+        separate=separate,
+        deviation=float(deviation),
+        design=design,
+        half_width=float(critical * np.median(design.errors) * deviation),
+        detectable=float(design.detectable(critical) * deviation),
+        pairs=pairs,
     )
+
+
+def _interval(center: float, half: float, p: float) -> Interval:
+    center, half = float(center), float(half)
+    return Interval(center, center - half, center + half, p)
 
 
 def families(frame: pandas.DataFrame, measure: str) -> tuple[list[Family], dict[str, str]]:
@@ -237,47 +223,50 @@ def families(frame: pandas.DataFrame, measure: str) -> tuple[list[Family], dict[
         The families, and for each other measured system why it is not tested.
     """
     measured = frame.dropna(subset=[measure]).fillna({"machine": "not recorded"})
-    unknown = pandas.Series(
-        [f"run {number}" for number in range(len(measured))], index=measured.index
-    )
-    seeds = measured["seed"].astype(object).where(measured["seed"].notna(), unknown)
-    measured = measured.assign(block=list(zip(measured["machine"], seeds, strict=True)))
+    measured = measured.assign(block=_blocks(measured))
     values = measured.groupby(["system", "block"], sort=False)[measure].mean()
     counts = values.groupby(level="system", sort=False).size()
-    losses = (
-        measured.groupby("system")[LOSS].mean()
-        if LOSS in measured
-        else dict.fromkeys(counts.index, math.nan)
-    )
-    controls = (
-        measured.dropna(subset=["compared with"])
-        .groupby("system", sort=False)["compared with"]
-        .first()
-    )
+    losses = pandas.Series(math.nan, counts.index)
+    if LOSS in measured:
+        losses = measured.groupby("system")[LOSS].mean()
+    with_control = measured.dropna(subset=["compared with"])
+    controls = with_control.groupby("system", sort=False)["compared with"].first()
     tested, untested = [], {}
     for control in controls.unique():
         systems = controls.index[controls == control]
         if control not in counts:
             untested |= dict.fromkeys(systems, f"{control} was not measured")
             continue
-        several = [system for system in systems if counts[system] > 1]
-        untested |= {system: "one seed" for system in systems if system not in several}
-        not_trained = [
-            system for system in several if losses[system] - losses[control] > NOT_TRAINED
-        ]
-        untested |= dict.fromkeys(not_trained, "did not train with these settings")
-        several = [system for system in several if system not in not_trained]
+        several = []
+        for system in systems:
+            if counts[system] == 1:
+                untested[system] = "one seed"
+            elif losses[system] - losses[control] > NOT_TRAINED:
+                untested[system] = "did not train with these settings"
+            else:
+                several.append(system)
+        if counts[control] == 1:
+            untested |= dict.fromkeys(several, f"{control} has one seed")
+            continue
         family = None
-        if several and counts[control] > 1:
-            family = _family(
-                values[values.index.isin([control, *several], level="system")], control
-            )
+        if several:
+            members = values.index.isin([control, *several], level="system")
+            family = _family(values[members], control)
         for system in several:
-            if counts[control] == 1:
-                untested[system] = f"{control} has one seed"
-            elif not family and set(values[system].index) & set(values[control].index):
+            shares_a_block = bool(set(values[system].index) & set(values[control].index))
+            if not family and shares_a_block:
                 untested[system] = "no spread over seeds, or too few runs"
             elif not family or system not in family.intervals:
                 untested[system] = f"no seed on one machine in common with {control}"
-        tested += [family] if family else []
+        if family:
+            tested.append(family)
     return tested, untested
+
+
+def _blocks(measured: pandas.DataFrame) -> list[tuple]:
+    """(machine, seed) of each run; a run whose seed is not known has one of its own."""
+    seeds = list(measured["seed"].astype(object))
+    for number, known in enumerate(measured["seed"].notna()):
+        if not known:
+            seeds[number] = f"run {number}"
+    return list(zip(measured["machine"], seeds, strict=True))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,28 +14,11 @@ import pandas
 
 from pn_fairseq import norms
 from pn_fairseq.common.files import read_settings
-from pn_fairseq.pipeline.metrics import METRICS
+from pn_fairseq.pipeline.metrics import METRICS, Measure
 from pn_fairseq.pipeline.runs import parts_of
-from pn_fairseq.report.runs import LM_MEASURES, Run
-
-#: Where things are. Not compared, and named in no table.
-_PLACES = {
-    "task.data",
-    "checkpoint.save_dir",
-    "common.log_file",
-    "common.tensorboard_logdir",
-    "common.user_dir",
-    "common.plasma_path",
-    "model.norm_probe",
-}
-
-#: How a run is logged and distributed. Shown where it differs, but two runs that differ by nothing
-#: else are of one system. What the distribution means for the result is in ``tokens_per_update``.
-_HOW = re.compile(
-    r"distributed_training\.|bmuf\.|common\.(log_interval|log_format|cpu|no_progress_bar|all_gather_list_size)$"
-    r"|dataset\.(num_workers|data_buffer_size|max_tokens|batch_size|max_tokens_valid|batch_size_valid)$|optimization\.update_freq$"
-    r"|model\.(compile_layers|norm_(stats_interval|probe_(interval|layers)))$"
-)
+from pn_fairseq.pipeline.setting_roles import role_of
+from pn_fairseq.report.measures import LM_MEASURES, measures_of
+from pn_fairseq.report.runs import ReportedRun
 
 #: Options of norms.
 _OF_A_NORM = re.compile(r"model\.(norm_|(encoder_|decoder_)?(norm|layer_scale))")
@@ -61,21 +45,22 @@ SEED = "common.seed"
 #: A label names at most so many settings; the table of the settings that differ has them all.
 _MOST_DETAILS = 4
 
+#: The settings that make a system, without the seed and how it was run, by name.
+Settings = dict[str, object]
+
 
 def norm_labels() -> dict[str, str]:
     """Name of each norm -> its abbreviation, from the registry: the brackets at the end of its
     title.
     """
-    brackets = {
-        name: re.search(r"\(([^()]+)\)$", entry.title) for name, entry in norms.NORMS.items()
-    }
-    return {
-        name: match[1] if match else norms.NORMS[name].short.upper()
-        for name, match in brackets.items()
-    }
+    labels = {}
+    for name, entry in norms.NORMS.items():
+        brackets = re.search(r"\(([^()]+)\)$", entry.title)
+        labels[name] = brackets[1] if brackets else entry.short.upper()
+    return labels
 
 
-def norm_and_size(run: Run) -> tuple[str, str]:
+def norm_and_size(run: ReportedRun) -> tuple[str, str]:
     """What ``model._name`` and the setting of the norm say: ("PN", "tiny") of
     ``transformer_pn_tiny``.
 
@@ -86,32 +71,37 @@ def norm_and_size(run: Run) -> tuple[str, str]:
     if parts is None:
         return arch, "-"
     model, short, size = parts
+    translates = model == "transformer"
     names = {entry.short: name for name, entry in norms.NORMS.items()}
-    norm = str(run.get("model.encoder_norm" if model == "transformer" else LM_NORM, names[short]))
-    return norm_labels().get(norm, norm), size if model == "transformer" else f"{model} {size}"
+    norm = str(run.get("model.encoder_norm" if translates else LM_NORM, names[short]))
+    return norm_labels().get(norm, norm), size if translates else f"{model} {size}"
 
 
-def _batch(run: Run) -> dict[str, int]:
-    """Most tokens (or sentences) in one update, over all ranks; as pn train recorded it, else
-    from the settings.
+def _batch(run: ReportedRun) -> dict[str, int]:
+    """Most tokens (or sentences) in one update, over all ranks; as pn train recorded it, else from
+    the settings.
     """
     update_freq = run.get("optimization.update_freq", [1])
-    # fairseq uses the entry of the epoch; later epochs use the last entry.
-    mini_batches = run.world_size * (
-        update_freq[-1] if isinstance(update_freq, list) and update_freq else 1
-    )
-    settings = {TOKENS: "dataset.max_tokens", SENTENCES: "dataset.batch_size"}
-    sizes = {name: run.get(setting) for name, setting in settings.items()}
-    most = {name: size * mini_batches for name, size in sizes.items() if isinstance(size, int)}
-    recorded = [start[TOKENS] for start in run.starts if isinstance(start.get(TOKENS), int)]
-    return most | ({TOKENS: recorded[-1]} if recorded else {})
+    mini_batches = run.world_size
+    if isinstance(update_freq, list) and update_freq:
+        # fairseq uses the entry of the epoch; later epochs use the last entry.
+        mini_batches *= update_freq[-1]
+    most = {}
+    for name, setting in ((TOKENS, "dataset.max_tokens"), (SENTENCES, "dataset.batch_size")):
+        size = run.get(setting)
+        if isinstance(size, int):
+            most[name] = size * mini_batches
+    for start in run.starts:
+        if isinstance(start.get(TOKENS), int):
+            most[TOKENS] = start[TOKENS]
+    return most
 
 
-def comparable(run: Run) -> dict[str, object]:
+def comparable(run: ReportedRun) -> Settings:
     """The settings by which a run differs from others, with norm, size and batch under names of
     their own.
     """
-    left_out = _PLACES | {"model._name", LM_NORM if run.language_model else "model.encoder_norm"}
+    left_out = {"model._name", LM_NORM if run.language_model else "model.encoder_norm"}
     left_out |= {copy for copy, name in _COPIES.items() if run.get(copy) == run.get(name)}
     norm, size = norm_and_size(run)
     settings = {NORM: norm, SIZE: size, **_batch(run), **run.settings_by_name}
@@ -119,26 +109,25 @@ def comparable(run: Run) -> dict[str, object]:
     return {
         name: value
         for name, value in settings.items()
-        if value is not None and name not in left_out
+        if value is not None and name not in left_out and role_of(name).shown
     }
 
 
 @dataclass
-class Corpus:
+class CorpusRuns:
     """Runs on the same prepared data. Runs on different data are compared nowhere.
 
     ``frame`` has a row for each run, by norm (LN first) and seed: ``run``, the label of its
-    ``system``, ``seed``, and its :attr:`Run.measures`.
+    ``system``, ``seed``, and a column for each of the ``measures``, NaN where it has no value.
     """
 
-    # its settings; None if they are not known (then there is a single run)
-    data: dict[str, str] | None
+    data: dict[str, str] | None  # its settings; None if they are not known: a single run
     frame: pandas.DataFrame
-    # label of a system -> its settings, without the seed and how it was run
-    settings: dict[str, dict[str, object]]
+    settings: dict[str, Settings]  # by the label of the system
+    measures: dict[str, Measure]  # by name
 
     @property
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[ReportedRun]:
         return list(self.frame["run"])
 
     def data_folders(self) -> list[Path]:
@@ -147,11 +136,13 @@ class Corpus:
 
     def counts(self) -> dict[str, float]:
         """Of the prepared data: pairs or tokens of each part; empty if the data is gone."""
-        files = [folder / "counts.txt" for folder in self.data_folders()]
-        counts = next((read_settings(file) for file in files if file.is_file()), {})
-        return {name: float(count) for name, count in counts.items()}
+        for folder in self.data_folders():
+            if (folder / "counts.txt").is_file():
+                counts = read_settings(folder / "counts.txt")
+                return {name: float(count) for name, count in counts.items()}
+        return {}
 
-    def members(self, label: str) -> list[Run]:
+    def members(self, label: str) -> list[ReportedRun]:
         """The runs of a system."""
         return list(self.frame.loc[self.frame["system"] == label, "run"])
 
@@ -163,21 +154,20 @@ class Corpus:
 
         A seed that was run twice counts once, by its mean.
         """
-        measures = [*METRICS, *LM_MEASURES]
-        measured = self.frame.reindex(columns=["system", "seed", *measures]).dropna(
-            subset=measures, how="all"
-        )
-        return measured.groupby(["system", "seed"], sort=False, dropna=False)[measures].mean()
+        names = list(self.measures)
+        measured = self.frame.dropna(subset=names, how="all")
+        return measured.groupby(["system", "seed"], sort=False, dropna=False)[names].mean()
 
     @cached_property
     def setting_values(self) -> pandas.DataFrame:
         """The settings of each run as text, in the order of :attr:`runs`, a column for each;
         without the seed.
         """
-        rows = [
-            {name: as_text(value) for name, value in comparable(run).items() if name != SEED}
-            for run in self.runs
-        ]
+        rows = []
+        for run in self.runs:
+            settings = comparable(run)
+            settings.pop(SEED, None)
+            rows.append({name: as_text(value) for name, value in settings.items()})
         return pandas.DataFrame(rows).fillna(as_text(None))
 
     @cached_property
@@ -188,118 +178,117 @@ class Corpus:
         Other LN systems are compared with the first, which has the fewest settings of its own.
         Language models are compared only with LN in the same model.
         """
-        baselines, controls = (
-            {},
-            [label for label in self.settings if self.norm(label) == norm_labels().get("layer")],
-        )
+        controls = [label for label in self.settings if self.norm(label) == norm_labels()["layer"]]
+        baselines = {}
         for label, settings in self.settings.items():
             candidates = [ln for ln in controls if self._model(ln) == self._model(label)]
+            if label in candidates[:1]:
+                continue
             if label in candidates:
-                candidates = [ln for ln in candidates[:1] if ln != label]
+                candidates = candidates[:1]
             if candidates:
-                baselines[label] = min(
-                    candidates, key=lambda ln: len(differing([settings, self.settings[ln]]))
-                )
+                counts = [len(differing([settings, self.settings[ln]])) for ln in candidates]
+                baselines[label] = candidates[counts.index(min(counts))]
         return baselines
 
-    def _model(self, label: str) -> tuple:
+    def _model(self, label: str) -> tuple | None:
         """What language models that are compared have in common: the model, and whether it is
         causal.
         """
         settings = self.settings[label]
-        language_model = self.members(label)[0].language_model
-        return (
-            (settings[SIZE], bool(settings.get("model.tensorized_unmasked")))
-            if language_model
-            else ()
-        )
+        if not self.members(label)[0].language_model:
+            return None
+        return settings[SIZE], bool(settings.get("model.tensorized_unmasked"))
 
     def beside_the_norm(self, label: str, baseline: str) -> list[str]:
         """The settings in which two systems differ, without the norms and their options."""
-        names = differing([self.settings[label], self.settings[baseline]])
-        # The size of a mini-batch is a setting of systems with batch statistics only.
-        both = self.settings[label].keys() & self.settings[baseline].keys()
-        return [
-            name.rpartition(".")[2]
-            for name in names
-            if name != NORM
-            and not _OF_A_NORM.match(name)
-            and not (name in _BATCH and name not in both)
-        ]
+        own, other = self.settings[label], self.settings[baseline]
+        names = []
+        for name in differing([own, other]):
+            # The size of a mini-batch is a setting of systems with batch statistics only.
+            of_one = name in _BATCH and not (name in own and name in other)
+            if name != NORM and not _OF_A_NORM.match(name) and not of_one:
+                names.append(_short(name))
+        return names
 
 
-def differing(settings: Sequence[Mapping[str, object]]) -> list[str]:
+def _short(setting: str) -> str:
+    return setting.rpartition(".")[2]
+
+
+def differing(systems: Sequence[Mapping[str, object]]) -> list[str]:
     """Names of the settings that are not the same in all."""
-    names = dict.fromkeys(name for of_system in settings for name in of_system)
-    return [
-        name
-        for name in names
-        if any(of_system.get(name) != settings[0].get(name) for of_system in settings[1:])
-    ]
+    names: dict[str, None] = {}
+    for settings in systems:
+        names |= dict.fromkeys(settings)
+    several = []
+    for name in names:
+        first, *others = [settings.get(name) for settings in systems]
+        if any(value != first for value in others):
+            several.append(name)
+    return several
 
 
-def group(runs: Sequence[Run]) -> list[Corpus]:
+def group(runs: Sequence[ReportedRun]) -> list[CorpusRuns]:
     """Runs by data, and within the data by system.
 
     A run whose data or settings are not known is alone.
+
+    Raises:
+        UserError: runs on the same data do not agree on a measure.
     """
-    corpora: dict[object, list[Run]] = {}
+    corpora: dict[object, list[ReportedRun]] = {}
     for run in runs:
         known = run.data_settings is not None and run.settings_by_name
         key = frozenset(run.data_settings.items()) if known else run.path
         corpora.setdefault(key, []).append(run)
-    return [_corpus(members) for members in corpora.values()]
+    return [_corpus_runs(members) for members in corpora.values()]
 
 
-def names(runs: Sequence[Run]) -> list[tuple[str, str]]:
+def labels_of(runs: Sequence[ReportedRun]) -> list[tuple[str, str]]:
     """Of each run the label of its system, and the one that it has where the size of mini-batches
     is no setting.
 
     Of runs on different data both are the name of the run.
     """
-    first, *others = group(runs)
+    corpus, *others = group(runs)
     if others:
         return [(run.name, run.name) for run in runs]
-    labels = []
-    for corpus in (first, _corpus(runs, batch_is_a_setting=False)):
-        labels.append(
-            {run.path: label for label in corpus.settings for run in corpus.members(label)}
-        )
-    return [tuple(of_runs[run.path] for of_runs in labels) for run in runs]
+    with_batch = _label_by_run(corpus)
+    without = _label_by_run(_corpus_runs(runs, batch_is_a_setting=False))
+    return [(with_batch[run.path], without[run.path]) for run in runs]
 
 
-def _corpus(runs: Sequence[Run], batch_is_a_setting: bool = True) -> Corpus:
-    systems, rows, order = [], [], list(norm_labels().values())
-    with_statistics = {
-        label
-        for name, label in norm_labels().items()
-        if issubclass(norms.NORMS[name].cls, norms.RunningNorm)
-    }
-    sizes = {(norm_and_size(run)[0], name, run.get(name)) for run in runs for name in _BATCH}
-    several = Counter((norm, name) for norm, name, _ in sizes if norm in with_statistics)
+def _label_by_run(corpus: CorpusRuns) -> dict[Path, str]:
+    return {run.path: label for run, label in zip(corpus.runs, corpus.frame["system"], strict=True)}
+
+
+def _corpus_runs(runs: Sequence[ReportedRun], batch_is_a_setting: bool = True) -> CorpusRuns:
+    measures = measures_of({run.name: run.values.values() for run in runs})
+    own = LM_MEASURES if runs[0].language_model else METRICS
+    measures = dict(own) | measures
+    order = list(norm_labels().values())
+    mini_batches = _mini_batches_that_count(runs) if batch_is_a_setting else []
+    systems: list[Settings] = []
+    rows = []
     for run in runs:
         settings = {
             name: value
             for name, value in comparable(run).items()
-            if name != SEED and not _HOW.match(name)
+            if name != SEED and role_of(name).identity
         }
-        if batch_is_a_setting:
-            settings |= {
-                name: run.get(name) for name in _BATCH if several[settings[NORM], name] > 1
-            }
+        norm = settings[NORM]
+        for name in _BATCH:
+            if (norm, name) in mini_batches:
+                settings[name] = run.get(name)
         if settings not in systems:
             systems.append(settings)
-        rank = order.index(settings[NORM]) if settings[NORM] in order else len(order)
-        seed = run.seed if isinstance(run.seed, int) else None
-        rows.append(
-            {
-                "run": run,
-                "rank": rank,
-                "number": systems.index(settings),
-                "seed": seed,
-                **run.measures,
-            }
-        )
+        row = {"run": run, "number": systems.index(settings)}
+        row["rank"] = order.index(norm) if norm in order else len(order)
+        row["seed"] = run.seed if isinstance(run.seed, int) else None
+        for name in measures:
+            row[name] = run.values[name].value if name in run.values else math.nan
+        rows.append(row)
     details = _details(systems)
     frame = pandas.DataFrame(rows).astype({"seed": "Int64"})
     frame["details"] = [len(details[number]) for number in frame["number"]]
@@ -308,12 +297,32 @@ def _corpus(runs: Sequence[Run], batch_is_a_setting: bool = True) -> Corpus:
     )
     labels = {number: _label(number, systems, details) for number in frame["number"].unique()}
     frame["system"] = frame["number"].map(labels)
-    return Corpus(
-        runs[0].data_settings, frame, {label: systems[number] for number, label in labels.items()}
-    )
+    settings_by_label = {label: systems[number] for number, label in labels.items()}
+    return CorpusRuns(runs[0].data_settings, frame, settings_by_label, measures)
 
 
-def _details(systems: Sequence[dict[str, object]]) -> list[list[str]]:
+def _mini_batches_that_count(runs: Iterable[ReportedRun]) -> set[tuple[str, str]]:
+    """(norm, setting) of the sizes of mini-batches in which the runs of a norm with statistics of
+    the batch differ.
+    """
+    labels = norm_labels()
+    with_statistics = set()
+    for name, entry in norms.NORMS.items():
+        if issubclass(entry.cls, norms.RunningNorm):
+            with_statistics.add(labels[name])
+    sizes: dict[tuple[str, str], set] = {}
+    for run in runs:
+        norm, _ = norm_and_size(run)
+        for name in _BATCH:
+            sizes.setdefault((norm, name), set()).add(run.get(name))
+    return {
+        (norm, name)
+        for (norm, name), found in sizes.items()
+        if norm in with_statistics and len(found) > 1
+    }
+
+
+def _details(systems: Sequence[Settings]) -> list[list[str]]:
     """For each system the settings that differ from the most common value.
 
     Where no value is the most common, every value that is not the default is named; the size only
@@ -322,38 +331,41 @@ def _details(systems: Sequence[dict[str, object]]) -> list[list[str]]:
     details: list[list[str]] = [[] for _ in systems]
     for name in sorted(set(differing(systems)) - {NORM}):
         values = [as_text(system.get(name)) for system in systems]
-        (most_common, count), *others = Counter(values).most_common(2)
-        decided = not others or count > others[0][1]
+        counted = Counter(values).most_common(2)
+        decided = len(counted) == 1 or counted[0][1] > counted[1][1]
         for labels, system, value in zip(details, systems, values, strict=True):
             if name == SIZE:
-                sizes = {as_text(like.get(SIZE)) for like in systems if like[NORM] == system[NORM]}
-                differs = len(sizes) > 1
-            else:
-                differs = value != most_common if decided else system.get(name) is not None
-            if differs:
-                labels.append(value if name == SIZE else f"{name.rpartition('.')[2]}={value}")
+                if _several_sizes(system[NORM], systems):
+                    labels.append(value)
+            elif (value != counted[0][0]) if decided else system.get(name) is not None:
+                labels.append(f"{_short(name)}={value}")
     return details
 
 
-def _label(number: int, systems: Sequence[dict[str, object]], details: Sequence[list[str]]) -> str:
-    """The norm and the details; if they are many, the place among the systems of the norm, or
-    their number.
+def _several_sizes(norm: object, systems: Sequence[Settings]) -> bool:
+    return len({system[SIZE] for system in systems if system[NORM] == norm}) > 1
+
+
+def _label(number: int, systems: Sequence[Settings], details: Sequence[list[str]]) -> str:
+    """The norm and the details; if they are many, the place among the systems of the norm, or their
+    number.
     """
     norm, labels = str(systems[number][NORM]), details[number]
     if len(labels) > _MOST_DETAILS:
         of_norm = [index for index, system in enumerate(systems) if system[NORM] == norm]
-        several = len(of_norm) > 1
-        labels = [
-            f"settings {of_norm.index(number) + 1}" if several else f"{len(labels)} settings differ"
-        ]
+        if len(of_norm) > 1:
+            labels = [f"settings {of_norm.index(number) + 1}"]
+        else:
+            labels = [f"{len(labels)} settings differ"]
     return f"{norm} ({', '.join(labels)})" if labels else norm
 
 
 def as_text(value: object) -> str:
-    """A setting's value as text;
-
-    one that is not set is the default of fairseq or of the architecture.
+    """A setting's value as text; one that is not set is the default of fairseq or of the
+    architecture.
     """
     if isinstance(value, list) and len(value) == 1:  # such as a learning rate
         return as_text(value[0])
-    return "default" if value is None else '""' if value == "" else str(value)
+    if value is None:
+        return "default"
+    return str(value) or '""'

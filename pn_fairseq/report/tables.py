@@ -1,5 +1,5 @@
-"""The tables of a report: data, results, training, settings and hardware of runs, and the rows
-of ``report.csv``.
+"""The tables of a report: data, results, training, settings and hardware of runs, and the rows of
+``report.csv``.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from pathlib import Path
 import pandas
 
 from pn_fairseq.common.command import say
-from pn_fairseq.common.published import Row
-from pn_fairseq.pipeline.metrics import METRICS
+from pn_fairseq.pipeline.published import Row
+from pn_fairseq.pipeline.setting_roles import is_main
 from pn_fairseq.pipeline.training_log import TrainingLog
 from pn_fairseq.report.intervals import signed
 from pn_fairseq.report.markdown import Markdown, code, missing
-from pn_fairseq.report.runs import Run
-from pn_fairseq.report.significance import LOSS, MEASURES
-from pn_fairseq.report.systems import Corpus
+from pn_fairseq.report.measures import LOSS
+from pn_fairseq.report.runs import ReportedRun
+from pn_fairseq.report.systems import CorpusRuns
 
 #: Counts of prepared text, and what a report calls them.
 _COUNTS_OF_PAIRS = {split: f"sentence pairs, {split}" for split in ("train", "valid", "test")}
@@ -34,16 +34,6 @@ _COUNTS_OF_TOKENS = {split: f"tokens, {split}" for split in ("train", "valid", "
     "train.unk_percent": "% <unk>, train",
     "test.unk_percent": "% <unk>, test",
 }
-
-#: The settings that one asks for first; all others are in config.yaml.
-_MAIN_SETTINGS = re.compile(
-    r".*\._name$|encoder norm$|size$|average_last$|tokens_per_update$|sentences per update$"
-    r"|model\.|criterion\.|optimizer\.|lr_scheduler\."
-    r"|optimization\.(max_update|max_epoch|lr|stop_min_lr|clip_norm)$"
-    r"|dataset\.(max_tokens|required_batch_size_multiple|validate_interval_updates)$"
-    r"|checkpoint\.(keep_last_epochs|keep_interval_updates|save_interval_updates|patience)$"
-    r"|common\.(seed|fp16|bf16|amp|memory_efficient_fp16)$|generation\.(beam|lenpen)$"
-)
 
 #: What describes a start of a training run and not the machine it ran on (pn train).
 _OF_A_START = ("started", "command", "world_size", "tokens_per_update", "update_freq", "max_tokens")
@@ -65,42 +55,22 @@ def relative(text: str | Path) -> str:
     it.
     """
     folder = os.getcwd().rstrip("/")
+    if not folder:
+        return str(text)
     # Where a path begins: not in the middle of another one that has the same names in it.
-    return (
-        re.sub(rf"(?<![^\s'\"=:,(\[]){re.escape(folder)}/", "", str(text)) if folder else str(text)
-    )
+    return re.sub(rf"(?<![^\s'\"=:,(\[]){re.escape(folder)}/", "", str(text))
 
 
-def _plain(value: object) -> str:
-    if isinstance(value, dict):
-        parts = {name.replace("_", " "): part for name, part in value.items()}
-        return (
-            ", ".join(
-                f"{name} {_plain(part)}" if part else f"no {name}" for name, part in parts.items()
-            )
-            or "none"
-        )
-    if isinstance(value, list):  # eight times the same GPU
-        counts = Counter(map(_plain, value))
-        return (
-            "; ".join(f"{times} × {text}" if times > 1 else text for text, times in counts.items())
-            or "none"
-        )
-    return "none" if value in (None, "") else str(value)
-
-
-def data(corpus: Corpus) -> pandas.DataFrame:
+def data_table(corpus: CorpusRuns) -> pandas.DataFrame:
     """Where the data is, its settings that are not off, and its counts."""
+    rows = {"prepared data": missing("not recorded")}
     folders = corpus.data_folders()
-    rows = {
-        "prepared data": code(", ".join(map(os.path.relpath, folders)))
-        if folders
-        else missing("not recorded")
-    }
+    if folders:
+        rows["prepared data"] = code(", ".join(map(os.path.relpath, folders)))
     if corpus.data is None:
         rows["settings"] = missing("not recorded")
     for key, value in (corpus.data or {}).items():
-        off = not value or value == "0" and key not in ("lower", "bpe")
+        off = not value or (value == "0" and key not in ("lower", "bpe"))
         # with a dot: a file, and its checksum
         if not off and key not in ("folder", "clean_stage") and "." not in key:
             rows[code(key)] = code(value)
@@ -111,108 +81,136 @@ def data(corpus: Corpus) -> pandas.DataFrame:
     return pandas.DataFrame({"data": rows.keys(), "value": rows.values()})
 
 
-def results(
-    corpus: Corpus,
-    measures: Mapping[str, str],
+def results_table(
+    corpus: CorpusRuns,
     verb: str,
+    titles: Mapping[str, str],
     published: Mapping[str, Row] | None = None,
 ) -> pandas.DataFrame:
     """Means and deviations over seeds.
 
     Args:
-        measures: name -> title.
         verb: how the numbers were obtained.
+        titles: of measures, where they are not the measure's own.
         published: the rows of a published table that are shown beside systems; None: no table is
             shown.
     """
-    scores, rows = corpus.scores(), []
-    means = (
-        scores.groupby(level="system", sort=False)
-        .agg(["mean", "std"])
-        .reindex(list(corpus.settings))
-    )
+    scores = corpus.scores()
+    # Runs that were scored before a metric existed are shown without it.
+    shown = [name for name in corpus.measures if scored_by(corpus, name)] or list(corpus.measures)
+    seeds = scores.groupby(level="system", sort=False)
+    means = seeds.mean().reindex(list(corpus.settings))
+    deviations = seeds.std().reindex(list(corpus.settings))
+    rows = []
     for label in corpus.settings:
         runs = corpus.members(label)
-        measured = {
-            "not known" if run.seed is None else run.seed: None for run in runs if run.measured
-        }
-        seeds, state = len({run.seed for run in runs}), _state(runs[0])
-        amount = f"{len(measured)} of {seeds}" if len(measured) < seeds else str(seeds)
-        names = f"({', '.join(map(str, measured))})" if measured else state
-        row = {"norm": label, f"seeds {verb}": Markdown(f"{amount} {names}")}
-        for measure, name in measures.items():
-            mean, deviation = means.loc[label, measure]
-            digits = MEASURES[measure].decimals if measure in MEASURES else 2
-            lacking = missing("not scored by it" if measure in METRICS else "no statistics")
-            absent = state if not measured else lacking if math.isnan(mean) else None
-            spread = missing("– (one seed)") if math.isnan(deviation) else number(deviation, digits)
-            row |= {name: absent or number(mean, digits), f"std, {name}": absent or spread}
-            if measure == "tokenized" and published is not None:
-                bleu = published[label].bleu if label in published else None
-                known = bleu is not None and not math.isnan(bleu)
-                absent = missing("not in the paper" if bleu is None else "diverges")
-                row["paper"] = str(bleu) if known else absent
-                row["difference"] = signed(mean - bleu) if known and measured else missing("–")
+        measured = _seeds([run for run in runs if run.measured])
+        row = {"norm": label, f"seeds {verb}": _amount(runs, measured)}
+        for name in shown:
+            measure = corpus.measures[name]
+            title = titles.get(name, measure.title)
+            mean, deviation = means.loc[label, name], deviations.loc[label, name]
+            if not measured:
+                row[title] = row[f"std, {title}"] = _state(runs[0])
+            elif math.isnan(mean):
+                why = "no statistics" if name == "batch" else "not scored by it"
+                row[title] = row[f"std, {title}"] = missing(why)
+            else:
+                row[title] = number(mean, measure.decimals)
+                row[f"std, {title}"] = missing("– (one seed)")
+                if not math.isnan(deviation):
+                    row[f"std, {title}"] = number(deviation, measure.decimals)
+            if name == "tokenized" and published is not None:
+                row |= _beside(published.get(label), mean)
         rows.append(row)
     return pandas.DataFrame(rows)
 
 
-def rows(corpus: Corpus) -> list[dict[str, object]]:
+def scored_by(corpus: CorpusRuns, measure: str) -> bool:
+    return any(measure in run.values for run in corpus.runs)
+
+
+def _seeds(runs: Sequence[ReportedRun]) -> list[str]:
+    return list(dict.fromkeys("not known" if run.seed is None else str(run.seed) for run in runs))
+
+
+def _amount(runs: Sequence[ReportedRun], measured: Sequence[str]) -> Markdown:
+    """How many seeds of a system were measured, and which."""
+    seeds = len(_seeds(runs))
+    amount = str(seeds) if len(measured) == seeds else f"{len(measured)} of {seeds}"
+    which = f"({', '.join(measured)})" if measured else _state(runs[0])
+    return Markdown(f"{amount} {which}")
+
+
+def _beside(row: Row | None, mean: float) -> dict[str, str]:
+    """The cells of a published BLEU (of None: the table has none) and the difference from it."""
+    if row is None or row.bleu is None:
+        return {"paper": missing("not in the paper"), "difference": missing("–")}
+    if math.isnan(row.bleu):
+        return {"paper": missing("diverges"), "difference": missing("–")}
+    difference = missing("–") if math.isnan(mean) else signed(mean - row.bleu)
+    return {"paper": str(row.bleu), "difference": difference}
+
+
+def csv_rows(corpus: CorpusRuns) -> list[dict[str, object]]:
     """The rows of ``report.csv``, one for each run, with each setting that differs between the
     systems.
     """
     values = corpus.setting_values
     differing = values.loc[:, values.nunique() > 1].to_dict("records")
-    made = []
-    for (label, seed, run), settings in zip(
-        corpus.frame[["system", "seed", "run"]].itertuples(index=False), differing, strict=True
+    rows = []
+    frame = corpus.frame
+    for run, label, seed, settings in zip(
+        frame["run"], frame["system"], frame["seed"], differing, strict=True
     ):
-        parts = {"parts of tokenized BLEU": run.score("tokenized").verbose if run.scores else ""}
+        row = {"run": run.name, "data": "", "system": label, "norm": corpus.norm(label)}
+        if run.data_folder:
+            row["data"] = os.path.relpath(run.data_folder)
+        row |= {"seed": seed, "machine": run.machine, "code": run.code}
+        row["compared with"] = corpus.baselines.get(label)
+        for name in corpus.measures:
+            row[name] = run.values[name].value if name in run.values else math.nan
         if run.language_model:
-            parts = {"signature": run.perplexity.signature if run.perplexity else ""}
-        made.append(
-            {
-                "run": run.name,
-                "data": os.path.relpath(run.data_folder) if run.data_folder else "",
-                "system": label,
-            }
-            | {"norm": corpus.norm(label), "seed": seed, "machine": run.machine, "code": run.code}
-            | {"compared with": corpus.baselines.get(label), **run.measures, **parts}
-            | _of_training(run)
-            | settings
-            | {"state": _state(run).strip("*"), "problems": "; ".join(map(relative, run.problems))}
-        )
-    return made
+            row["signature"] = run.perplexity.signature if run.perplexity else ""
+        else:
+            bleu = run.score("tokenized")
+            row["parts of tokenized BLEU"] = bleu.verbose if bleu else ""
+        row |= training_numbers(run)
+        row |= settings
+        row["state"] = _state(run).strip("*")
+        row["problems"] = "; ".join(map(relative, run.problems))
+        rows.append(row)
+    return rows
 
 
-def _of_training(run: Run) -> dict[str, float]:
+def training_numbers(run: ReportedRun) -> dict[str, float]:
     """Numbers of a training run: NaN where the log does not have them."""
     log = run.log or TrainingLog()
-    valid = {loss: update for update, loss in log.valid.items() if math.isfinite(loss)}
-    best, speed = (
-        min(valid, default=math.nan),
-        statistics.median(log.tokens_per_second.values() or [math.nan]),
-    )
-    seconds, tokens = (
-        sum(getattr(start, what) for start in log.starts) or math.nan
-        for what in ("seconds", "tokens")
-    )
+    at_update = {loss: update for update, loss in log.valid.items() if math.isfinite(loss)}
+    best = min(at_update, default=math.nan)
+    speed = math.nan
+    if log.tokens_per_second:
+        speed = statistics.median(log.tokens_per_second.values())
+    seconds = sum(start.seconds for start in log.starts) or math.nan
+    tokens = sum(start.tokens for start in log.starts) or math.nan
     # `tokens` includes updates that were repeated after an interruption.
-    repeated = sum(len(start.updates) for start in log.starts) / max(1, len(log.train))
+    done = sum(len(start.updates) for start in log.starts)
+    repeated = done / max(1, len(log.train))
+    per_update = math.nan
+    if tokens > 0:
+        per_update = round(tokens / (log.updates * repeated) / speed, 3)
     return {
         "updates": log.updates,
         LOSS: best,
-        "at update": valid.get(best, math.nan),
+        "at update": at_update.get(best, math.nan),
         "seconds": round(seconds, 1),
-        "seconds per update": round(tokens / (log.updates * repeated) / speed, 3)
-        if tokens > 0
-        else math.nan,
+        "seconds per update": per_update,
         "tokens/s": speed,
         "tokens": tokens,
     }
 
 
-def _state(run: Run) -> str:
+def _state(run: ReportedRun) -> str:
     """One word or two for how far a run came."""
     if run.failed is not None:
         return missing(f"failed: {relative(run.failed) or 'no reason given'}")
@@ -227,85 +225,97 @@ def _state(run: Run) -> str:
     return missing("trained, not decoded" if run.decoded is None else "decoded, not scored")
 
 
-def training(corpus: Corpus) -> pandas.DataFrame:
+def training_table(corpus: CorpusRuns) -> pandas.DataFrame:
     """How each run went."""
     rows = []
     for label, run in zip(corpus.frame["system"], corpus.runs, strict=True):
-        numbers, log = _of_training(run), run.log or TrainingLog()
-        whole = all(start.done_seconds is not None for start in log.starts)
+        log = run.log or TrainingLog()
+        numbers = training_numbers(run)
+        row = {"norm": label, "seed": missing("not known") if run.seed is None else str(run.seed)}
+        row |= {"run": code(run.name), "state": _state(run)}
         limit = f"of {run.max_update:,}" if run.max_update else "(no limit)"
-        patience = (
-            f" (patience {run.get('checkpoint.patience')})" if log.reason == "patience" else ""
-        )
-        wall_time = (
-            ""
-            if math.isnan(numbers["seconds"])
-            else str(timedelta(seconds=round(numbers["seconds"])))
-        )
-        texts = {
-            LOSS: f"{numbers[LOSS]:.3f} at {numbers['at update']:,.0f}",
-            "wall time": f"{'' if whole else 'at least '}{wall_time or math.nan}",
-            "time per update": f"{numbers['seconds per update']:.2f} s",
-            "tokens/s": f"{numbers['tokens/s']:,.0f}",
-            "parameters": f"{log.parameters or math.nan:,}",
-        }
-        rows.append(
-            {"norm": label, "seed": missing("not known") if run.seed is None else str(run.seed)}
-            | {"run": code(run.name), "state": _state(run)}
-            | {"updates": f"{log.updates:,} {limit}{patience}"}
-            | {
-                name: missing("not logged") if "nan" in text else text
-                for name, text in texts.items()
-            }
-        )
+        row["updates"] = f"{log.updates:,} {limit}"
+        if log.reason == "patience":
+            row["updates"] += f" (patience {run.get('checkpoint.patience')})"
+        loss, update = numbers[LOSS], numbers["at update"]
+        row[LOSS] = _logged(loss, f"{loss:.3f} at {update:,.0f}")
+        row["wall time"] = _wall_time(log, numbers["seconds"])
+        per_update = numbers["seconds per update"]
+        row["time per update"] = _logged(per_update, f"{per_update:.2f} s")
+        row["tokens/s"] = _logged(numbers["tokens/s"], f"{numbers['tokens/s']:,.0f}")
+        row["parameters"] = f"{log.parameters:,}" if log.parameters else _NOT_LOGGED
+        rows.append(row)
     return pandas.DataFrame(rows)
 
 
-def machines(runs: Sequence[Run]) -> pandas.DataFrame:
+_NOT_LOGGED = missing("not logged")
+
+
+def _logged(value: float, text: str) -> str:
+    return _NOT_LOGGED if math.isnan(value) else text
+
+
+def _wall_time(log: TrainingLog, seconds: float) -> str:
+    if math.isnan(seconds):
+        return _NOT_LOGGED
+    time = str(timedelta(seconds=round(seconds)))
+    cut_off = any(start.done_seconds is None for start in log.starts)
+    return f"at least {time}" if cut_off else time
+
+
+def machines_table(runs: Sequence[ReportedRun]) -> pandas.DataFrame:
     """Versions and hardware, as each start of a training run recorded them; the same ones once."""
-    starts = pandas.DataFrame(
-        {"torch": "none"}
-        | {
-            name.replace("_", " "): _plain(value)
-            for name, value in start.items()
-            if name not in _OF_A_START
-        }
-        | {"runs": run.name}
-        | dict.fromkeys(
-            ("starts", "first start", "last start"), str(start.get("started", "not recorded"))
-        )
-        for run in runs
-        for start in run.starts
-    ).fillna("none")
+    rows = []
+    for run in runs:
+        for start in run.starts:
+            row = {"torch": "none"}
+            for name, value in start.items():
+                if name not in _OF_A_START:
+                    row[name.replace("_", " ")] = _plain(value)
+            row["runs"] = run.name
+            started = str(start.get("started", "not recorded"))
+            rows.append(row | {"starts": started, "first start": started, "last start": started})
+    starts = pandas.DataFrame(rows).fillna("none")
     if starts.empty:
         return starts
     names = {"runs": lambda runs: ", ".join(dict.fromkeys(runs)), "starts": "count"}
     names |= {"first start": "min", "last start": "max"}
-    table = (
-        starts.groupby([name for name in starts if name not in names], sort=False)
-        .agg(names)
-        .reset_index()
-    )
-    table.index = (
-        ["all starts"] if len(table) == 1 else [f"machine {row + 1}" for row in table.index]
-    )
+    described = [name for name in starts if name not in names]
+    table = starts.groupby(described, sort=False).agg(names).reset_index()
+    table.index = [f"machine {row + 1}" for row in table.index]
+    if len(table) == 1:
+        table.index = ["all starts"]
     return table.T.rename_axis("what").reset_index()
 
 
-def settings(corpus: Corpus) -> dict:
+def _plain(value: object) -> str:
+    """A value of starts.jsonl in words."""
+    if isinstance(value, dict):
+        parts = []
+        for name, part in value.items():
+            title = name.replace("_", " ")
+            parts.append(f"{title} {_plain(part)}" if part else f"no {title}")
+        return ", ".join(parts) or "none"
+    if isinstance(value, list):  # eight times the same GPU
+        parts = []
+        for text, times in Counter(map(_plain, value)).items():
+            parts.append(f"{times} × {text}" if times > 1 else text)
+        return "; ".join(parts) or "none"
+    return "none" if value in (None, "") else str(value)
+
+
+def settings_tables(corpus: CorpusRuns) -> dict:
     """Tables of what differs between the systems (``differing``) and what does not (``common``)."""
     values = corpus.setting_values
     same = values.nunique() == 1
     by_system = values.loc[:, ~same].groupby(corpus.frame["system"], sort=False)
     differing = by_system.agg(lambda column: ", ".join(dict.fromkeys(column)))
-    # fairseq's ways to say "not": false, -1, no text; and 0 as a limit.
-    main = {
-        name: value
-        for name, value in values.loc[:, same].iloc[0].items()
-        if _MAIN_SETTINGS.match(name)
-        and value not in ("False", "-1", '""')
-        and not (value == "0" and "max_" in name)
-    }
+    main = {}
+    for name, value in values.loc[:, same].iloc[0].items():
+        # fairseq's ways to say "not": false, -1, no text; and 0 as a limit.
+        off = value in ("False", "-1", '""') or (value == "0" and "max_" in name)
+        if is_main(name) and not off:
+            main[name] = value
     return {
         "differing": differing.T.rename(index=code).rename_axis("setting").reset_index(),
         "common": pandas.DataFrame({"setting": map(code, main), "value": main.values()}),
@@ -313,24 +323,20 @@ def settings(corpus: Corpus) -> dict:
     }
 
 
-def commands(corpus: Corpus) -> list[str]:
-    """The commands of pn train, of the last start of each run: its settings are those of the
-    run.
-    """
-    starts = [run.starts[-1] for run in corpus.runs if run.starts]
-    return [
-        shlex.join(["pn", "train", *map(relative, start["command"])])
-        for start in starts
-        if "command" in start
-    ]
-
-
-def signatures(corpus: Corpus) -> dict[str, list[str]]:
-    """Title of a score -> the ways in which the runs were scored."""
-    signatures: dict[str, set[str]] = {}
+def commands(corpus: CorpusRuns) -> list[str]:
+    """The command of the last start of each run: its settings are those of the run."""
+    lines = []
     for run in corpus.runs:
-        scores = {metric.title: run.score(name) for name, metric in METRICS.items()}
-        for title, score in (scores | {"perplexity": run.perplexity}).items():
-            if score:
-                signatures.setdefault(title, set()).add(score.signature)
-    return {title: sorted(of_score) for title, of_score in signatures.items()}
+        if run.starts and "command" in run.starts[-1]:
+            lines.append(shlex.join(["pn", "train", *map(relative, run.starts[-1]["command"])]))
+    return lines
+
+
+def signatures(corpus: CorpusRuns) -> dict[str, list[str]]:
+    """Title of a measure -> the ways in which the runs were scored."""
+    found: dict[str, set[str]] = {}
+    for run in corpus.runs:
+        for value in run.values.values():
+            if value.signature:
+                found.setdefault(value.measure.title, set()).add(value.signature)
+    return {title: sorted(of_measure) for title, of_measure in found.items()}

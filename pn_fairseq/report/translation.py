@@ -1,5 +1,5 @@
-"""What the report shows of translations (``translation.md.j2``): scores beside a published
-table, and the bootstrap.
+"""What the report shows of translations (``translation.md.j2``): scores beside a published table,
+and the bootstrap.
 """
 
 from __future__ import annotations
@@ -7,110 +7,107 @@ from __future__ import annotations
 import pandas
 
 from pn_fairseq.common.command import UserError
-from pn_fairseq.common.published import PAPER, Table, recognise
-from pn_fairseq.pipeline.bootstrap import compare_folders, p_text
 from pn_fairseq.pipeline.metrics import METRICS
-from pn_fairseq.pipeline.scoring import low_bleu
+from pn_fairseq.pipeline.paired_bootstrap import compare_folders, p_text
+from pn_fairseq.pipeline.published import PAPER, Table, recognise
+from pn_fairseq.pipeline.translation_scores import low_bleu
 from pn_fairseq.report.intervals import signed
 from pn_fairseq.report.markdown import missing
-from pn_fairseq.report.runs import Run
-from pn_fairseq.report.systems import Corpus, norm_labels
-from pn_fairseq.report.tables import progress, results
+from pn_fairseq.report.runs import ReportedRun
+from pn_fairseq.report.systems import CorpusRuns, norm_labels
+from pn_fairseq.report.tables import progress, results_table
 
 
-def _differences(run: Run, baseline: Run, resamples: int, comparisons: int) -> dict[str, str]:
-    """Score -> the difference of a run from another one, and p, corrected by Bonferroni for the
+def bootstrap_texts(
+    run: ReportedRun, baseline: ReportedRun, resamples: int, comparisons: int
+) -> dict[str, str]:
+    """Metric -> the difference of a run from another one, and p, corrected by Bonferroni for the
     ``comparisons``.
     """
+    folders = {"baseline": baseline.result, "system": run.result}
     try:
-        compared = compare_folders(
-            {"baseline": baseline.result, "system": run.result}, resamples=resamples
-        )
+        compared = compare_folders(folders, resamples=resamples)
     except (UserError, OSError) as error:
         return dict.fromkeys(METRICS, f"not computed ({' '.join(str(error).split())})")
     low = any(low_bleu(result.score) for result in compared["tokenized"].results.values())
     texts = {}
-    for measure, comparison in compared.items():
+    for metric, comparison in compared.items():
         of_baseline, of_run = comparison.results.values()
-        p = "not tested (BLEU below 1)" if low else p_text(min(1.0, of_run.p_value * comparisons))
-        texts[measure] = f"{signed(of_run.score - of_baseline.score)}, {p}"
+        p = "not tested (BLEU below 1)"
+        if not low:
+            p = p_text(min(1.0, of_run.p_value * comparisons))
+        texts[metric] = f"{signed(of_run.score - of_baseline.score)}, {p}"
     return texts
 
 
-def bootstrap(corpus: Corpus, resamples: int) -> tuple[pandas.DataFrame, int]:
-    """Every scored system against LN over test sentences,
-
-    and by how many comparisons each p is corrected.
+def bootstrap(corpus: CorpusRuns, resamples: int) -> tuple[pandas.DataFrame, int]:
+    """Every scored system against LN over test sentences, and by how many comparisons each p is
+    corrected.
     """
-    scored = set(corpus.scores().index.unique("system"))
+    scored = {label for label in corpus.settings if _scored_runs(corpus, label)}
     tested = {
         label: baseline
         for label, baseline in corpus.baselines.items()
-        if {label, baseline} <= scored
+        if label in scored and baseline in scored
     }
     rows = []
     for label, baseline in tested.items():
         progress(f"comparing {label} with {baseline}")
-        partners = {run.seed: run for run in reversed(corpus.members(baseline)) if run.scores}
-        texts = {measure: [] for measure in METRICS}
-        for run in corpus.members(label):
-            if run.scores and run.seed in partners:
-                seed = "not known" if run.seed is None else run.seed
-                for measure, text in _differences(
-                    run, partners[run.seed], resamples, len(tested)
-                ).items():
-                    texts[measure].append(f"seed {seed}: {text}")
-        for measure, metric in METRICS.items():
-            text = "; ".join(texts[measure]) or missing("– (no seed in common)")
-            rows.append(
-                {"norm": label, "measure": metric.title, "difference and p, per seed": text}
-            )
+        partners = {run.seed: run for run in reversed(_scored_runs(corpus, baseline))}
+        texts: dict[str, list[str]] = {metric: [] for metric in METRICS}
+        for run in _scored_runs(corpus, label):
+            if run.seed not in partners:
+                continue
+            seed = "not known" if run.seed is None else run.seed
+            differences = bootstrap_texts(run, partners[run.seed], resamples, len(tested))
+            for metric, text in differences.items():
+                texts[metric].append(f"seed {seed}: {text}")
+        for name, metric in METRICS.items():
+            text = "; ".join(texts[name]) or missing("– (no seed in common)")
+            row = {"norm": label, "measure": metric.title, "difference and p, per seed": text}
+            rows.append(row)
     return pandas.DataFrame(rows), len(tested)
 
 
-def content(corpus: Corpus, paper: str | Table, resamples: int) -> dict:
+def _scored_runs(corpus: CorpusRuns, label: str) -> list[ReportedRun]:
+    return [run for run in corpus.members(label) if run.scores]
+
+
+def content(corpus: CorpusRuns, paper: str | Table, resamples: int) -> dict:
     """What the template shows of the runs on a corpus.
 
     ``paper``: a table, the name of one, auto or none.
     """
-    scored = [run for run in corpus.runs if run.scores]
     size = next((run.decoded for run in corpus.runs if run.decoded), None)
     pairs = corpus.counts().get("train")
-    # Runs that were scored before a metric existed are shown without it.
-    metrics = [name for name in METRICS if any(run.score(name) for run in scored)] or METRICS
     if paper == "auto":
         paper = recognise(corpus.data or {}, size, pairs)
     table = paper if isinstance(paper, Table) else PAPER.get(paper)
     published = {}
+    norms = {label: name for name, label in norm_labels().items()}
+    for label, settings in corpus.settings.items():
+        row = table and table.row(norms.get(corpus.norm(label)), settings)
+        if row:
+            published[label] = row
+    score_lines = []
+    for label, row in published.items():
+        if row.signature:
+            for run in _scored_runs(corpus, label):
+                score_lines.append((label, row, run.seed, run.score("tokenized")))
+    split = False
     if table:
-        norms = {label: name for name, label in norm_labels().items()}
-        rows = {
-            label: table.row(norms.get(corpus.norm(label)), own)
-            for label, own in corpus.settings.items()
-        }
-        published = {label: row for label, row in rows.items() if row}
+        scores = [run.score("tokenized") for run in corpus.runs if run.scores]
+        split = any(score.compound_split != table.compound_split for score in scores)
     return {
-        "results": results(
-            corpus,
-            {name: METRICS[name].title for name in metrics},
-            "scored",
-            published if table else None,
-        ),
+        "results": results_table(corpus, "scored", {}, published if table else None),
         "paper": table,
         "otherwise": {
             label: row.missing(corpus.settings[label]) for label, row in published.items()
         },
-        "score_lines": [
-            (label, row, run.seed, run.score("tokenized"))
-            for label, row in published.items()
-            if row.signature
-            for run in corpus.members(label)
-            if run.scores
-        ],
+        "score_lines": score_lines,
         "size": size,
         "pairs": pairs,
-        "split": bool(table)
-        and any(run.score("tokenized").compound_split != table.compound_split for run in scored),
+        "split": split,
         "decodings": sorted({run.decoding for run in corpus.runs if run.decoding}),
         "bootstrap": bootstrap(corpus, resamples),
     }

@@ -21,11 +21,7 @@ class _Chosen:
 
     def pytest_collection_modifyitems(self, config, items) -> None:
         """Leave out the tests for norms with state where no norm has any."""
-        items[:] = [
-            item
-            for item in items
-            if not any("empty param" in str(m) for m in item.iter_markers("skip"))
-        ]
+        items[:] = [item for item in items if not _has_no_norm(item)]
 
     def pytest_collection_finish(self, session) -> None:
         print(f"{len(session.items)} tests of {', '.join(self.names)}", flush=True)
@@ -35,22 +31,25 @@ class _Chosen:
 
         pytest's own would leave out what does not fit into the width of the terminal.
         """
-        for report in (
-            *terminalreporter.stats.get("failed", ()),
-            *terminalreporter.stats.get("error", ()),
-        ):
-            if (crash := getattr(report.longrepr, "reprcrash", None)) is not None:
+        stats = terminalreporter.stats
+        for report in [*stats.get("failed", ()), *stats.get("error", ())]:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            if crash is not None:
                 name = report.nodeid.rpartition("::")[2]
                 terminalreporter.write_line(f"FAILED {name}: {crash.message.splitlines()[0]}")
+
+
+def _has_no_norm(item) -> bool:
+    """pytest skips a test whose fixture has no values."""
+    return any("empty param" in str(mark) for mark in item.iter_markers("skip"))
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = ArgumentParser(
         prog="pn test-norms",
         description="Check the rules that every norm must keep: padding, ranks, activation "
-        "checkpointing, gradient "
-        "accumulation, faults, precision, saving, recalibration, averaging, folding, diagnostics, "
-        "compilation.",
+        "checkpointing, gradient accumulation, faults, precision, saving, recalibration, "
+        "averaging, folding, diagnostics, compilation.",
         epilog="Arguments after -- are passed to pytest, for example: -- -x -k padding",
     )
     files = "Python files that register norms (docs/adding_a_norm.md)"
@@ -74,7 +73,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         for path in modules:
             load_norms(path)
-        names = args.names or [name for name in NORMS if name not in known] or list(NORMS)
+        of_files = [name for name in NORMS if name not in known]
+        names = args.names or of_files or list(NORMS)
         for name in names:
             if name.endswith(".py"):
                 raise UserError(f"'{name}' is no norm, did you mean '--norm-module {name}'?")
@@ -89,19 +89,9 @@ def main(argv: list[str] | None = None) -> int:
 
     folder = Path(__file__).parent
     # No configuration of the folder that this is called in: the suite is the same everywhere.
-    options = [
-        "-q",
-        "-r",
-        "N",
-        "-p",
-        "no:cacheprovider",
-        "-c",
-        os.devnull,
-        "--rootdir",
-        folder,
-        *for_pytest,
-    ]
-    arguments = [str(option) for option in (*options, *sorted(folder.glob("test_*.py")))]
+    options = f"-q -r N -p no:cacheprovider -c {os.devnull} --rootdir".split()
+    suite = sorted(str(file) for file in folder.glob("test_*.py"))
+    arguments = [*options, str(folder), *for_pytest, *suite]
     code = pytest.main(arguments, plugins=[_Chosen(names, modules), helpers])
     if code == pytest.ExitCode.INTERRUPTED:
         raise KeyboardInterrupt

@@ -55,10 +55,16 @@ class Case:
 
 def cases(names=None) -> list[Case]:
     """The norms of these names (None: all) in all variants that they have."""
-    names = NORMS if names is None else names
-    return [
-        Case(name, variant) for name in names for variant in (VARIANTS[0], *NORMS[name].variants)
-    ]
+    found = []
+    for name in NORMS if names is None else names:
+        for variant in (VARIANTS[0], *NORMS[name].variants):
+            found.append(Case(name, variant))
+    return found
+
+
+def running_cases(names=None) -> list[Case]:
+    """Those of :func:`cases` with running statistics."""
+    return [case for case in cases(names) if issubclass(case.cls, RunningNorm)]
 
 
 #: Norms that differ in kind from each other, as case names.
@@ -83,27 +89,33 @@ def pytest_generate_tests(metafunc):
     """
     slow = pytest.mark.slow if getattr(metafunc.function, "long", False) else ()
     quick = COMPILED if "compiler" in metafunc.fixturenames else KINDS
-    chosen = cases(metafunc.config.getoption("norm_names", None))
+    names = metafunc.config.getoption("norm_names", None)
     fixtures = {
-        "case": chosen,
-        "running": [case for case in chosen if issubclass(case.cls, RunningNorm)],
-        "masking": [case for case in chosen if case.variant == VARIANTS[0]],
+        "case": cases(names),
+        "running": running_cases(names),
+        "masking": [case for case in cases(names) if case.variant == VARIANTS[0]],
     }
     for fixture, values in fixtures.items():
         if fixture in metafunc.fixturenames:
-            cases_of = [
-                pytest.param(case, marks=() if str(case) in quick else slow) for case in values
-            ]
-            metafunc.parametrize(fixture, cases_of, ids=str)
+            params = []
+            for case in values:
+                params.append(pytest.param(case, marks=() if str(case) in quick else slow))
+            metafunc.parametrize(fixture, params, ids=str)
 
 
 def some_steps(norm, number=3, seed=8, **options):
     """What ``number`` training steps give: y, gradients and, at the end, the state."""
     generator = rng(seed)
-    steps = [train_step(norm.train(), *random_batch(generator, **options)) for _ in range(number)]
-    return [torch.tensor(value) for step in steps for value in step.values()] + list(
-        state_of(norm).values()
-    )
+    results = []
+    for _ in range(number):
+        step = train_step(norm.train(), *random_batch(generator, **options))
+        results += map(torch.tensor, step.values())
+    return results + list(state_of(norm).values())
+
+
+def gradients_of(module):
+    """The gradients of the parameters that have one."""
+    return [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
 
 
 def poison(values, mask, bad):
@@ -159,17 +171,15 @@ def random_batch(generator, shape=(5, 3, CHANNELS), masked=True, scale=1.0):
     (x, mask or None, dy), NumPy float64.
     """
     channels = shape[-1]
-    x = generator.normal(size=shape) * generator.uniform(0.3, 2.0, channels) + generator.normal(
-        size=channels
-    )
+    x = generator.normal(size=shape)
+    x *= generator.uniform(0.3, 2.0, channels)
+    x += generator.normal(size=channels)
     dy = generator.normal(size=shape)
     mask = None
-    if masked:
-        mask = (
-            random_mask(generator, shape[0], shape[1])
-            if len(shape) == 3
-            else random_mask(generator, shape[0], 1)[0]
-        )
+    if masked and len(shape) == 3:
+        mask = random_mask(generator, shape[0], shape[1])
+    elif masked:
+        mask = random_mask(generator, shape[0], 1)[0]
     return x * scale, mask, dy
 
 
@@ -177,7 +187,7 @@ def real_tokens(shape, mask):
     """Boolean selector of the real tokens of x, for x of this shape."""
     if mask is None:
         return np.ones(shape[:-1], dtype=bool)
-    return ~np.asarray(mask).T if len(shape) == 3 else ~np.asarray(mask)
+    return ~np.asarray(mask).T
 
 
 def to_tensor(values, dtype=torch.float32, requires_grad=False):
@@ -194,6 +204,16 @@ def tensors(generator, shape=(5, 3, CHANNELS), masked=True):
     return to_tensor(x), to_mask(mask), to_tensor(dy)
 
 
+def forwards(function, batches, dtype=torch.float32):
+    """``function`` of each of the batches (x, mask, dy): leaves of the inputs, and the outputs."""
+    leaves, outputs = [], []
+    for x, mask, _ in batches:
+        leaf = x.to(dtype, copy=True).requires_grad_()
+        leaves.append(leaf)
+        outputs.append(function(leaf, mask))
+    return leaves, outputs
+
+
 def randomize_affine(norm, seed=1):
     """Weights of both signs away from 1, biases away from 0: one that is left out or applied twice
     shows.
@@ -201,15 +221,15 @@ def randomize_affine(norm, seed=1):
     Other parameters of the norm get positive values.
     """
     generator = rng(seed)
-    draw = {
-        "weight": lambda size: generator.uniform(-2, 2, size),
-        "bias": lambda size: generator.normal(size=size),
-    }
     with torch.no_grad():
         for name, parameter in norm.named_parameters():
-            values = draw.get(name, lambda size: generator.uniform(0.3, 1.5, size))(
-                tuple(parameter.shape)
-            )
+            size = tuple(parameter.shape)
+            if name == "weight":
+                values = generator.uniform(-2, 2, size)
+            elif name == "bias":
+                values = generator.normal(size=size)
+            else:
+                values = generator.uniform(0.3, 1.5, size)
             parameter.copy_(torch.tensor(values))
     return norm
 
@@ -246,6 +266,13 @@ def assert_states_equal(norm, expected):
     assert_state_unchanged(norm, state_of(expected))
 
 
+def assert_states_close(norm, expected, rtol=1e-6, what=""):
+    """As :func:`assert_close`, of every buffer."""
+    actual = state_of(norm)
+    for name, value in state_of(expected).items():
+        assert_close(actual[name], value, rtol, f"{what} {name}")
+
+
 def assert_same(actual, expected, what=""):
     """Two sequences of tensors are equal to the bit."""
     for one, two in zip(actual, expected, strict=True):
@@ -256,14 +283,15 @@ def assert_close(actual, expected, rtol=2e-5, what="", terms=0.0):
     """Relative to the largest expected value, or ``terms`` if larger: sums of both signs may
     cancel.
     """
-    actual = np.asarray(
-        actual.detach().double() if isinstance(actual, torch.Tensor) else actual, dtype=np.float64
-    )
-    expected = np.asarray(
-        expected.detach() if isinstance(expected, torch.Tensor) else expected, dtype=np.float64
-    )
+    actual, expected = as_float64(actual), as_float64(expected)
     scale = max(np.abs(expected).max(), terms) if expected.size else 0.0
     np.testing.assert_allclose(actual, expected, rtol=rtol, atol=rtol * scale, err_msg=what)
+
+
+def as_float64(values):
+    if isinstance(values, torch.Tensor):
+        values = values.detach().double()
+    return np.asarray(values, dtype=np.float64)
 
 
 def unrounded(rounded, exact, dtype):

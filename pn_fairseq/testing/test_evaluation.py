@@ -18,6 +18,7 @@ from pn_fairseq.testing.helpers import (
     assert_same,
     assert_state_unchanged,
     assert_states_equal,
+    gradients_of,
     long,
     poison,
     random_batch,
@@ -67,7 +68,8 @@ def test_training_mixes_tokens_as_the_norm_says(case):
         ("update 1", early, says != "never"),
         ("the long run", late, says == "always"),
     ):
-        difference = float((norm(x) - norm(twin))[:-1].abs().max().detach())
+        change = norm(x) - norm(twin)
+        difference = float(change[:-1].abs().max().detach())
         assert difference > 1e-3 if mixes else difference < 1e-5, (
             f"mixes_tokens is {says!r}, but in {when} another token changes y by {difference:.2g}"
         )
@@ -81,15 +83,14 @@ def test_statistics_are_means_over_tokens(running):
     once, twice = (running.build(4, psi_warmup_updates=2).double() for _ in range(2))
     generator = rng(4)
     for step in range(5):
-        x, mask, dy = (
-            value if value.dtype == torch.bool else value.double() for value in tensors(generator)
-        )
+        x, mask, dy = tensors(generator)
+        x, dy, batch = x.double(), dy.double(), x.size(1)
         one, two = x.clone().requires_grad_(), torch.cat([x, x], 1).requires_grad_()
         y_one, y_two = once(one, mask), twice(two, torch.cat([mask, mask]))
         y_one.backward(dy)
         y_two.backward(torch.cat([dy, dy], 1))
         expected = {"y": y_one, "dx": one.grad, **state_of(once)}
-        actual = {"y": y_two[:, : x.size(1)], "dx": two.grad[:, : x.size(1)], **state_of(twice)}
+        actual = {"y": y_two[:, :batch], "dx": two.grad[:, :batch], **state_of(twice)}
         for key, value in expected.items():
             difference = (actual[key] - value).abs().max() / value.abs().max().clamp(min=1e-6)
             assert difference < 0.1, (
@@ -103,7 +104,8 @@ def test_the_gradient_is_a_derivative_in_the_long_run(running):
     that has settled on x makes of x; or, where a norm takes statistics for constants, of its affine
     map.
     """
-    x, _, dy = (value if value is None else value.double() for value in tensors(rng(3)))
+    x, _, dy = tensors(rng(3))
+    x, dy = x.double(), dy.double()
 
     def settled(x):
         norm = running.build(alpha_fwd=0.5, alpha_bwd=0.5, psi_warmup_updates=2).double()
@@ -118,13 +120,14 @@ def test_the_gradient_is_a_derivative_in_the_long_run(running):
     for _ in range(2):
         direction = torch.randn(x.shape, generator=generator, dtype=torch.float64)
         there, back = x + step * direction, x - step * direction
-        exact = float(((settled(there)[1] - settled(back)[1]) * dy).sum()) / (2 * step)
-        constant = float(((norm(there) - norm(back)).detach() * dy).sum()) / (2 * step)
+        change, affine = settled(there)[1] - settled(back)[1], norm(there) - norm(back)
+        exact = float((change * dy).sum()) / (2 * step)
+        constant = float((affine.detach() * dy).sum()) / (2 * step)
         actual = float((dx * direction).sum())
-        assert min(abs(actual - exact), abs(actual - constant)) < 0.01 * float(dx.norm()), (
+        nearest = min(abs(actual - exact), abs(actual - constant))
+        assert nearest < 0.01 * float(dx.norm()), (
             f"dx is wrong: along a direction the derivative is {exact:.4g} ({constant:.4g} with "
-            "constant statistics), "
-            f"and dx gives {actual:.4g}"
+            f"constant statistics), and dx gives {actual:.4g}"
         )
 
 
@@ -136,15 +139,13 @@ def test_evaluation_is_the_affine_map_that_folding_uses(running, groups, affine)
     assert (part is None) == norm.folds
     scale, shift = norm.evaluation_affine(torch.float64)
     expected = scale * norm.layer_scale(x) + shift
-    torch.testing.assert_close(
-        norm(x), expected if part is None else expected + part, rtol=1e-11, atol=1e-11
-    )
+    if part is not None:
+        expected += part
+    torch.testing.assert_close(norm(x), expected, rtol=1e-11, atol=1e-11)
     if not norm.folds:
         return
-    weight, bias = (
-        torch.randn(7, CHANNELS, dtype=torch.float64),
-        torch.randn(7, dtype=torch.float64),
-    )
+    weight = torch.randn(7, CHANNELS, dtype=torch.float64)
+    bias = torch.randn(7, dtype=torch.float64)
     for given in (bias, None):
         folded = folded_linear(norm, weight, given)
         actual = torch.nn.functional.linear(norm.layer_scale(x), *folded)
@@ -166,7 +167,8 @@ def test_evaluation_follows_a_state_that_was_loaded_or_trained(running):
 
 def test_evaluation_has_gradients(running):
     norm = running.trained(4).eval().double()
-    x = to_tensor(random_batch(rng(5), (3, 2, CHANNELS))[0], torch.float64, requires_grad=True)
+    x, _, _ = random_batch(rng(5), (3, 2, CHANNELS))
+    x = to_tensor(x, torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(norm, (x,), fast_mode=True)
     with torch.inference_mode():
         y = norm(x)
@@ -182,11 +184,8 @@ def test_a_gradient_of_an_evaluation_is_of_the_state_that_it_used(running):
     for model, result in ((norm, y), (twin, twin(x, mask))):
         model.zero_grad()
         result.backward(dy)
-    gradients = [
-        [p.grad for p in model.parameters() if p.grad is not None] for model in (norm, twin)
-    ]
-    assert gradients[0]
-    assert_same(*gradients)
+    assert gradients_of(norm)
+    assert_same(gradients_of(norm), gradients_of(twin))
 
 
 # torch.compile, torch.export, torch.func.
@@ -223,15 +222,11 @@ def test_training_under_compile_is_training(case, compiler):
         results = []
         for norm, call in ((plain, plain), (twin, compiled)):
             norm.set_num_updates(step)
-            gradients = train_step(call, *batch)
-            results.append(
-                [torch.tensor(value) for value in gradients.values()]
-                + list(state_of(norm).values())
-            )
+            gradients = train_step(call, *batch).values()
+            results.append([*map(torch.tensor, gradients), *state_of(norm).values()])
         torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2 + (
-        case.name in ("power", "prep-batch")
-    )
+    graphs = 3 if case.name in ("power", "prep-batch") else 2
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
 
 @long
@@ -240,10 +235,9 @@ def test_evaluation_can_be_exported(case):
     x, mask, _ = tensors(rng(2))
     exported = torch.export.export(norm, (x, mask))
     torch.testing.assert_close(exported.module()(x, mask), norm(x, mask))
-    operators = [str(node.target) for node in exported.graph.nodes if node.op == "call_function"]
-    assert not [name for name in operators if name.startswith("pn_fairseq")], (
-        "loads only where this package is"
-    )
+    for node in exported.graph.nodes:
+        loads_anywhere = not str(node.target).startswith("pn_fairseq")
+        assert node.op != "call_function" or loads_anywhere, "loads only where this package is"
 
 
 def test_evaluation_under_transforms_of_torch_func(case):
@@ -331,10 +325,12 @@ def test_diagnostics_change_no_number_and_count_faults(running, warmup):
     generator = rng(3)
     for step in range(5):
         x, mask, dy = random_batch(generator)
-        if step in (1, 3):
-            x, dy = (poison(x, mask, np.nan), dy) if step == 1 else (x, poison(dy, mask, np.inf))
+        if step == 1:
+            x = poison(x, mask, np.nan)
         elif step == 2:  # padding only: no fault
             mask[:] = True
+        elif step == 3:
+            dy = poison(dy, mask, np.inf)
         results = [train_step(norm, x, mask, dy) for norm in (plain, watched)]
         for key, value in results[0].items():
             np.testing.assert_array_equal(results[1][key], value, f"step {step}: {key}")
@@ -367,17 +363,19 @@ class Stack(torch.nn.Module):
 
 def trained_stack(case, steps=4):
     model = Stack(case).train()
-    for x, mask, dy in [tensors(rng(20 + step)) for step in range(steps)]:
+    for step in range(steps):
+        x, mask, dy = tensors(rng(20 + step))
         model(x.requires_grad_(), mask).backward(dy)
     return model
 
 
 def calibration_batches(number, masked=True):
     generator = rng(30)
-    return [
-        random_batch(generator, (3 + 2 * n, 3, CHANNELS), masked, 1.0 + n)[:2]
-        for n in range(number)
-    ]
+    batches = []
+    for n in range(number):
+        x, mask, _ = random_batch(generator, (3 + 2 * n, 3, CHANNELS), masked, 1.0 + n)
+        batches.append((x, mask))
+    return batches
 
 
 def recalibrate(model, batches):
@@ -393,18 +391,18 @@ def test_recalibration_is_the_mean_over_the_batches_of_the_statistics_of_each(ru
     """
     norm = running.trained()
     batches = calibration_batches(4, masked=running.variant == VARIANTS[0])
-    recalibrate(norm, [*batches, (np.ones((2, 1, CHANNELS)), np.ones((1, 2), dtype=bool))])
+    only_padding = (np.ones((2, 1, CHANNELS)), np.ones((1, 2), dtype=bool))
+    recalibrate(norm, [*batches, only_padding])
     real = [x[real_tokens(x.shape, mask)] for x, mask in batches]
     mean, moment = norm.evaluation_statistics()
-    if mean is not None:
-        assert_close(mean, np.mean([tokens.mean(0) for tokens in real], axis=0))
-        biased, unbiased = (
-            np.mean([tokens.var(0, ddof=ddof) for tokens in real], axis=0) for ddof in (0, 1)
-        )
-        nearer = abs(moment.numpy() - biased).sum() < abs(moment.numpy() - unbiased).sum()
-        assert_close(moment, biased if nearer else unbiased)
-    else:
+    if mean is None:
         assert_close(moment, np.mean([(tokens**2).mean(0) for tokens in real], axis=0))
+        return
+    assert_close(mean, np.mean([tokens.mean(0) for tokens in real], axis=0))
+    biased = np.mean([tokens.var(0) for tokens in real], axis=0)
+    unbiased = np.mean([tokens.var(0, ddof=1) for tokens in real], axis=0)
+    distances = [abs(moment.numpy() - variance).sum() for variance in (biased, unbiased)]
+    assert_close(moment, biased if distances[0] < distances[1] else unbiased)
 
 
 def test_recalibration_changes_the_evaluation_statistics_alone(running):
@@ -421,7 +419,8 @@ def test_recalibration_changes_the_evaluation_statistics_alone(running):
     assert not any(norm.recalibrating for norm in norms)
     estimated = {model.first.mean_name, model.first.moment_name}
     for key, value in state_of(model).items():
-        assert torch.equal(value, before[key]) != (key.partition(".")[2] in estimated), key
+        changed = not torch.equal(value, before[key])
+        assert changed == (key.partition(".")[2] in estimated), key
 
 
 def test_training_after_recalibration_is_that_of_a_model_with_the_same_state(running):
@@ -445,5 +444,6 @@ def test_recalibration_that_fails_or_reaches_no_batch_restores(running):
     assert_state_unchanged(model, before)
     assert [module.training for module in model.modules()] == modes
     with recalibrating(model):  # also with a graph and a backward
-        model.second(torch.full((4, 3, CHANNELS), torch.nan, requires_grad=True)).sum().backward()
+        x = torch.full((4, 3, CHANNELS), torch.nan, requires_grad=True)
+        model.second(x).sum().backward()
     assert_state_unchanged(model, before)

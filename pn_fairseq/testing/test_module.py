@@ -16,7 +16,9 @@ from pn_fairseq.testing.helpers import (
     assert_close,
     assert_same,
     assert_state_unchanged,
+    assert_states_close,
     assert_states_equal,
+    gradients_of,
     long,
     random_batch,
     rng,
@@ -67,35 +69,43 @@ def without_some(state):
     }
 
 
-#: How a module without values gets values -> the function that gives it, of the module and a state
-#: dict to load.
-MATERIALIZATIONS = {
-    "to_empty": lambda model, state: model.to_empty(device="cpu"),
-    "to_empty of each module": lambda model, state: model.apply(
-        lambda m: m.to_empty(device="cpu", recurse=False)
-    ),
-    "to_empty, then a part": lambda model, state: model.to_empty(device="cpu").load_state_dict(
-        without_some(state), strict=False
-    ),
-    "a copy": lambda model, state: copy.deepcopy(model).to_empty(device="cpu")[0],
-    "assign": lambda model, state: model.load_state_dict(state, assign=True),
-    "assign a part, then to_empty": lambda model, state: (
-        model.load_state_dict(without_some(state), strict=False, assign=True),
-        model.to_empty(device="cpu"),
-    ),
-}
+#: How a module without values gets values.
+MATERIALIZATIONS = (
+    "to_empty",
+    "to_empty of each module",
+    "to_empty, then a part",
+    "a copy",
+    "assign",
+    "assign a part, then to_empty",
+)
+
+
+def materialized(model, how, state):
+    """``model`` with memory, and with the values of ``state`` that ``how`` loads."""
+    if how == "a copy":
+        model = copy.deepcopy(model)
+    if how == "assign":
+        model.load_state_dict(state, assign=True)
+    if how == "assign a part, then to_empty":
+        model.load_state_dict(without_some(state), strict=False, assign=True)
+    if how == "to_empty of each module":
+        model.apply(lambda module: module.to_empty(device="cpu", recurse=False))
+    elif how != "assign":
+        model.to_empty(device="cpu")
+    if how == "to_empty, then a part":
+        model.load_state_dict(without_some(state), strict=False)
+    return model
 
 
 @pytest.mark.parametrize("how", MATERIALIZATIONS)
 def test_state_is_initial_or_loaded_however_memory_is_given(running, how):
-    model, loaded, new = on_meta(running.trained()), running.trained(), running.build()
-    given = MATERIALIZATIONS[how](
-        model, {f"0.{key}": value for key, value in loaded.state_dict().items()}
-    )
-    norm = given if isinstance(given, RunningNorm) else model[0]
+    model, loaded = on_meta(running.trained()), torch.nn.Sequential(running.trained())
+    (norm,) = materialized(model, how, loaded.state_dict())
+    initial, given = state_of(running.build()), state_of(loaded[0])
     for key, value in state_of(norm).items():
-        part = how == "assign" or ("part" in how and without_some({key: value}))
-        assert torch.equal(value, state_of(loaded if part else new)[key]), key
+        in_part = "part" in how and without_some({key: value})
+        expected = given if how == "assign" or in_part else initial
+        assert torch.equal(value, expected[key]), key
 
 
 def test_memory_that_is_given_to_a_module_with_values_keeps_the_state(running):
@@ -112,9 +122,8 @@ def test_a_module_on_meta_is_refused(running):
         with pytest.raises(RuntimeError, match=f"{COUNT} of .* never got values: .*to_empty"):
             norm(torch.ones(2, CHANNELS))
         assert norm(torch.ones(2, CHANNELS, device="meta")).is_meta
-        norm.load_state_dict(
-            without_some(running.trained().state_dict()), strict=False, assign=True
-        )
+        some = without_some(running.trained().state_dict())
+        norm.load_state_dict(some, strict=False, assign=True)
         with pytest.raises(RuntimeError, match="running_.* never got values"):
             norm(torch.ones(2, CHANNELS))
 
@@ -125,22 +134,21 @@ def test_state_belongs_to_a_running_norm(case):
     one that is composed of norms would be used untested.
     """
     norm = case.build()
-    with_state = [
-        module for module in norm.modules() if any(True for _ in module.buffers(recurse=False))
-    ]
-    assert with_state == ([norm] if isinstance(norm, RunningNorm) else []), (
+    with_state = [module for module in norm.modules() if list(module.buffers(recurse=False))]
+    expected = [norm] if isinstance(norm, RunningNorm) else []
+    assert with_state == expected, (
         "a norm with buffers, or with parts that have some, derives from RunningNorm and has its "
-        "state from add_state; "
-        "token_part adds a part with statistics of each token (docs/adding_a_norm.md)"
+        "state from add_state; token_part adds a part with statistics of each token "
+        "(docs/adding_a_norm.md)"
     )
 
 
 def test_state_is_float32_and_a_counter(running):
     state = state_of(running.build())
     assert state.pop(COUNT).dtype == torch.int64
-    assert state and all(
-        value.dtype == torch.float32 and value.shape[-1] == CHANNELS for value in state.values()
-    )
+    assert state
+    for value in state.values():
+        assert value.dtype == torch.float32 and value.shape[-1] == CHANNELS
 
 
 @pytest.mark.parametrize("steps", [1, 4])
@@ -240,22 +248,25 @@ def test_no_value_is_read_in_a_training_step(case, masked, counted):
 
 # Precision.
 
+#: Methods that convert a module, one after the other.
 CASTS = {
-    "half": lambda m: m.half(),
-    "to-device-bfloat16": lambda m: m.to("cpu", torch.bfloat16),
-    "double": lambda m: m.double(),
-    "type": lambda m: m.type(torch.float16),
-    "half-and-back": lambda m: m.half().float(),
+    "half": [("half",)],
+    "to-device-bfloat16": [("to", "cpu", torch.bfloat16)],
+    "double": [("double",)],
+    "type": [("type", torch.float16)],
+    "half-and-back": [("half",), ("float",)],
 }
 
 
 @pytest.mark.parametrize("cast", CASTS)
 def test_conversion_casts_parameters_and_leaves_the_state_float32(running, cast):
-    norm = running.trained()
+    norm, linear = running.trained(), torch.nn.Linear(1, 1)
     before, keys = state_of(norm), list(norm.state_dict())
-    CASTS[cast](torch.nn.Sequential(norm))
+    for model in (torch.nn.Sequential(norm), linear):
+        for method, *arguments in CASTS[cast]:
+            getattr(model, method)(*arguments)
     assert_state_unchanged(norm, before)
-    assert norm.weight.dtype == CASTS[cast](torch.nn.Linear(1, 1)).weight.dtype
+    assert norm.weight.dtype == linear.weight.dtype
     assert list(norm.state_dict()) == keys
     assert all(buffer.is_meta for buffer in norm.to("meta", torch.float16).buffers())
 
@@ -265,22 +276,23 @@ def test_loaded_state_is_float32(running, assign, dtype):
     """Whatever it was saved as. The caller keeps what was loaded, and training continues."""
     saved, norm = running.trained(), running.build()
     source, target = torch.nn.Sequential(saved), torch.nn.Sequential(norm)
-    state = {
-        key: value.to(dtype) if value.is_floating_point() else value
-        for key, value in source.state_dict().items()
-    }
+    state = source.state_dict()
+    for key, value in state.items():
+        if value.is_floating_point():
+            state[key] = value.to(dtype)
     given = dict(state)
     target.load_state_dict(state, assign=assign)
-    assert state.keys() == given.keys() and all(state[key] is value for key, value in given.items())
-    for key, value in state_of(norm).items():
-        assert value.dtype == state_of(saved)[key].dtype, key
-        torch.testing.assert_close(
-            value, state_of(saved)[key].to(dtype).to(value.dtype), rtol=0, atol=0
-        )
+    assert state.keys() == given.keys()
+    assert all(state[key] is value for key, value in given.items())
+    actual = state_of(norm)
+    for key, value in state_of(saved).items():
+        assert actual[key].dtype == value.dtype, key
+        assert torch.equal(actual[key], value.to(dtype).to(value.dtype)), key
     given = {key: value.clone() for key, value in given.items()}
     some_steps(norm, 1)
     assert int(norm.num_batches_tracked) == 4
-    assert assign or all(torch.equal(state[key], value) for key, value in given.items())
+    if not assign:
+        assert_same(state.values(), given.values())
 
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -298,8 +310,9 @@ def test_results_have_the_types_of_what_they_belong_to(case, dtype, training):
         y = norm(x, to_mask(mask))
         y.sum().backward()
         assert y.dtype == dtype and x.grad.dtype == dtype
-        gradients = [p.grad for p in norm.parameters() if training or p.grad is not None]
-        assert all(gradient.dtype == parameters for gradient in gradients)
+        gradients = gradients_of(norm)
+        assert not training or len(gradients) == len(list(norm.parameters()))
+        assert {gradient.dtype for gradient in gradients} <= {parameters}
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -308,10 +321,8 @@ def test_half_precision_is_one_rounding_away_from_float32(case, dtype):
 
     squares of 300 overflow float16.
     """
-    narrow, wide = (
-        case.build(4, psi_warmup_updates=2).to(dtype),
-        case.build(4, psi_warmup_updates=2),
-    )
+    wide = case.build(4, psi_warmup_updates=2)
+    narrow = case.build(4, psi_warmup_updates=2).to(dtype)
     # One pass over the tokens rounds once. Other norms are several operators, each of which rounds:
     # three times at most, with a margin of five.
     one_pass = isinstance(narrow, RunningNorm) and not narrow.further_parameters()
@@ -324,11 +335,9 @@ def test_half_precision_is_one_rounding_away_from_float32(case, dtype):
         actual, expected = train_step(narrow, x, mask, dy, dtype), train_step(wide, x, mask, dy)
         for key, value in expected.items():
             terms = 0.0 if key in ("y", "dx") else 1.0
-            assert_close(
-                unrounded(actual[key], value, dtype), value, rtol, f"step {step}: {key}", terms
-            )
-        for key, value in state_of(wide).items():
-            assert_close(state_of(narrow)[key], value, 1e-5, f"step {step}: {key}")
+            found = unrounded(actual[key], value, dtype)
+            assert_close(found, value, rtol, f"step {step}: {key}", terms)
+        assert_states_close(narrow, wide, 1e-5, f"step {step}:")
 
 
 def test_works_under_autocast(case):
@@ -339,4 +348,5 @@ def test_works_under_autocast(case):
         y = norm(x, mask)
     y.backward(dy.to(y.dtype))
     assert y.isfinite().all() and x.grad.isfinite().all()
-    assert all(value.dtype in (torch.float32, torch.int64) for value in state_of(norm).values())
+    types = {value.dtype for value in state_of(norm).values()}
+    assert types <= {torch.float32, torch.int64}

@@ -11,6 +11,7 @@ from pn_fairseq.testing.helpers import (
     assert_close,
     assert_same,
     assert_state_unchanged,
+    assert_states_close,
     assert_states_equal,
     long,
     poison,
@@ -56,15 +57,14 @@ def test_values_and_amount_of_padding_change_nothing_for_real_tokens(masking, gr
         dy[mask.T] = 0
         wide = more_padding(x, mask, dy, fill)
         expected, actual = train_step(plain, x, mask, dy), train_step(padded, *wide)
-        for key in ("y", "dx"):
-            real = in_order(expected[key], x.shape, mask)
-            assert_close(
-                in_order(actual[key], wide[0].shape, wide[1]), real, 1e-5, f"step {step}: {key}"
-            )
-        for key in expected.keys() - {"y", "dx"} if fill is None else ():
-            assert_close(actual[key], expected[key], 1e-5, f"step {step}: {key}", terms=1.0)
-        for key, value in state_of(plain).items():
-            assert_close(state_of(padded)[key], value, 1e-6, f"step {step}: {key}")
+        for key, value in expected.items():
+            what = f"step {step}: {key}"
+            if key in ("y", "dx"):
+                found = in_order(actual[key], wide[0].shape, wide[1])
+                assert_close(found, in_order(value, x.shape, mask), 1e-5, what)
+            elif fill is None:
+                assert_close(actual[key], value, 1e-5, what, terms=1.0)
+        assert_states_close(padded, plain, what=f"step {step}:")
 
 
 @pytest.mark.parametrize("groups", [0, 4])
@@ -74,16 +74,13 @@ def test_gradients_at_padding_stay_there_and_statistics_send_none(masking, group
     for step in range(3):
         x, mask, dy = random_batch(generator)
         silent = np.where(mask.T[..., None], 0, dy)
-        expected, actual = (
-            train_step(quiet, x, mask, silent),
-            train_step(noisy, x, mask, 100 * dy - 99 * silent),
-        )
+        loud = 100 * dy - 99 * silent
+        expected, actual = train_step(quiet, x, mask, silent), train_step(noisy, x, mask, loud)
         real = real_tokens(x.shape, mask)
         assert_close(actual["dx"][real], expected["dx"][real], 1e-6, f"step {step}")
         assert not expected["dx"][~real].any()
         assert expected["dx"][real].all()
-        for key, value in state_of(quiet).items():
-            assert_close(state_of(noisy)[key], value, 1e-6, f"step {step}: {key}")
+        assert_states_close(noisy, quiet, what=f"step {step}:")
 
 
 def test_padding_is_normalized_like_the_real_tokens(case):
@@ -106,8 +103,9 @@ def test_mask_without_padding_equals_no_mask(case, shape):
         x, _, dy = random_batch(generator, shape, masked=False)
         empty = np.zeros(shape[-2::-1], dtype=bool)
         expected, actual = train_step(without, x, None, dy), train_step(with_mask, x, empty, dy)
-        for key, value in (expected | state_of(without)).items():
-            assert_close((actual | state_of(with_mask))[key], value, 1e-6, key)
+        for key, value in expected.items():
+            assert_close(actual[key], value, 1e-6, key)
+        assert_states_close(with_mask, without)
 
 
 def test_two_dimensional_input_equals_one_sentence(case):
@@ -120,8 +118,7 @@ def test_two_dimensional_input_equals_one_sentence(case):
         expected = train_step(sentence, x[:, None], mask[None], dy[:, None])
         for key, value in expected.items():
             assert_close(actual[key], value.reshape(actual[key].shape), 1e-6, key)
-        for key, value in state_of(sentence).items():
-            assert_close(state_of(flat)[key], value, 1e-6, key)
+        assert_states_close(flat, sentence)
 
 
 @pytest.mark.parametrize(
@@ -144,10 +141,10 @@ def test_batch_first_equals_the_transposed_call(case, shape, layout, masked):
             # one sentence of padding: other tokens would count, were it read transposed
             mask[1], mask[0] = True, False
         expected = train_step(time_first, x, mask, dy)
-        leaf = to_tensor(x)
-        leaf = (
-            leaf.transpose(0, 1) if layout == "transposed" else leaf.transpose(0, 1).contiguous()
-        ).requires_grad_()
+        leaf = to_tensor(x).transpose(0, 1)
+        if layout == "contiguous":
+            leaf = leaf.contiguous()
+        leaf.requires_grad_()
         batch_first.zero_grad()
         y = batch_first(leaf, to_mask(mask))
         y.backward(to_tensor(dy).transpose(0, 1))
@@ -155,11 +152,9 @@ def test_batch_first_equals_the_transposed_call(case, shape, layout, masked):
         assert_close(leaf.grad.transpose(0, 1), expected["dx"], 1e-5, "dx")
         for name, parameter in batch_first.named_parameters():
             assert_close(parameter.grad, expected[f"d{name}"], 1e-5, name, terms=1.0)
-        for key, value in state_of(time_first).items():
-            assert_close(state_of(batch_first)[key], value, 5e-6, key)
-    assert_close(
-        batch_first.eval()(leaf).transpose(0, 1), time_first.eval()(leaf.transpose(0, 1)), 5e-6
-    )
+        assert_states_close(batch_first, time_first, 5e-6)
+    evaluated = batch_first.eval()(leaf).transpose(0, 1)
+    assert_close(evaluated, time_first.eval()(leaf.transpose(0, 1)), 5e-6)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -213,24 +208,22 @@ def test_strided_and_expanded_tensors(case):
 )
 def test_numbers_that_are_not_finite_change_no_state(running, warmup, where, bad):
     """Training continues as if the batch had not been there."""
-    norm, twin = (running.build(4 * (bad == np.nan), psi_warmup_updates=warmup) for _ in range(2))
+    norm, twin = (running.build(psi_warmup_updates=warmup) for _ in range(2))
     generator = rng(4)
     for step in range(4):
         x, mask, dy = random_batch(generator)
         if step != 2:
-            assert_same(
-                *(
-                    [torch.tensor(v) for v in train_step(n, x, mask, dy).values()]
-                    for n in (norm, twin)
-                )
-            )
+            expected, actual = train_step(twin, x, mask, dy), train_step(norm, x, mask, dy)
+            for key, value in expected.items():
+                np.testing.assert_array_equal(actual[key], value, key)
         elif where == "x":
             train_step(norm, poison(x, mask, bad), mask, dy)
         else:
             result = train_step(norm, x, mask, poison(dy, mask, bad))
             # The loss scaler finds the overflow by looking at the gradients: it must not be hidden
             # from it.
-            assert not np.isfinite(result["dx"]).all() and not np.isfinite(result["dbias"]).all()
+            assert not np.isfinite(result["dx"]).all()
+            assert not np.isfinite(result["dbias"]).all()
         assert_states_equal(norm, twin)
 
 
@@ -246,18 +239,20 @@ def test_a_fault_in_one_of_two_uses_keeps_the_other(running):
                 x = poison(x, mask, np.nan)
             else:
                 dy = poison(dy, mask, np.inf)
-            outputs.append((norm(to_tensor(x, requires_grad=True), to_mask(mask)), to_tensor(dy)))
+            y = norm(to_tensor(x, requires_grad=True), to_mask(mask))
+            outputs.append((y, to_tensor(dy)))
         for index in order:
-            outputs[index][0].backward(outputs[index][1])
+            y, gradient = outputs[index]
+            y.backward(gradient)
         assert_states_equal(norm, reference)
 
 
 def test_a_fault_in_a_gradient_reaches_every_use_in_its_graph(running):
     norm = running.trained()
     before = state_of(norm)
-    x, mask, dy = random_batch(rng(16))
-    y = norm(torch.tanh(norm(to_tensor(x, requires_grad=True), to_mask(mask))), to_mask(mask))
-    y.backward(to_tensor(np.full_like(dy, np.nan)))
+    x, mask, dy = tensors(rng(16))
+    hidden = torch.tanh(norm(x.requires_grad_(), mask))
+    norm(hidden, mask).backward(torch.full_like(dy, torch.nan))
     assert_state_unchanged(norm, before)
 
 
@@ -281,7 +276,8 @@ def test_a_batch_without_a_real_token_changes_no_state(case, shape, warmup):
         actual = train_step(norm, x, given, dy)
         assert_state_unchanged(norm, before)
         assert actual["y"].shape == shape and actual["dx"].shape == shape
-        assert all(np.isfinite(value).all() for value in actual.values())
-        if 0 in shape:
-            assert not any(value.any() for key, value in actual.items() if key not in ("y", "dx"))
+        for key, value in actual.items():
+            assert np.isfinite(value).all(), key
+            if 0 in shape and key not in ("y", "dx"):
+                assert not value.any(), key
     assert norm.eval()(torch.zeros(shape)).shape == shape

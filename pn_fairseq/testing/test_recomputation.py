@@ -17,6 +17,8 @@ from pn_fairseq.testing.helpers import (
     COUNT,
     assert_same,
     checkpointed,
+    forwards,
+    gradients_of,
     long,
     rng,
     some_steps,
@@ -59,9 +61,8 @@ def run_step(block, uses, x, mask, dy):
     for use in uses:
         hidden = use(hidden, mask)
     hidden.backward(dy)
-    results = [hidden.detach().clone(), leaf.grad.clone()] + [
-        p.grad.clone() for p in block.parameters()
-    ]
+    results = [hidden.detach().clone(), leaf.grad.clone()]
+    results += [gradient.clone() for gradient in gradients_of(block)]
     with torch.no_grad():
         for parameter in block.parameters():
             parameter -= 0.01 * parameter.grad
@@ -81,15 +82,18 @@ def test_recomputation_changes_no_bit(case, how, updates):
     def both(x, mask):
         return twin(twin(x, mask), mask)
 
-    uses = [[use], [use, use], [twin, use], [use, twin]]
-    uses += [[checkpointed(both, how)], [use] * 8] if how != "fairseq" else [[use], [use] * 8]
+    chains = [([use], 1), ([use, use], 2), ([twin, use], 2), ([use, twin], 2)]
+    if how == "fairseq":  # its wrapper takes modules only
+        chains.append(([use], 1))
+    else:
+        chains.append(([checkpointed(both, how)], 2))
+    chains.append(([use] * 8, 8))
     generator = rng(1)
-    for step, chain in enumerate(uses):
+    for step, (chain, times) in enumerate(chains):
         if updates is not None:
             plain.set_num_updates(step // updates)
             twin.set_num_updates(step // updates)
         x, mask, dy = tensors(generator)
-        times = 2 if how != "fairseq" and step == 4 else len(chain)
         expected = run_step(plain, [plain] * times, x, mask, dy)
         assert_same(run_step(twin, chain, x, mask, dy), expected, f"step {step}")
         for function in (plain, use):  # dropped
@@ -104,8 +108,8 @@ def test_recomputation_changes_no_bit(case, how, updates):
         ("two batches", (1, 0)),
         ("one batch twice", (0, 1)),
         ("a fault in the first", (1, 0)),
-    ]
-    + [("bfloat16", (0, 1))],
+        ("bfloat16", (0, 1)),
+    ],
     ids=str,
 )
 @long
@@ -124,14 +128,11 @@ def test_recomputation_of_two_graphs_changes_no_bit(running, how, what, order):
         results = []
         for block, function in ((plain, plain), (twin, use)):
             block.zero_grad()
-            leaves = [x.to(dtype, copy=True).requires_grad_() for x, _, _ in batches]
-            outputs = [
-                function(leaf, mask) for leaf, (_, mask, _) in zip(leaves, batches, strict=True)
-            ]
+            leaves, outputs = forwards(function, batches, dtype)
             for index in order:
                 outputs[index].backward(batches[index][2].to(dtype))
-            gradients = [leaf.grad.nan_to_num(9.0) for leaf in leaves]
-            gradients += [p.grad.nan_to_num(9.0) for p in block.parameters()]
+            gradients = [leaf.grad for leaf in leaves] + gradients_of(block)
+            gradients = [gradient.nan_to_num(9.0) for gradient in gradients]
             results.append(gradients + list(state_of(block).values()))
         assert_same(*results, f"step {step}")
 
@@ -144,7 +145,8 @@ def test_recomputation_of_a_retained_graph_gives_the_same_again(running, how):
     """
     plain, twin = twins(running)
     use = checkpointed(twin, how)
-    assert_same(run_step(twin, [use], *tensors(rng(6))), run_step(plain, [plain], *tensors(rng(6))))
+    batch = tensors(rng(6))
+    assert_same(run_step(twin, [use], *batch), run_step(plain, [plain], *batch))
     x, mask, dy = tensors(rng(7))
     gradients = []
     for function in (plain, use):
@@ -171,13 +173,7 @@ def test_selective_checkpointing_that_saves_all_operators_changes_no_bit(running
         for _ in range(4):
             x, mask, dy = tensors(generator)
             call(x.requires_grad_(), mask).backward(dy)
-        results.append(
-            [
-                x.grad,
-                *(parameter.grad for parameter in block.parameters()),
-                *state_of(block).values(),
-            ]
-        )
+        results.append([x.grad, *gradients_of(block), *state_of(block).values()])
     assert_same(*results)
 
 

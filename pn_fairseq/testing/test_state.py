@@ -17,6 +17,8 @@ from pn_fairseq.testing.helpers import (
     assert_state_unchanged,
     assert_states_equal,
     checkpointed,
+    forwards,
+    gradients_of,
     long,
     random_batch,
     rng,
@@ -76,11 +78,11 @@ def test_a_recomputed_forward_reads_what_its_forward_read(running, how):
     results = []
     for norm, use in ((plain, plain), (twin, checkpointed(twin, how))):
         batches = [tensors(rng(seed)) for seed in (3, 4)]
-        leaves = [x.clone().requires_grad_() for x, _, _ in batches]
-        outputs = [use(leaf, mask) for leaf, (_, mask, _) in zip(leaves, batches, strict=True)]
+        leaves, outputs = forwards(use, batches)
         for y, (_, _, dy) in zip(outputs, batches, strict=True):
             y.backward(dy)
-        results.append([*outputs, *(leaf.grad for leaf in leaves), *state_of(norm).values()])
+        gradients = [leaf.grad for leaf in leaves]
+        results.append([*outputs, *gradients, *state_of(norm).values()])
     assert_same(*results)
 
 
@@ -203,15 +205,14 @@ def test_gradients_of_a_frozen_norm_in_a_checkpointed_part(running, how):
 def test_uses_before_a_backward_see_the_same_state_and_count_once_each(running, order):
     norm = running.trained(psi_warmup_updates=2)
     before = state_of(norm)
+    twin = copy.deepcopy(norm)
     batches = [tensors(rng(seed)) for seed in (3, 4, 5)]
-    copies = [copy.deepcopy(norm) for _ in batches]
-    leaves = [x.clone().requires_grad_() for x, _, _ in batches]
-    outputs = [norm(leaf, mask) for leaf, (_, mask, _) in zip(leaves, batches, strict=True)]
+    leaves, outputs = forwards(norm, batches)
     for index in order:
         outputs[index].backward(batches[index][2])
-    for leaf, y, (x, mask, dy), twin in zip(leaves, outputs, batches, copies, strict=True):
+    for leaf, y, (x, mask, dy) in zip(leaves, outputs, batches, strict=True):
         x.requires_grad_()
-        expected = twin(x, mask)
+        expected = copy.deepcopy(twin)(x, mask)
         expected.backward(dy)
         assert_same((y, leaf.grad), (expected, x.grad))
     assert state_of(norm)[COUNT] == before[COUNT] + 3
@@ -222,7 +223,8 @@ def test_one_use_after_another_in_a_graph_counts_twice(running):
     before = state_of(norm)
     x, mask, dy = tensors(rng(3))
     hidden = norm(x.requires_grad_(), mask)
-    assert torch.equal(copy.deepcopy(norm)(hidden, mask), y := norm(hidden, mask))
+    y = norm(hidden, mask)
+    assert torch.equal(copy.deepcopy(norm)(hidden, mask), y)
     y.backward(dy)
     assert state_of(norm)[COUNT] == before[COUNT] + 2
 
@@ -327,12 +329,10 @@ def test_a_step_that_no_gradient_reaches_counts_once(running, how):
             twin(x, mask)
         factor = torch.ones((), requires_grad=True)
         use(factor, x, mask).backward(dy)
+        actual = state_of(twin)
         for key, value in state_of(norm).items():
-            of_gradients = key in norm.gradient_state
-            assert torch.equal(state_of(twin)[key], before[key] if of_gradients else value), (
-                number,
-                key,
-            )
+            expected = before[key] if key in norm.gradient_state else value
+            assert torch.equal(actual[key], expected), f"{number}: {key}"
     assert int(twin.num_batches_tracked) == int(before[COUNT]) + 3
 
 
@@ -343,10 +343,12 @@ def test_state_made_of_gradients_is_named(running):
         x, mask, dy = tensors(rng(number))
         norm(x.clone().requires_grad_(), mask).backward(dy)
         twin(x.clone().requires_grad_(), mask).backward(2 * dy)
+    actual = state_of(twin)
     for key, value in state_of(norm).items():
-        of_gradients = key in norm.gradient_state
-        assert torch.equal(state_of(twin)[key], 2 * value if of_gradients else value), key
-        assert not of_gradients or value.any()
+        if key in norm.gradient_state:
+            assert torch.equal(actual[key], 2 * value) and value.any(), key
+        else:
+            assert torch.equal(actual[key], value), key
 
 
 @pytest.mark.parametrize("how", ["numbers", "tensors", "a scaler"])
@@ -354,17 +356,16 @@ def test_a_loss_scale_changes_no_state(running, how):
     """It halves after an overflow, and grows; a resumed training has another one, or none."""
     plain, scaled = running.build(4, psi_warmup_updates=2), running.build(4, psi_warmup_updates=2)
     scales = [1024.0, 1024.0, 512.0, 2.0, 2.0**20, 1.0, 3.0]
+    model = torch.nn.Sequential(scaled)
     if how == "a scaler":  # which reads the variable of the loop
-        set_loss_scale(
-            torch.nn.Sequential(scaled), SimpleNamespace(scale=lambda tensor: tensor * scale)
-        )
+        set_loss_scale(model, SimpleNamespace(scale=lambda tensor: tensor * scale))
     generator = rng(1)
     for number, scale in enumerate(scales):
-        if how != "a scaler":
-            set_loss_scale(
-                torch.nn.Sequential(scaled), scale if how == "numbers" else torch.tensor(scale)
-            )
-        exact = scale != 3.0
+        if how == "numbers":
+            set_loss_scale(model, scale)
+        elif how == "tensors":
+            set_loss_scale(model, torch.tensor(scale))
+        tolerance = 1e-5 if scale == 3.0 else 0  # a power of two is exact
         x, mask, dy = tensors(generator)
         if number == 1:  # overflows
             scaled(x.clone().requires_grad_(), mask).backward(torch.full_like(dy, torch.inf))
@@ -373,23 +374,10 @@ def test_a_loss_scale_changes_no_state(running, how):
             norm.zero_grad()
             leaf = x.clone().requires_grad_()
             norm(leaf, mask).backward(dy * factor)
-            gradients = [leaf.grad, *(p.grad for p in norm.parameters())]
-            results.append(
-                [gradient / factor for gradient in gradients] + list(state_of(norm).values())
-            )
-        for one, twin in zip(*results, strict=True):
-            torch.testing.assert_close(
-                one, twin, rtol=0 if exact else 1e-5, atol=0 if exact else 1e-5, msg=f"{number}"
-            )
-    for wrong in (
-        0,
-        torch.tensor(0.0),
-        -1.0,
-        torch.inf,
-        torch.nan,
-        torch.ones(2),
-        "x",
-        torch.nn.Linear(1, 1),
-    ):
+            gradients = [gradient / factor for gradient in [leaf.grad, *gradients_of(norm)]]
+            results.append(gradients + list(state_of(norm).values()))
+        torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance)
+    numbers = (0, torch.tensor(0.0), -1.0, torch.inf, torch.nan)
+    for wrong in (*numbers, torch.ones(2), "x", torch.nn.Linear(1, 1)):
         with pytest.raises(ValueError, match="scale=.* must be a number greater than 0"):
             set_loss_scale(scaled, wrong)

@@ -92,11 +92,10 @@ def inline_commands(page: Path) -> list[Command]:
 def inline_options(page: Path) -> list[str]:
     """Options that stand alone in inline code, as in `--keep-case` or `--bpe N`."""
     text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.M | re.S)
-    return [
-        option
-        for span in re.findall(r"`(-[^`]+)`", text)
-        for option in re.findall(r"(?<![\w-])--[a-z][\w-]*", span)
-    ]
+    options = []
+    for span in re.findall(r"`(-[^`]+)`", text):
+        options += re.findall(r"(?<![\w-])--[a-z][\w-]*", span)
+    return options
 
 
 def ours(command: Command) -> tuple[str, list[str]] | None:
@@ -105,26 +104,31 @@ def ours(command: Command) -> tuple[str, list[str]] | None:
     """
     words = command.words
     if words and words[0] in OTHERS:  # srun ... pn train ..., torchrun ... -m pn_fairseq train ...
-        begin = next(
-            (number for number, word in enumerate(words) if word in ("pn", "pn_fairseq")),
-            len(words) - 1,
-        )
-        words = [*(["pn"] if begin + 1 < len(words) else []), *words[begin + 1 :]]
+        while words and words[0] not in ("pn", "pn_fairseq"):
+            words = words[1:]
+        words[:1] = ["pn"] if words else []
     if not words or words[:3] == ["python", "-m", "pytest"]:
         return None
     if words[:3] == ["python", "-m", "pn_fairseq"]:
         words = ["pn", *words[3:]]
     if words[0] == "pn":
-        verb = 1 + (len(words) > 1 and not words[1].startswith("-"))
-        verb += (
-            words[1:2] in (["prepare"], ["reproduce"])
-            and len(words) > 2
-            and words[2] not in ("NAME", "--study")
-        )
-        verb += 2 * (words[1:3] == ["reproduce", "--study"] and words[3] != "FILE")
-        return " ".join(words[:verb]), words[verb:]
+        length = _length_of_a_verb(words)
+        return " ".join(words[:length]), words[length:]
     if words[:2] == ["python", "-m"]:
         return " ".join(words[:3]), words[3:]
     if words[0] == "python" and words[1].startswith("examples/"):
         return " ".join(words[:2]), words[2:]
     return words[0], words[1:]
+
+
+def _length_of_a_verb(words: list[str]) -> int:
+    """How many words name a command of pn: ``pn train``, ``pn prepare verses``, ``pn reproduce
+    --study FILE``.
+    """
+    if len(words) == 1 or words[1].startswith("-"):
+        return 1
+    if words[1] not in ("prepare", "reproduce") or len(words) == 2 or words[2] == "NAME":
+        return 2
+    if words[2] != "--study":
+        return 3
+    return 2 if words[3] == "FILE" else 4

@@ -3,6 +3,7 @@ variables, settings.
 """
 
 import importlib
+import itertools
 import re
 from functools import cache
 
@@ -10,7 +11,7 @@ import pytest
 
 from pn_fairseq.__main__ import VERBS
 from pn_fairseq.pipeline.data.recipes import RECIPES
-from pn_fairseq.pipeline.reproduce import CORPORA
+from pn_fairseq.pipeline.steps import experiments
 
 from ..scripts_helpers import in_process, run, words_of
 from .pages import PAGES, ROOT, Command, block_commands, inline_commands, inline_options, ours
@@ -26,7 +27,7 @@ OTHER_OPTIONS |= {"--update2lr", "--sentence-bleu"}
 #: Variables that programs read and no help text names.
 VARIABLES = {"CUDA_VISIBLE_DEVICES"}
 #: pn reproduce trains with these configurations.
-CONFIGS = {"demo": "demo"} | {name: corpus.config for name, corpus in CORPORA.items()}
+CONFIGS = {"demo": "demo"} | {name: corpus.config for name, corpus in experiments().items()}
 
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -39,9 +40,8 @@ def help_of(tool: str) -> str:
         LookupError: there is no such tool.
     """
     if tool == "make":
-        return (ROOT / "Makefile").read_text("utf-8") + (ROOT / "scripts/make_venv.sh").read_text(
-            "utf-8"
-        )
+        files = (ROOT / "Makefile", ROOT / "scripts/make_venv.sh")
+        return "".join(file.read_text("utf-8") for file in files)
     if tool.startswith(("python -m benchmarks.", "python -m docs.tools.")):
         module = tool.removeprefix("python -m ").replace(".", "/")
         return (ROOT / f"{module}.py").read_text("utf-8")  # names its options
@@ -68,9 +68,8 @@ def pn_help(*words: str) -> str:
 
 
 def fairseq_help(tool: str) -> str:
-    """All option strings of fairseq's command for this project's models and the criterion,
-
-    ... of the README.
+    """All option strings of fairseq's command for this project's models and the criterion, ... of
+    the README.
     """
     from fairseq import options
 
@@ -80,12 +79,11 @@ def fairseq_help(tool: str) -> str:
     found = set()
     for arch in ("transformer_pn_iwslt", "transformer_lm_pn_tiny", "tensorized_lm_pn_tiny"):
         task = "language_modeling" if "_lm_" in arch else "translation"
-        parser = (
-            options.get_training_parser()
-            if tool == "fairseq-train"
-            else options.get_generation_parser()
-        )
-        words = ["data", "--task", task, *([*chosen, arch] if tool == "fairseq-train" else [])]
+        words = ["data", "--task", task]
+        parser = options.get_generation_parser()
+        if tool == "fairseq-train":
+            words += [*chosen, arch]
+            parser = options.get_training_parser()
         options.parse_args_and_arch(parser, words)  # adds the options of what was chosen
         found |= parser._option_string_actions.keys()
     return " ".join(found)
@@ -104,60 +102,58 @@ def faults(command: Command) -> list[str]:
         text = help_of(tool)
     except LookupError as error:
         return [f"{command.text}: {error}"]
-    if tool == "make":
-        wrong = [
-            f"no target {word}"
-            for word in words
-            if "=" not in word and not re.search(rf"^{word}:", text, re.M)
-        ]
-    else:
-        options = {word.partition("=")[0] for word in words if re.match(r"--[a-z]", word)}
-        wrong = [f"{tool} has no {option}" for option in options if not has(text, option)]
-    wrong += [
-        f"{tool} does not name {name}"
-        for name in {*command.variables} - VARIABLES
-        if name not in text
-    ]
+    wrong = []
+    for word in words:
+        if tool == "make" and "=" not in word and not re.search(rf"^{word}:", text, re.M):
+            wrong.append(f"no target {word}")
+        option = word.partition("=")[0]
+        if tool != "make" and re.match(r"--[a-z]", word) and not has(text, option):
+            wrong.append(f"{tool} has no {option}")
+    for name in {*command.variables} - VARIABLES:
+        if name not in text:
+            wrong.append(f"{tool} does not name {name}")
     return [f"{command.text}: {fault}" for fault in wrong]
 
 
 @by_page
 def test_commands_exist_and_have_these_options(page):
-    assert [
-        fault
-        for command in block_commands(page) + inline_commands(page)
-        for fault in faults(command)
-    ] == []
+    found = []
+    for command in block_commands(page) + inline_commands(page):
+        found += faults(command)
+    assert found == []
 
 
 def test_options_in_sentences_exist():
     """`--keep-case` in a sentence is an option of some command."""
-    tools = [f"pn {verb}" for verb in VERBS] + [
-        f"scripts/{path.name}" for path in (ROOT / "scripts").glob("*.sh")
-    ]
-    tools += [f"pn prepare {name}" for name in RECIPES] + [
-        f"pn reproduce {name}" for name in CORPORA
-    ]
+    tools = [f"pn {verb}" for verb in VERBS]
+    tools += [f"scripts/{path.name}" for path in (ROOT / "scripts").glob("*.sh")]
+    tools += [f"pn prepare {name}" for name in RECIPES]
+    tools += [f"pn reproduce {name}" for name in experiments()]
     tools += ["pn reproduce --study compare_norms"]
     tools += [f"python -m benchmarks.{name}" for name in ("norms", "training", "decoding")]
     text = " ".join(map(help_of, [*tools, "fairseq-train", "fairseq-generate", "pn"]))
-    pages = {option: page.name for page in PAGES for option in inline_options(page)}
-    assert {
-        option: page for option, page in pages.items() if not has(text, option)
-    }.keys() <= OTHER_OPTIONS
+    unknown = {}
+    for page in PAGES:
+        for option in inline_options(page):
+            if option not in OTHER_OPTIONS and not has(text, option):
+                unknown[option] = page.name
+    assert unknown == {}
 
 
 def trainings() -> dict[str, dict[str, set[str]]]:
     """Configuration -> setting -> its values in the trainings of all code blocks."""
     found: dict[str, dict[str, set[str]]] = {}
-    for command in [command for page in PAGES for command in block_commands(page)]:
+    for command in itertools.chain(*map(block_commands, PAGES)):
         tool, words = ours(command) or ("", [])
         name = re.fullmatch(r"pn (?:train|reproduce (\w+))", tool)
-        if name and "$" not in command.text:
-            settings = found.setdefault(CONFIGS.get(name[1], name[1]) if name[1] else words[0], {})
-            for key, equals, value in [word.partition("=") for word in words]:
-                if equals and re.fullmatch(r"\+*\w+(\.\w+)+", key):
-                    settings.setdefault(key, set()).add(value)
+        if not name or "$" in command.text:
+            continue
+        config = CONFIGS.get(name[1], name[1]) if name[1] else words[0]
+        settings = found.setdefault(config, {})
+        for word in words:
+            key, equals, value = word.partition("=")
+            if equals and re.fullmatch(r"\+*\w+(\.\w+)+", key):
+                settings.setdefault(key, set()).add(value)
     return found
 
 
@@ -166,7 +162,7 @@ def test_settings_exist(config):
     """Composed at once, since that takes a second: one value of each, and all architectures by
     name.
     """
-    settings = pytest.importorskip("pn_fairseq.pipeline.settings")
+    settings = pytest.importorskip("pn_fairseq.pipeline.training_settings")
     values = trainings()[config]
     overrides = [f"{key}={min(value)}" for key, value in values.items()]
     settings.compose(ROOT / "configs" / f"{config}.yaml", overrides, world_size=1, on_cpu=True)

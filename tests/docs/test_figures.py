@@ -30,10 +30,8 @@ def test_the_records_draw_the_pictures(tmp_path, monkeypatch):
         make_probed(folder, running=RUNNING.get(name, "mu,sigma2,psi2"))
         (folder / "checkpoints").mkdir()
         weight = torch.randn(20, 6, generator=torch.Generator().manual_seed(0))
-        torch.save(
-            {"model": {"encoder.embed_tokens.weight": weight}},
-            folder / "checkpoints/checkpoint_last.pt",
-        )
+        state = {"model": {"encoder.embed_tokens.weight": weight}}
+        torch.save(state, folder / "checkpoints/checkpoint_last.pt")
     figures.write(tmp_path / "runs")
     monkeypatch.setattr(figures, "RESULTS", tmp_path / "results")
     for _, name in figures.IMAGES.values():
@@ -41,9 +39,8 @@ def test_the_records_draw_the_pictures(tmp_path, monkeypatch):
         (tmp_path / "runs" / name / "epochs.csv").write_text("epoch\n1\n")
     figures.write_images(tmp_path / "runs")
     records = pandas.read_parquet(tmp_path / figures.RECORDS)
-    assert (
-        set(records["run"]) == set(figures.MODELS) and records["mu_distance_l2"].dtype == "float32"
-    )
+    assert set(records["run"]) == set(figures.MODELS)
+    assert records["mu_distance_l2"].dtype == "float32"
     for norm in (None, "encoder.layers.1.self_attn_layer_norm"):
         (recorded,) = figures.subjects(("bn",), norm)
         (run,) = read_runs([figures.folder_of(tmp_path / "runs", "bn")])
@@ -55,32 +52,29 @@ def test_the_records_draw_the_pictures(tmp_path, monkeypatch):
     assert {file.stem for file in tmp_path.glob("*.png")} == {f"figure-{name}" for name in pictures}
     medians = pandas.read_csv(tmp_path / "medians.csv").set_index(["run", "norm", "quantity"])
     (image,) = figures.subjects(("resnet20_bn",), None)
-    assert (
-        image.series["fifth"].nunique() == 5
-        and (tmp_path / "results/images" / name / "epochs.csv").is_file()
-    )
-    assert medians.loc[
-        "ln", "encoder.layers.0.self_attn_layer_norm", "mu_distance_l2"
-    ].tolist() == [15, 35, 55, 75, 95]
+    assert image.series["fifth"].nunique() == 5
+    assert (tmp_path / "results/images" / name / "epochs.csv").is_file()
+    row = medians.loc["ln", "encoder.layers.0.self_attn_layer_norm", "mu_distance_l2"]
+    assert row.tolist() == [15, 35, 55, 75, 95]
 
 
 def test_the_published_records_are_enough():
-    """Every picture has records of each run in each fifth of the training,
-
-    and the tables are their medians.
+    """Every picture has records of each run in each fifth of the training, and the tables are their
+    medians.
     """
     medians = pandas.concat([figures.read("medians.csv"), figures.read("images-medians.csv")])
     medians = medians.set_index(["run", "norm", "quantity"])
-    drawn = {
-        f"figure-{number}{suffix}" for numbers, *_, suffix in figures.DRAWN for number in numbers
-    }
-    assert {
-        *re.findall(r"figures/(figure-[^)]+)\.png", (ROOT / "docs/figures.md").read_text())
-    } == drawn | {"figure-5"}
+    drawn = {"figure-5"}
+    for numbers, *_, suffix in figures.DRAWN:
+        drawn |= {f"figure-{number}{suffix}" for number in numbers}
+    page = (ROOT / "docs/figures.md").read_text("utf-8")
+    assert set(re.findall(r"figures/(figure-[^)]+)\.png", page)) == drawn
     spectra = figures.read("spectra.csv")
     assert spectra.shape == (128, len(figures.MODELS)) and (spectra > 0).all(None)
     for numbers, names, norm, _ in figures.DRAWN:
-        for subject in figures.subjects(names, norm) if 6 not in numbers else ():
+        if 6 in numbers:
+            continue
+        for subject in figures.subjects(names, norm):
             assert all(FIGURES[number].shows(subject) for number in numbers)
             (name,) = subject.series["norm"].unique()
             by_fifth = subject.series.groupby("fifth").median(numeric_only=True)
@@ -97,23 +91,16 @@ def test_the_pictures_of_the_results_are_drawn_from_what_is_published(tmp_path, 
     assert all((results.RESULTS / name).is_file() for name in names)
     for file, baselines in results.CURVES.values():
         rows = results.records_of(file, baselines)
-        assert {*COLUMNS} - {"picture", "end"} <= {*rows} and not rows["system"].isin(
-            results.LEFT_OUT
-        ).any()
+        assert {*COLUMNS} - {"picture", "end"} <= {*rows}
+        assert not rows["system"].isin(results.LEFT_OUT).any()
     multi30k = results.records_of(*results.CURVES["multi30k.png"])
-    ended = (
-        multi30k[multi30k["end"] == "patience"]
-        .set_index(["system", "run"])["update"]
-        .astype(int)
-        .to_dict()
-    )
-    assert len(ended) == 11 and ended["BN", "1"] == 3355 and ended["LN (post)", "2"] == 6344
+    ended = multi30k[multi30k["end"] == "patience"].set_index(["system", "run"])["update"]
+    assert len(ended) == 11
+    assert ended["BN", "1"] == "3355" and ended["LN (post)", "2"] == "6344"
     drawn = []
     monkeypatch.setattr(results, "save", lambda figure, file: drawn.append(figure))
     results.draw_masks(tmp_path / "masks.png")
     (figure,) = drawn
     names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    assert (
-        names[0] == "BN, batches by length, 5 seeds"
-        and "without the mask" in figure.get_supxlabel()
-    )
+    assert names[0] == "BN, batches by length, 5 seeds"
+    assert "without the mask" in figure.get_supxlabel()

@@ -86,7 +86,7 @@ def test_no_test_module_imports_another():
 
 
 def test_changelog_is_short():
-    assert len(read("CHANGELOG.md").splitlines()) <= 25
+    assert len(read("CHANGELOG.md").split()) <= 1000
 
 
 def test_every_page_is_in_the_navigation():
@@ -125,7 +125,6 @@ COMMANDS = {
     ],
 )
 def test_part_is_up_to_date(command, page, name):
-    found = generated.block(name).findall((ROOT / "docs" / page).read_text("utf-8"))
-    assert found == [COMMANDS[command][page][name]()], (
-        f"docs/{page} differs: {command} writes it again"
-    )
+    found = generated.block(name).findall(read(f"docs/{page}"))
+    expected = COMMANDS[command][page][name]()
+    assert found == [expected], f"docs/{page} differs: {command} writes it again"

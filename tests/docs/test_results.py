@@ -14,10 +14,10 @@ import pandas
 import pytest
 from scipy import stats
 
-from pn_fairseq.common.published import PAPER
-from pn_fairseq.pipeline.metrics import METRICS
+from docs.tools.results import with_control
+from pn_fairseq.pipeline.published import PAPER
 from pn_fairseq.report import intervals
-from pn_fairseq.report.significance import LOSS, MEASURES
+from pn_fairseq.report.measures import LOSS, MEASURES
 
 from .pages import ROOT
 
@@ -52,64 +52,67 @@ class Selection:
         self.frame, self.rows = runs.query(query), rows or "system"
         assert len(self.frame), f"no run: {query}"
         if control:
-            others = self.frame["system"] != control
-            self.frame = self.frame.assign(
-                **{"compared with": pandas.Series(control, self.frame.index).where(others)}
-            )
+            self.frame = with_control(self.frame, control)
         self.compared = intervals.compare(self.frame.drop(columns="detokenized"))  # no page has it
 
     def intervals(self) -> set[str]:
         """Every difference with its simultaneous or separate interval, as pages write it."""
-        return {
-            of_measure.text(interval)
-            for of_measure in self.compared.values()
-            for family in of_measure.families
-            for interval in (*family.intervals.values(), *family.separate.values())
-        }
+        texts = set()
+        for comparison in self.compared.values():
+            for family in comparison.families:
+                for interval in (*family.intervals.values(), *family.separate.values()):
+                    texts.add(comparison.text(interval))
+        return texts
 
     def cell(self, name: str, title: str) -> str:
-        """The cell of a table in the row ``name`` and the column ``title``:
-
-        "MEASURE" or "MEASURE, NORM".
+        """The cell of a table in the row ``name`` and the column ``title``: "MEASURE" or
+        "MEASURE, NORM".
         """
         title, _, norm = title.partition(", ")
         runs = self.frame[self.frame[self.rows] == name]
         runs = runs[runs["norm"] == norm] if norm else runs
-        if title in ("blocks", "seeds"):
-            return str(len(runs.groupby(["machine", "seed"] if title == "blocks" else "seed")))
+        blocks = runs.groupby(["machine", "seed"])
+        if title == "blocks":
+            return str(len(blocks))
+        if title == "seeds":
+            return str(runs["seed"].nunique())
         column, digits = COLUMNS[title.removeprefix("difference in ")]
         if title.startswith("difference in "):
             (system,) = runs["system"].unique()
             return self.difference(system, column)
-        values = runs.dropna(subset=[column]).groupby(["machine", "seed"])[column].mean()
-        deviation = f" ± {values.std():.{digits}f}" if len(values) > 1 else ""
-        return f"{values.mean():,.{digits}f}{deviation}" if len(values) else "–"
+        values = blocks[column].mean().dropna()
+        if values.empty:
+            return "–"
+        mean = f"{values.mean():,.{digits}f}"
+        return f"{mean} ± {values.std():.{digits}f}" if len(values) > 1 else mean
 
     def difference(self, system: str, column: str) -> str:
         """A difference with its interval and verdict, or why there is none; a control has "–"."""
-        of_measure = self.compared[column]
-        if system in of_measure.intervals:
-            interval = of_measure.intervals[system]
-            return f"{of_measure.text(interval)} {of_measure.verdict(interval)}"
-        return of_measure.untested.get(system, "–")
+        comparison = self.compared[column]
+        if system in comparison.intervals:
+            interval = comparison.intervals[system]
+            return f"{comparison.text(interval)} {comparison.verdict(interval)}"
+        return comparison.untested.get(system, "–")
 
 
 def parts(text: str):
     """The groups of each selection of a page, and the text below it; first the text above all
     selections.
     """
-    width, pieces = SELECTION.groups + 1, [None] * SELECTION.groups + SELECTION.split(text)
-    return [pieces[place : place + width] for place in range(0, len(pieces), width)]
+    groups = SELECTION.groups
+    pieces = [None] * groups + SELECTION.split(text)
+    return zip(*(pieces[place :: groups + 1] for place in range(groups + 1)), strict=True)
 
 
 def tables(text: str):
     """The tables of a text: titles of the columns, and rows of cells."""
     for table in re.findall(r"(?:^\|.*\|\n)+", text + "\n", re.M):
-        titles, _, *rows = (
-            [cell.strip() for cell in line.strip("|\n").split("|")]
-            for line in table.splitlines(True)
-        )
+        titles, _, *rows = map(cells_of, table.splitlines())
         yield titles, rows
+
+
+def cells_of(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
 
 
 def words(page: Path) -> str:
@@ -129,7 +132,8 @@ def differences_of(text: str, runs: pandas.DataFrame) -> list[str]:
         for titles, rows in tables(part):
             for name, *cells in rows:
                 for title, cell in zip(titles[1:], cells, strict=True):
-                    if (expected := selection.cell(name, title)) != cell:
+                    expected = selection.cell(name, title)
+                    if expected != cell:
                         wrong.append(f"{name}, {title}: {cell}, and the runs have {expected}")
         known = selection.intervals()
         sentences = re.sub(r"(?m)^\|.*\|$", "", part)
@@ -148,56 +152,50 @@ def test_the_numbers_of_a_page_are_those_of_its_runs(page):
 def test_the_published_score_and_the_runs_that_repeat_it():
     (published,) = PAPER["multi30k-tiny"].rows
     runs = RUNS.query("study == 'published' and encoder_norm_placement == 'post'")
-    page, mean = (RESULTS / "multi30k.md").read_text("utf-8"), runs["tokenized"].mean()
+    page = (RESULTS / "multi30k.md").read_text("utf-8")
+    mean = runs["tokenized"].mean()
     first = " ".join(page.split("\n\n")[1].split())
-    assert (
-        f"reaches {mean:.2f} BLEU" in first
-        and f"{mean - published.bleu:.2f} above the {published.bleu}" in first
-    )
+    assert f"reaches {mean:.2f} BLEU" in first
+    assert f"{mean - published.bleu:.2f} above the {published.bleu}" in first
     assert f"reaches {mean:.2f} BLEU" in words(ROOT / "README.md")
     parts = r"(\S+) \(BP = (\S+),? ratio = \S+ hyp_len = (\d+) ref_len = 12103\)"
-    for run in RUNS.query(
-        "study.str.startswith('published') and encoder_norm_placement == 'post'"
-    ).to_dict("records"):
+    repeated = "study.str.startswith('published') and encoder_norm_placement == 'post'"
+    for run in RUNS.query(repeated).to_dict("records"):
         precisions, brevity, tokens = re.fullmatch(parts, run["parts of tokenized BLEU"]).groups()
-        name = f"seed {run['seed']}" + ", again" * (run["study"] == "published, repeated")
-        assert (
-            f"| {name} | {run['tokenized']:.2f} | {precisions} | {brevity} | {int(tokens):,} |"
-            in page
-        )
+        name = f"seed {run['seed']}"
+        if run["study"] == "published, repeated":
+            name += ", again"
+        cells = (name, f"{run['tokenized']:.2f}", precisions, brevity, f"{int(tokens):,}")
+        assert f"| {' | '.join(cells)} |" in page
 
 
 def test_a_digit_that_is_changed_in_a_page_or_in_the_table_is_noticed():
     page = (RESULTS / "masks.md").read_text("utf-8")
     places, changed = [*INTERVAL.finditer(page)][:20], list(page)
     for place in places:
-        changed[place.end(3) - 1] = str((int(changed[place.end(3) - 1]) + 1) % 10)
+        last = place.end(3) - 1
+        changed[last] = str((int(changed[last]) + 1) % 10)
     assert len(differences_of("".join(changed), RUNS)) == len(places)
     frame = RUNS.copy()
-    run = frame.index[(frame["study"] == "masks, random") & (frame["system"] == "PN")][0]
+    run = frame.query("study == 'masks, random' and system == 'PN'").index[0]
     frame.loc[run, "tokenized"] += 0.1
     assert differences_of(page, frame)
 
 
 def test_each_run_has_what_it_was_trained_with():
-    assert (
-        not RUNS[["study", "corpus", "system", "norm", "seed", "machine", "commit", LOSS]]
-        .isna()
-        .any()
-        .any()
-    )
-    assert not RUNS.duplicated(
-        ["study", "corpus", "system", "model", "max_tokens", "seed", "machine"]
-    ).any()
-    assert {*METRICS} - {"ter"} <= {*RUNS} and {*MEASURES} - {"ter"} <= {*RUNS}
+    known = ["study", "corpus", "system", "norm", "seed", "machine", "commit", LOSS]
+    assert RUNS[known].notna().all(axis=None)
+    different = ["study", "corpus", "system", "model", "max_tokens", "seed", "machine"]
+    assert not RUNS.duplicated(different).any()
+    shown = {column for column, _ in COLUMNS.values()}
+    assert shown <= {*RUNS} and shown & {*MEASURES} == {*MEASURES} & {*RUNS} - {"detokenized"}
 
 
 def test_the_runs_of_the_part_of_iwslt14():
     page, index = (words(RESULTS / name) for name in ("iwslt14_sample.md", "index.md"))
     runs = RUNS.query("study == 'part of IWSLT14'").pivot(index="norm", columns="seed")
-    curves = pandas.read_csv(RESULTS / "iwslt14-sample-curves.csv").pivot(
-        index="update", columns=["system", "seed"]
-    )
+    curves = pandas.read_csv(RESULTS / "iwslt14-sample-curves.csv")
+    curves = curves.pivot(index="update", columns=["system", "seed"])
     assert (curves["valid"].min().unstack() == runs[LOSS]).all(axis=None)
     above = (curves["valid"]["PN"] >= curves["valid"]["LN"]).any(axis=1)
     assert f"Up to update {above.index[above][-1]:,}" in page
@@ -205,21 +203,21 @@ def test_the_runs_of_the_part_of_iwslt14():
         pn, ln = runs[column].loc["PN"], runs[column].loc["LN"]
         test, difference = stats.ttest_rel(pn, ln), (pn - ln).mean()
         ends = " to ".join(f"{end:+.{digits}f}" for end in test.confidence_interval())
-        planned = f"PN − LN: {difference:+.{digits}f} ({ends}), p = {test.pvalue:.3f}, ".replace(
-            "-", "−"
-        )
-        assert planned in page and f"{abs(difference):.{digits}f} {unit}" in index
+        planned = f"PN − LN: {difference:+.{digits}f} ({ends}), p = {test.pvalue:.3f}, "
+        assert planned.replace("-", "−") in page
+        assert f"{abs(difference):.{digits}f} {unit}" in index
 
 
 def test_the_planned_comparison_of_the_pre_norm_models():
     page, index = (words(RESULTS / name) for name in ("multi30k.md", "index.md"))
-    runs = RUNS.query("study == 'published, pre-norm'").drop(
-        columns=["tokenized", "detokenized", "chrf"]
-    )
+    runs = RUNS.query("study == 'published, pre-norm'")
+    runs = runs.drop(columns=["tokenized", "detokenized", "chrf"])
     runs = runs.rename(columns={"tokenized test1": "tokenized"})
     for machine in (runs["machine"], "any"):  # PN with seed 1 was trained on two machines
         compared = intervals.compare(runs.assign(machine=machine))
-        assert all(of_measure.planned("PN") in page for of_measure in compared.values())
-    for of_measure in compared.values():
-        assert of_measure.text(of_measure.intervals["BN"]) in page
-        assert of_measure.text(of_measure.intervals["PN"])[1:].split()[0] in index
+        for comparison in compared.values():
+            assert comparison.planned("PN") in page
+    for comparison in compared.values():
+        assert comparison.text(comparison.intervals["BN"]) in page
+        difference = comparison.text(comparison.intervals["PN"]).split()[0]
+        assert difference.lstrip("+−") in index

@@ -43,28 +43,32 @@ def test_built_pages(site):
     assert not (site / "tools").exists()
     pages = [path for path in site.rglob("*.html") if path.name != "404.html"]
     assert len(pages) >= len(PAGES) - 2  # README.md and CONTRIBUTING.md are no pages
+    link = re.compile(r'href="([^"]*(?:glossary\.html|sources/[^"]*\.txt))"')
     for path in pages:
-        links = re.findall(
-            r'href="([^"]*(?:glossary\.html|sources/[^"]*\.txt))"', path.read_text("utf-8")
-        )
-        assert len(set(links)) >= 2 and all((path.parent / link).is_file() for link in links), path
+        targets = {path.parent / target for target in link.findall(path.read_text("utf-8"))}
+        assert len(targets) >= 2 and all(target.is_file() for target in targets), path
     for source in (site / "sources").rglob("*.txt"):
         page = ROOT / "docs" / source.relative_to(site / "sources").with_suffix("")
         assert source.read_bytes() == page.read_bytes()
 
 
 def test_navigation():
-    nav = re.search(r"^nav:\n.*?(?=^\S)", (ROOT / "mkdocs.yml").read_text("utf-8"), re.M | re.S)[0]
-    parts = {key: value for part in yaml.safe_load(nav)["nav"] for key, value in part.items()}
+    text = (ROOT / "mkdocs.yml").read_text("utf-8")
+    nav = re.search(r"^nav:\n.*?(?=^\S)", text, re.M | re.S)[0]
+    parts = {}
+    for part in yaml.safe_load(nav)["nav"]:
+        parts |= part
     assert list(parts) == ["Start", "Learn", "How-to", "Reference", "Results", "Internals"]
-    reports = {
-        f"results/{file.parent.name}/report.md"
-        for file in (ROOT / "docs/results").glob("*/report.md")
-    }
-    assert reports <= {page for entry in parts["Results"] for page in entry.values()}
-    tasks = [page for entry in parts["How-to"] for page in entry.values()]
+    reports = (ROOT / "docs/results").glob("*/report.md")
+    results = pages_of(parts["Results"])
+    assert all(f"results/{file.parent.name}/report.md" in results for file in reports)
+    tasks = pages_of(parts["How-to"])
     text = (ROOT / "docs" / tasks.pop(0)).read_text("utf-8")
     assert [page for page in tasks if f"]({page})" not in text] == []
+
+
+def pages_of(entries: list[dict[str, str]]) -> list[str]:
+    return [page for entry in entries for page in entry.values()]
 
 
 @pytest.fixture(scope="module")
@@ -98,10 +102,8 @@ def test_home_and_search(browser, base):
     browser.open(f"{base}/index.html")
     assert browser.evaluate("document.querySelector('h1').innerText").startswith("pn_fairseq")
     assert browser.evaluate("[...document.images].every(image => image.naturalWidth > 100)")
-    # first screen
-    assert (
-        browser.evaluate("document.querySelector('article pre').getBoundingClientRect().top") < 800
-    )
+    snippet = "document.querySelector('article pre')"
+    assert browser.evaluate(f"{snippet}.getBoundingClientRect().top") < 800  # on the first screen
     browser.evaluate(
         "document.querySelector('[data-md-toggle=search]').click();"
         "query = document.querySelector('.md-search__input'); query.focus(); query.value = 'mask';"
@@ -112,9 +114,8 @@ def test_home_and_search(browser, base):
         "(links => links.length ? links : null)"
         "([...document.querySelectorAll('.md-search-result__link')].map(a => a.href))"
     )
-    assert any("own_model.html" in link for link in found) and all(
-        link.startswith(base) for link in found
-    ), found
+    assert any("own_model.html" in link for link in found), found
+    assert all(link.startswith(base) for link in found), found
     # Nothing was loaded from another place.
     loaded = browser.evaluate("performance.getEntriesByType('resource').map(entry => entry.name)")
     assert [name for name in loaded if not name.startswith((base, "blob:", "data:"))] == []

@@ -209,31 +209,6 @@ def test_a_norm_in_a_file_has_options_of_its_own_and_a_checkpoint_rebuilds_it(my
         build("transformer_pn_tiny", encoder_norm="my-scaled", norm_options={"beta": -1})
 
 
-OLD = {
-    "norm_window": 3,
-    "ada_k": 0.5,
-    "outlier_filtration": False,
-    "no_norm_agreement": True,
-    "norm_groups": None,
-}
-
-
-@pytest.mark.parametrize("hydra", [False, True])
-def test_a_checkpoint_with_the_settings_of_earlier_versions_is_loaded(hydra):
-    """It had a flag for each option; an option that no norm of the model has was ignored."""
-    model = build("transformer_mabn_tiny", norm_options="window=3")
-    args = arch_args("transformer_mabn_tiny", **OLD)
-    state = {"args": args, "model": model.state_dict()}
-    if hydra:
-        state = {"cfg": {"model": {**vars(args), "_name": args.arch}}, "model": state["model"]}
-    settings = model_settings_of(state, "x.pt")
-    loaded = model_of(settings, state["model"], "x.pt")
-    assert loaded.encoder.layer_norm.window == 3 and not loaded.averages_norm_stats
-    read = NormOptions.from_args(settings)
-    assert read.norm_options == {"window": 3} and read.no_average_norm_stats
-    assert all(getattr(settings, key, None) is None for key in OLD)
-
-
 def test_layer_scale_can_be_turned_off_and_on():
     assert (
         build("transformer_pn_tiny", layer_scale_groups=0).encoder.layer_norm.layer_scale.groups

@@ -13,8 +13,8 @@ from omegaconf import OmegaConf
 
 from pn_fairseq.common.checkpoints import CheckpointError, load_checkpoint
 from pn_fairseq.common.files import read_settings
+from pn_fairseq.models import average_checkpoints as tool
 from pn_fairseq.models.average_checkpoints import average_checkpoints
-from pn_fairseq.pipeline import average as tool
 
 from ..scripts_helpers import assert_refused, in_process, verb
 
@@ -115,37 +115,6 @@ def test_statistics_of_the_norms_are_averaged_and_counters_are_not(tmp_path):
     model = average_checkpoints(paths)["model"]
     assert all(model[name].tolist() == [1.5, 15.0] for name in names)
     torch.testing.assert_close({name: model[name] for name in counters}, counters, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("settings", [{"amp": True}, {"fp16": True}, {"fp16": False}])
-def test_nu_of_older_checkpoints_is_divided_by_their_loss_scales(tmp_path, caplog, settings):
-    for number, (scale, mark) in enumerate(
-        [(4.0, {}), (8.0, {}), (None, {}), (2.0, {"unscaled": True})]
-    ):
-        nu = {
-            f"norm.{name}": torch.full((2,), 8.0)
-            for name in ("nu", "lambda_window", "running_psi2")
-        }
-        path = write(tmp_path / f"{number}.pt", nu, number, cfg={"common": settings})
-        state = torch.load(path, weights_only=False)
-        state["extra_state"] |= {"pn_fairseq": mark}
-        state["last_optimizer_state"] = {"loss_scale": scale} if scale else None
-        torch.save(state, path)
-    files = [tmp_path / f"{number}.pt" for number in range(4)]
-    state = average_checkpoints(files[:2])
-    assert [value.tolist() for value in state["model"].values()] == [
-        [1.5, 1.5],
-        [1.5, 1.5],
-        [8.0, 8.0],
-    ]
-    assert state["extra_state"]["pn_fairseq"] == {"unscaled": True} and not caplog.text
-    assert average_checkpoints(files[3:])["model"]["norm.nu"].tolist() == [8.0, 8.0]
-    unknown = average_checkpoints(files[2:3])
-    assert unknown["model"]["norm.nu"].tolist() == [8.0, 8.0]
-    assert caplog.text.count("2.pt: nu of its norms may hold the loss scale") == any(
-        settings.values()
-    )
-    assert ("unscaled" not in unknown["extra_state"]["pn_fairseq"]) == any(settings.values())
 
 
 def test_order_of_inputs_does_not_matter(tmp_path):
@@ -415,11 +384,11 @@ def test_it_is_done_once_until_something_changes(run):
     before = output.read_bytes(), output.stat().st_mtime_ns
     assert "already" in run("--last", 2)[0]
     assert (output.read_bytes(), output.stat().st_mtime_ns) == before
-    # Contents are compared, not times; an earlier version recorded only what is averaged.
+    # Contents are compared, not times.
     os.utime(run.checkpoints / "checkpoint1.pt")
     assert "already" in run("--last", 2)[0]
-    output.with_name("averaged.pt.made.txt").write_text("epoch 2\n")
-    assert "made by an earlier version" in run("--last", 2)[0]
+    output.with_name("averaged.pt.made.txt").write_text("damaged\n")
+    assert "averaged.pt is incomplete; making it again" in run("--last", 2)[0]
     assert output.read_bytes() == before[0] and "already" in run("--last", 2)[0]
     messages, value = run("--last", 1)
     assert "other values of averaged, checkpoints; making it again" in messages and value == 2

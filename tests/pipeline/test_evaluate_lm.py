@@ -13,8 +13,8 @@ import torch
 
 from pn_fairseq.common.checkpoints import load_checkpoint
 from pn_fairseq.common.command import UserError
-from pn_fairseq.common.published import LM_PAPER
 from pn_fairseq.pipeline.evaluate_lm import Perplexity, read_perplexity, result_file, unit_of
+from pn_fairseq.pipeline.published import LM_PAPER
 
 from ..scripts_helpers import ROOT, assert_refused, in_process, run, verb
 

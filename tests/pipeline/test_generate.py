@@ -398,11 +398,11 @@ def test_an_interruption_leaves_nothing_behind(place):
 
 
 def test_a_second_process_is_told_that_the_run_is_being_decoded(place, capsys):
-    with decoding(place, "sleep"):
+    with decoding(place, "sleep") as process:
         refused(
             capsys,
             generate(place),
-            f"'{place}/run/generate/test' is being made by another process: wait for it",
+            f"'{place}/run/generate/test' is being made by another process ({process.pid}): wait",
         )
         assert {path.name for path in (place / "run/generate").iterdir()} == {
             ".test.lock",

@@ -20,7 +20,7 @@ from pn_fairseq.pipeline import train
 from pn_fairseq.pipeline.runs import open_run
 from pn_fairseq.pipeline.train import Progress
 from pn_fairseq.pipeline.training_log import read_log
-from pn_fairseq.report.runs import Run, read_runs
+from pn_fairseq.report.runs import read_run, read_runs
 
 
 def test_a_folder_that_is_not_a_run_or_is_damaged(tmp_path):
@@ -52,7 +52,7 @@ def test_an_average_of_fewer_checkpoints_than_asked_for_is_a_problem(
     if made is not None:
         (tmp_path / "checkpoints/averaged.pt.made.txt").write_text(f"averaged={made}\n")
     problem = "averaged.pt is the average of 3, not of average_last=10 checkpoints"
-    assert (problem in Run(tmp_path, "run").problems) == listed
+    assert (problem in read_run(tmp_path, "run").problems) == listed
 
 
 def checkpoint(file, update, train, valid):
@@ -214,27 +214,18 @@ def test_only_a_fault_of_the_machine_says_that_the_same_command_helps(
     ), line
 
 
-def test_a_run_is_finished_where_its_log_ends_with_the_same_limits(tmp_path):
+def test_a_run_is_finished_where_it_ended_with_the_same_limits(tmp_path):
     limits = {"optimization": {"max_update": 10, "max_epoch": 0}, "checkpoint": {"patience": 2}}
     cfg, data = OmegaConf.create(limits), tmp_path / "data"
     data.mkdir()
     (data / "settings.txt").write_text("source=es\n")
-    OmegaConf.save(cfg, tmp_path / "config.yaml")
-    assert not train.is_finished(cfg, 5, tmp_path, data), "without a log"
-    (tmp_path / "train.log").write_text("done training in 3 seconds\n")
+    assert not train.is_finished(cfg, 5, tmp_path, data), "without a stamp"
+    assert train.is_finished(cfg, 10, tmp_path, data)
     more = OmegaConf.merge(cfg, {"checkpoint": {"patience": 3}})
-    for stamped in (False, True):  # earlier versions wrote no stamp
-        assert train.is_finished(cfg, 5, tmp_path, data)
-        assert not train.is_finished(more, 5, tmp_path, data)
-        assert train.is_finished(more, 10, tmp_path, data)
-        if not stamped:
-            write_settings(tmp_path / "made.txt", train.goal(cfg, data))
-            (tmp_path / "train.log").unlink()
-    (tmp_path / "made.txt").unlink()
-    (tmp_path / "train.log").write_text(
-        "done training in 3 seconds\ntraining on 1 devices (GPUs/TPUs)\n"
-    )
-    assert not train.is_finished(cfg, 5, tmp_path, data)
+    write_settings(tmp_path / "made.txt", train.goal(cfg, data))
+    assert train.is_finished(cfg, 5, tmp_path, data)
+    assert not train.is_finished(more, 5, tmp_path, data)
+    assert train.is_finished(more, 10, tmp_path, data)
 
 
 def test_two_training_processes_in_one_run_are_refused(tmp_path):

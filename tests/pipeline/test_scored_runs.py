@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from pn_fairseq.common.command import UserError
-from pn_fairseq.pipeline.bootstrap import compare_folders
 from pn_fairseq.pipeline.data.binarize import MAGIC
 from pn_fairseq.pipeline.data.tokens import DETOKENIZER, detokenize
 from pn_fairseq.pipeline.metrics import METRICS
-from pn_fairseq.pipeline.scoring import is_scored, read_scores, score_run
+from pn_fairseq.pipeline.paired_bootstrap import compare_folders
+from pn_fairseq.pipeline.translation_scores import is_scored, read_scores, score_run
 
 from ..fixtures import runs
 from ..fixtures.translations import noisy, reference, score, text_file
@@ -129,7 +129,7 @@ def test_scores_that_need_no_tokenizer_are_given(tmp_path, capsys):
 
 
 def test_it_is_scored_once_until_something_changes(tmp_path, capsys):
-    """Contents are compared, not times; earlier versions wrote no stamp."""
+    """Contents are compared, not times."""
     run_dir = make_run(tmp_path / "run", 1)
     decoded = run_dir / "generate/test"
     scores = score_run(run_dir)
@@ -143,7 +143,8 @@ def test_it_is_scored_once_until_something_changes(tmp_path, capsys):
     assert not is_scored(run_dir, "test") and score_run(run_dir) != scores
     assert "was made with other values of hypotheses; making it again" in capsys.readouterr().err
     (decoded / "scores.json.made.txt").unlink()
-    assert is_scored(run_dir, "test")
+    assert not is_scored(run_dir, "test") and score_run(run_dir).sentences == LINES
+    assert "scores.json is incomplete; making it again" in capsys.readouterr().err
 
 
 def test_the_datas_settings_say_how_it_is_scored(tmp_path):

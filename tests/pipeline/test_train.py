@@ -22,7 +22,15 @@ from pn_fairseq.common.checkpoints import load_checkpoint
 from pn_fairseq.norms import running_norms
 from pn_fairseq.pipeline.training_log import read_log
 
-from ..scripts_helpers import SCRIPTS, environment, refused, verb, wait_for
+from ..scripts_helpers import (
+    ROOT,
+    SCRIPTS,
+    assert_refused,
+    environment,
+    refused,
+    verb,
+    wait_for,
+)
 
 #: A training of seconds. The psi warm-up ends at update 6, in the middle. Each of its three
 #: checkpoints is the best so far.
@@ -294,6 +302,24 @@ def test_an_error_in_the_training_is_one_line_with_the_traceback_in_the_log(
     assert start(data, tmp_path / "run", "model.dropout=0.2") == 1, (
         "the folder accepts another setting"
     )
+
+
+def test_a_training_that_begins_with_the_weights_of_another(data, trained, tmp_path, capsys):
+    """It does not resume it: it counts updates from 0. The file has the name of a run's own."""
+    weights = trained / "checkpoints/checkpoint_last.pt"
+    settings = (f"checkpoint.finetune_from_model={json.dumps(str(weights))}",)
+    assert start(data, tmp_path / "run", *settings, "optimization.max_update=4") == 0
+    printed = capsys.readouterr().err
+    assert f"[train] begins with the weights of {weights}\n" in printed
+    assert "resuming" not in printed and "update 4, validation" in printed
+
+
+def test_a_hint_is_the_only_line_of_a_process(tmp_path):
+    """hydra, which reads the configuration for it, logs nothing."""
+    words = [sys.executable, "-m", "pn_fairseq", "train", "verses_es_en", "--max-update", "100"]
+    result = subprocess.run(words, env=environment(), cwd=ROOT, capture_output=True, text=True)
+    assert_refused(result, "did you mean 'optimization.max_update=100'?")
+    assert len(result.stderr.splitlines()) == 1
 
 
 class Hostile:

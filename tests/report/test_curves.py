@@ -23,19 +23,19 @@ def test_difference_from_the_mean_of_the_baseline():
 
 def draw(folder, systems, baselines):
     """The picture of ``systems`` (label -> logs), drawn from its records."""
-    runs = {
-        label: {str(number): log for number, log in enumerate(logs)}
-        for label, logs in systems.items()
-    }
-    curves.plot(pandas.DataFrame(curves.records("x.png", runs, baselines)), folder / "x.png")
+    runs = {}
+    for label, logs in systems.items():
+        runs[label] = {str(number): log for number, log in enumerate(logs)}
+    rows = pandas.DataFrame(curves.records("x.png", runs, baselines))
+    curves.plot(rows, folder / "x.png")
     return (folder / "x.png").read_bytes()
 
 
 def test_curves_that_are_flat_short_or_not_finite(tmp_path):
-    full = TrainingLog(
-        {10: 9.5, 100: 5.5, 200: 4.5}, {10: 9.0, 100: 5.0, 200: 4.0}, {100: 4.0, 200: 3.0}
-    )
-    faulty = TrainingLog({10: 9.5, 200: 4.5}, {10: 9.0, 100: float("nan"), 200: float("inf")}, {})
+    train = {10: 9.5, 100: 5.5, 200: 4.5}
+    full = TrainingLog(train, {10: 9.0, 100: 5.0, 200: 4.0}, {100: 4.0, 200: 3.0})
+    not_finite = {10: 9.0, 100: float("nan"), 200: float("inf")}
+    faulty = TrainingLog(train, not_finite, {})
     flat = TrainingLog({10: 3.0, 100: 5.0}, {10: 3.0, 100: 5.0}, {100: 4.0, 200: 4.0})
     name = "_a $b$ _c"
     # LN with other initial weights is compared with LN, which is in another picture, and PN with
@@ -56,26 +56,21 @@ def test_panels(tmp_path, monkeypatch):
     from matplotlib import pyplot
 
     monkeypatch.setattr(pyplot, "close", lambda figure: None)
-    ln = [
-        TrainingLog({}, {10: 9.0, 100: 5.0, 200: 4.0 + d}, {100: 4.0, 200: 3.0 + d})
-        for d in (0.0, 0.2)
-    ]
-    pn = [
-        TrainingLog({}, {10: 9.0, 100: 5.0, 200: 3.5}, {100: 4.2, 200: 2.5 + d})
-        for d in (0.0, 0.1, 0.5)
-    ]
+    ln, pn = [], []
+    for d in (0.0, 0.2):
+        ln.append(TrainingLog({}, {10: 9.0, 100: 5.0, 200: 4.0 + d}, {100: 4.0, 200: 3.0 + d}))
+    for d in (0.0, 0.1, 0.5):
+        pn.append(TrainingLog({}, {10: 9.0, 100: 5.0, 200: 3.5}, {100: 4.2, 200: 2.5 + d}))
     draw(tmp_path, {"LN": ln, "PN": pn}, {"PN": "LN"})
     train, valid, minus, smoothed = pyplot.gcf().axes
     assert train.get_xlim() == valid.get_xlim() == minus.get_xlim()
     for axis, low, high in ((train, 3.5, 5.0), (valid, 2.5, 4.2)):  # of all but the first updates
         margin = 0.08 * (high - low)
         numpy.testing.assert_allclose(axis.get_ylim(), (low - margin, high + margin))
-    assert [text.get_text() for text in train.texts] == [
-        "not shown: up to 9 in the first 10 updates"
-    ]
-    line = next(
-        one for one in minus.lines if one.get_xdata()[-1] == 200 and one.get_ydata()[-1] < 0
-    )
+    (cut,) = train.texts
+    assert cut.get_text() == "not shown: up to 9 in the first 10 updates"
+    (line,) = [line for line in minus.lines if line.get_ydata()[-1] < 0]
+    assert line.get_xdata()[-1] == 200
     numpy.testing.assert_allclose(line.get_ydata(), [0.2, 2.7 - 3.1])
     low, high = minus.collections[-1].get_datalim(minus.transData).intervaly
     numpy.testing.assert_allclose([low, high], [2.5 - 3.1, 0.2])
@@ -88,22 +83,13 @@ def test_the_legend_says_how_many_runs_and_why_a_line_ends(tmp_path, monkeypatch
     monkeypatch.setattr(pyplot, "close", lambda figure: None)
     losses = {100: 5.0, 200: 4.0, 300: 3.0}
     short = {100: 5.0, 200: 4.0}
-    ends = {
-        reason: [Start(done_seconds=1.0, reason=reason)] for reason in ("max_update", "patience")
-    }
-    full, by_patience, killed = (
-        TrainingLog(curve, curve, curve, starts=starts)
-        for curve, starts in (
-            (losses, ends["max_update"]),
-            (short, ends["patience"]),
-            (short, [Start()]),
-        )
-    )
-    draw(
-        tmp_path,
-        {"LN": [full], "BN": [full, by_patience], "PN": [killed]},
-        {"BN": "LN", "PN": "LN"},
-    )
+    full = TrainingLog(losses, losses, losses)
+    full.starts = [Start(done_seconds=1.0, reason="max_update")]
+    by_patience, killed = TrainingLog(short, short, short), TrainingLog(short, short, short)
+    by_patience.starts = [Start(done_seconds=1.0, reason="patience")]
+    killed.starts = [Start()]
+    systems = {"LN": [full], "BN": [full, by_patience], "PN": [killed]}
+    draw(tmp_path, systems, {"BN": "LN", "PN": "LN"})
     (legend,) = pyplot.gcf().legends
     shown = [text.get_text() for text in legend.get_texts()]
     assert shown == [

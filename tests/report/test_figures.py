@@ -26,34 +26,32 @@ def subjects_of(runs):
 def boxes(axis):
     """The boxes of a panel: medians from left to right."""
     lines = [line for line in axis.lines if line.get_linewidth() == 1.6]
-    return [
-        line.get_ydata()[0] for line in sorted(lines, key=lambda line: np.nanmean(line.get_xdata()))
-    ]
+    lines.sort(key=lambda line: np.nanmean(line.get_xdata()))
+    return [line.get_ydata()[0] for line in lines]
+
+
+def marks(axis):
+    """The lines of the paper's numbers."""
+    return [line for line in axis.lines if line.get_linestyle() == ":"]
 
 
 def test_boxes_are_fifths_of_training_of_the_first_norm(runs):
     figure = FIGURES[2].draw(subjects_of(runs))
     fifths = [np.median([20 * n + 10, 20 * n + 20]) for n in range(5)]
     for axis in figure.axes:
-        assert boxes(axis) == [median for median in fifths for _ in runs]
-        assert [label.get_text() for label in axis.get_xticklabels()] == [
-            "20",
-            "40",
-            "60",
-            "80",
-            "100",
-        ]
-    drawn = [line.get_ydata() for line in figure.axes[1].lines if line.get_linestyle() == ":"]
-    np.testing.assert_allclose(drawn, [(0.0505, 0.735, 1.023, 1.349, 1.373)])
+        assert boxes(axis) == list(np.repeat(fifths, len(runs)))
+        ticks = [label.get_text() for label in axis.get_xticklabels()]
+        assert ticks == ["20", "40", "60", "80", "100"]
+    (paper,) = marks(figure.axes[1])
+    np.testing.assert_allclose(paper.get_ydata(), (0.0505, 0.735, 1.023, 1.349, 1.373))
 
 
 @pytest.mark.parametrize(("layer", "factors"), [(0, [1, 10]), (1, [10_000, 1000])])
 def test_the_fourth_figure_takes_the_statistic_that_a_norm_normalizes_by(layer, factors, runs):
     """Variances of BN and second moments of PN-V; in the second layer the other way round."""
     name = f"encoder.layers.{layer}.self_attn_layer_norm"
-    figure = FIGURES[4].draw(
-        [read_subject(run, run.name, run.name, name) for run in read_runs(runs)]
-    )
+    subjects = [read_subject(run, run.name, run.name, name) for run in read_runs(runs)]
+    figure = FIGURES[4].draw(subjects)
     for axis, unit in zip(figure.axes, (1, 100 * 50), strict=True):
         assert boxes(axis)[:2] == [15 * factor * unit for factor in factors]
 
@@ -62,8 +60,10 @@ def test_a_training_that_ended_early_fills_its_fifths(tmp_path):
     run = make_probed(tmp_path / "run", max_update=250)
     for expected in (15, 30):  # of updates 1 to 20; once it has not ended, 1 to 50
         (subject,) = subjects_of([run])
-        assert subject.series.loc[subject.series["fifth"] == 1, "g_mu_l2"].median() == expected
-        (run / "train.log").write_text((run / "train.log").read_text().partition("done")[0])
+        first = subject.series[subject.series["fifth"] == 1]
+        assert first["g_mu_l2"].median() == expected
+        text = (run / "train.log").read_text()
+        (run / "train.log").write_text(text.partition("done")[0])
 
 
 def test_many_runs_can_be_told_apart(tmp_path):
@@ -79,15 +79,13 @@ def test_gradients_are_of_the_summed_loss_and_summed_over_tokens(runs):
     """
     subjects = subjects_of(runs)
     subjects[1].series = subjects[1].series.assign(tokens=4.0, sample_size=2.0)
-    figure = FIGURES[3].draw(subjects)
-    marks = [line for line in figure.axes[0].lines if line.get_linestyle() == ":"]
-    np.testing.assert_allclose(marks[1].get_ydata(), [0.0084, 0.0086, 0.0067, 0.0074, 0.0076])
-    ticks = figure.axes[0].get_xticks()
-    assert all(list(mark.get_xdata()) == list(ticks) for mark in marks), (
-        "lines are not shifted beside the boxes"
-    )
-    assert figure.axes[0].get_xlabel().endswith("of 1 run)")
-    assert boxes(figure.axes[0])[:2] == [15 * 100 * 50, 15 * 4 * 2]
+    axis = FIGURES[3].draw(subjects).axes[0]
+    _, paper = marks(axis)
+    np.testing.assert_allclose(paper.get_ydata(), [0.0084, 0.0086, 0.0067, 0.0074, 0.0076])
+    for mark in marks(axis):
+        assert list(mark.get_xdata()) == list(axis.get_xticks()), "shifted beside the boxes"
+    assert axis.get_xlabel().endswith("of 1 run)")
+    assert boxes(axis)[:2] == [15 * 100 * 50, 15 * 4 * 2]
 
 
 def test_batch_size(tmp_path):
@@ -95,19 +93,17 @@ def test_batch_size(tmp_path):
     subjects = [Subject("x", "y", line, tokens=tokens, bleu=bleu) for line, tokens, bleu in points]
     figure = FIGURES[5].draw(subjects)
     ours, paper = figure.axes
-    lines = {
-        line.get_label(): line.get_xydata().tolist()
-        for line in ours.lines
-        if not line.get_label().startswith("_")
-    }
-    assert lines["pn"] == [[512, 24]]
-    ln = np.array(lines["ln"])  # no line across the sizes that were not trained
-    np.testing.assert_array_equal(ln, [[512, 21], [1024, np.nan], [2048, np.nan], [4096, 23]])
+    lines = {line.get_label(): line.get_xydata() for line in ours.lines}
+    np.testing.assert_array_equal(lines["pn"], [[512, 24]])
+    # no line across the sizes that were not trained
+    expected = [[512, 21], [1024, np.nan], [2048, np.nan], [4096, 23]]
+    np.testing.assert_array_equal(lines["ln"], expected)
     spans = [np.diff(axis.get_ylim())[0] for axis in figure.axes]
     assert spans[0] == pytest.approx(spans[1])
     for axis in figure.axes:
         bleu = np.concatenate([line.get_ydata() for line in axis.lines])
-        assert np.mean(axis.get_ylim()) == pytest.approx((np.nanmin(bleu) + np.nanmax(bleu)) / 2)
+        middle = (np.nanmin(bleu) + np.nanmax(bleu)) / 2
+        assert np.mean(axis.get_ylim()) == pytest.approx(middle)
     assert max(line.get_ydata().max() for line in paper.lines) == 35.90
 
 
@@ -116,13 +112,14 @@ def test_spectra(tmp_path):
     left, _ = np.linalg.qr(generator.normal(size=(20, 4)))
     right, _ = np.linalg.qr(generator.normal(size=(4, 4)))
     weight = torch.tensor(left @ np.diag([8.0, 4.0, 2.0, 1.0]) @ right)
-    torch.save({"model": {"encoder.embed_tokens.weight": weight}}, tmp_path / "checkpoint_last.pt")
-    torch.save(
-        {"model": {"decoder.embed_tokens.weight": 3 * weight}}, tmp_path / "language_model.pt"
-    )
-    torch.save({"model": {"output.weight": weight}}, tmp_path / "without.pt")
-    files = ("checkpoint_last.pt", "language_model.pt", "without.pt")
-    *seeds, without = (Subject(file, "ln", "ln", checkpoint=tmp_path / file) for file in files)
+    files = {
+        "checkpoint_last.pt": {"encoder.embed_tokens.weight": weight},
+        "language_model.pt": {"decoder.embed_tokens.weight": 3 * weight},
+        "without.pt": {"output.weight": weight},
+    }
+    for name, model in files.items():
+        torch.save({"model": model}, tmp_path / name)
+    *seeds, without = (Subject(name, "ln", "ln", checkpoint=tmp_path / name) for name in files)
     ln = Subject("x", "LN", "LN", spectrum=np.array([4.0, 4.0, 2.0, 2.0]))
     ratio = FIGURES[6].draw([*seeds, ln]).axes[3]
     expected = np.array([8, 4, 2, 1]) / 85**0.5 / (np.array([4, 4, 2, 2]) / 40**0.5)
@@ -130,8 +127,9 @@ def test_spectra(tmp_path):
     np.testing.assert_allclose(ratio.lines[2].get_ydata(), np.ones(4))
     figure = FIGURES[6].draw(seeds)
     for axis, divisor in zip(figure.axes, (8.0, 4.0, np.sqrt(85.0)), strict=True):
-        ours = [line.get_ydata() for line in axis.lines if line.get_marker() == "None"]
-        np.testing.assert_allclose(ours, [np.array([8, 4, 2, 1]) / divisor] * 2)
+        for line in axis.lines:
+            if line.get_marker() == "None":
+                np.testing.assert_allclose(line.get_ydata(), np.array([8, 4, 2, 1]) / divisor)
     with pytest.raises(Absent, match="without.pt has no word embeddings"):
         FIGURES[6].draw([without])
 
@@ -141,7 +139,7 @@ def test_gains_are_those_of_the_last_recorded_update(runs):
     (axis,) = figure.axes  # no final_layer_norm was recorded
     assert boxes(axis) == [350.0] * 4  # 100 times the median of 0 to 7; two layers of two runs
     assert axis.get_title(loc="left") == "before self-attention"
-    (paper,) = (line for line in axis.lines if line.get_linestyle() == ":")
+    (paper,) = marks(axis)
     assert list(paper.get_ydata()) == [0.121, 0.090]
 
 
@@ -149,19 +147,21 @@ def test_the_papers_gains_stand_at_their_layers(runs):
     """Where only layers 4 and 6 were recorded."""
     (subject,) = subjects_of(runs[:1])
     names = {
-        f"encoder.layers.{n}.self_attn_layer_norm": f"encoder.layers.{m}.final_layer_norm"
-        for n, m in ((0, 3), (1, 5))
+        "encoder.layers.0.self_attn_layer_norm": "encoder.layers.3.final_layer_norm",
+        "encoder.layers.1.self_attn_layer_norm": "encoder.layers.5.final_layer_norm",
     }
     subject.probe["norm"] = subject.probe["norm"].map(names)
     figure = FIGURES[7].draw([subject])
-    (paper,) = (line for line in figure.axes[0].lines if line.get_linestyle() == ":")
+    (paper,) = marks(figure.axes[0])
     assert list(paper.get_ydata()) == [0.124, 0.172]
 
 
 def test_files_and_what_is_said_of_what_is_missing(runs, tmp_path, capsys):
     main([*map(str, runs), "--output", str(tmp_path / "out")])
     out, err = capsys.readouterr()
-    names = [f"figure-{n}.{kind}" for n in (2, 3, 4, 7) for kind in ("png", "pdf")]
+    names = []
+    for number in (2, 3, 4, 7):
+        names += [f"figure-{number}.png", f"figure-{number}.pdf"]
     assert out.split() == [str(tmp_path / "out" / name) for name in names]
     assert (tmp_path / "out/figure-2.png").read_bytes()[:4] == b"\x89PNG"
     assert (tmp_path / "out/figure-2.pdf").read_bytes()[:4] == b"%PDF"
@@ -170,7 +170,8 @@ def test_files_and_what_is_said_of_what_is_missing(runs, tmp_path, capsys):
         "pn figures: not drawn: Figure 6: no run has a checkpoint_last.pt",
     ]
     page = report(*runs, output=tmp_path / "out").text
-    assert "bn/series" in page and "](figure-2.png)" in page and "](figure-7.pdf)" in page
+    for words in ("bn/series", "](figure-2.png)", "](figure-7.pdf)"):
+        assert words in page
 
 
 def test_what_a_run_lacks_is_said_and_old_figures_are_removed(runs, tmp_path, capsys, monkeypatch):
@@ -181,37 +182,31 @@ def test_what_a_run_lacks_is_said_and_old_figures_are_removed(runs, tmp_path, ca
         (out / name).touch()
     scored = with_score(make_run(tmp_path / "scored"), 20)
     main([str(scored), str(runs[0]), "--output", str(out), "--labels", "a", "b"])
-    (name, _) = (read.name for read in read_runs([scored, runs[0]]))
-    assert (
-        f"Figure 2 is without {name}: not every run has a --norm-probe file"
-        in capsys.readouterr().err
-    )
-    assert {path.name for path in out.glob("*.png")} == {
-        f"figure-{number}.png" for number in (2, 3, 4, 5, 7, 8)
-    }
+    name = read_runs([scored, runs[0]])[0].name
+    line = f"Figure 2 is without {name}: not every run has a --norm-probe file"
+    assert line in capsys.readouterr().err
+    expected = {f"figure-{number}.png" for number in (2, 3, 4, 5, 7, 8)}
+    assert {path.name for path in out.glob("*.png")} == expected
     assert not (out / "figure-6.pdf").exists()
 
 
 def test_runs_that_differ_by_their_seed_or_mini_batch_are_a_line(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setitem(
-        FIGURES,
-        5,
-        FIGURES[5]._replace(draw=lambda subjects: drawn.extend(subjects) or pyplot.figure()),
-    )
+
+    def draw(subjects):
+        drawn[:] = [(subject.tokens, subject.line) for subject in subjects]
+        return pyplot.figure()
+
+    monkeypatch.setitem(FIGURES, 5, FIGURES[5]._replace(draw=draw))
     changes = [{}, {"dataset__max_tokens": 512}, {"model__layer_scale_groups": 0}]
-    runs = [
-        with_score(make_run(tmp_path / str(n), "pn", n, **one), 20)
-        for n, one in enumerate(changes, 1)
-    ]
-    main([*map(str, runs), "--output", str(tmp_path / "out")])
-    lines = ["PN", "PN", "PN (layer_scale_groups=0)"]
-    assert [(one.tokens, one.line) for one in drawn] == list(
-        zip((2048, 512, 2048), lines, strict=True)
-    )
-    drawn.clear()
-    main([*map(str, runs), "--output", str(tmp_path / "out"), "--labels", "x", "x", "y"])
-    assert [one.line for one in drawn] == ["x", "x", "y"]
+    arguments = ["--output", str(tmp_path / "out")]
+    for seed, settings in enumerate(changes, 1):
+        run = make_run(tmp_path / str(seed), "pn", seed, **settings)
+        arguments.append(str(with_score(run, 20)))
+    assert main(arguments[2:] + arguments[:2]) == 0
+    assert drawn == [(2048, "PN"), (512, "PN"), (2048, "PN (layer_scale_groups=0)")]
+    assert main([*arguments[2:], *arguments[:2], "--labels", "x", "x", "y"]) == 0
+    assert drawn == [(2048, "x"), (512, "x"), (2048, "y")]
 
 
 @pytest.mark.parametrize(

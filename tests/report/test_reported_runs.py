@@ -1,21 +1,23 @@
 """pn report: what became of each run, of any command and machine, and which runs are one system."""
 
 import argparse
-import csv
 import dataclasses
 import html
+import itertools
 import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
+import pandas
 import torch
 import yaml
 
 from pn_fairseq import norms
 from pn_fairseq.report import translation
 from pn_fairseq.report.runs import read_runs
-from pn_fairseq.report.systems import names
+from pn_fairseq.report.systems import labels_of
 
 from ..fixtures.reports import (
     DATA,
@@ -31,137 +33,111 @@ from ..fixtures.reports import (
     write_scores,
 )
 
+HYPOTHESES = "generate/test/hyp.tok"
 BROKEN = '{"loss": "1", "num_up\n'
-PATIENCE = (
-    "early stop since valid performance hasn't improved for last 5 runs\ndone training in 3.0 "
-    "seconds\n"
-)
+PATIENCE = """\
+early stop since valid performance hasn't improved for last 5 runs
+done training in 3.0 seconds
+"""
 NAN = re.sub(r'"loss": "[0-9.]+"(?=.*"num_updates": "[34]0")', '"loss": "nan"', train_log(5))
 NOT_VALIDATED = "".join(line for line in train_log(5).splitlines(True) if "valid" not in line)
 
-#: What is damaged -> the file, its text or None if it is missing, the run's state, and what the
-#: report says.
+
+class Damage(NamedTuple):
+    """A file of a run that is missing or damaged, and what the report makes of it."""
+
+    file: str
+    text: str | None  # None: it is missing
+    state: str
+    says: tuple[str, ...]
+
+
+LOG, SCORES, STARTS = "train.log", "generate/test/scores.json", "starts.jsonl"
 DAMAGES = {
-    "failed": (
-        "failed",
-        "train: boom <b>\n",
-        "failed: train: boom <b>",
-        ["failed: train: boom <b>"],
+    "failed": Damage("failed", "train: boom <b>\n", "failed: train: boom <b>", ("failed: train",)),
+    "unfinished": Damage(
+        LOG, train_log(5, 20, done=None), "not finished", ("not finished: update 20 of 40",)
     ),
-    "unfinished": (
-        "train.log",
-        train_log(5, 20, done=None),
-        "not finished",
-        ["not finished: update 20 of 40"],
+    "cut off": Damage(
+        LOG, train_log(5, done=None), "complete", ("training cut off, but at update 40 of 40",)
     ),
-    "cut off": (
-        "train.log",
-        train_log(5, done=None),
-        "complete",
-        ["training cut off, but at update 40 of 40"],
+    "patience": Damage(
+        LOG, train_log(5, 20, done=None) + PATIENCE, "complete", ("20 of 40 (patience 5)",)
     ),
-    "patience": (
-        "train.log",
-        train_log(5, 20, done=None) + PATIENCE,
-        "complete",
-        ["20 of 40 (patience 5)"],
-    ),
-    "nan": (
-        "train.log",
+    "nan": Damage(
+        LOG,
         NAN,
         "complete",
-        ["the training loss is not finite", "2 of 4 records, first at update 30"],
+        ("the training loss is not finite", "2 of 4 records, first at update 30"),
     ),
-    "faults": (
-        "train.log",
+    "faults": Damage(
+        LOG,
         train_log(5) + "NaN detected in output of fc1\n",
         "complete",
-        ["an infinity in 1 lines"],
+        ("an infinity in 1 lines",),
     ),
-    "never validated": ("train.log", NOT_VALIDATED, "complete", ["never validated"]),
-    "no log": ("train.log", None, "not trained", ["not trained: there is no train.log"]),
-    "empty log": (
-        "train.log",
-        "nothing\n",
-        "not trained",
-        ["not trained: train.log has no record"],
+    "never validated": Damage(LOG, NOT_VALIDATED, "complete", ("never validated",)),
+    "no log": Damage(LOG, None, "not trained", ("not trained: there is no train.log",)),
+    "empty log": Damage(LOG, "nothing\n", "not trained", ("train.log has no record",)),
+    "broken line": Damage(
+        LOG, train_log(5) + BROKEN, "complete", ("1 line of train.log cannot be read",)
     ),
-    "broken line": (
-        "train.log",
-        train_log(5) + BROKEN,
-        "complete",
-        ["1 line of train.log cannot be read"],
+    "no checkpoint": Damage(
+        "checkpoints/averaged.pt", None, "trained, not decoded", (", and there is no checkpoint",)
     ),
-    "no checkpoint": (
-        "checkpoints/averaged.pt",
-        None,
-        "trained, not decoded",
-        [", and there is no checkpoint"],
+    "not decoded": Damage(
+        HYPOTHESES, None, "trained, not decoded", ("there is no generate/test/hyp.tok",)
     ),
-    "not decoded": (
-        "generate/test/hyp.tok",
-        None,
-        "trained, not decoded",
-        ["there is no generate/test/hyp.tok"],
+    "not scored": Damage(
+        SCORES, None, "decoded, not scored", ("scores.json' (pn score writes it)",)
     ),
-    "not scored": (
-        "generate/test/scores.json",
-        None,
-        "decoded, not scored",
-        ["scores.json' (pn score writes it)"],
-    ),
-    "bad scores": (
-        "generate/test/scores.json",
-        "{}",
-        "decoded, not scored",
-        ["is not a file of pn score"],
-    ),
-    "old scores": (
-        "generate/test/scores.json.made.txt",
+    "bad scores": Damage(SCORES, "{}", "decoded, not scored", ("is not a file of pn score",)),
+    "old scores": Damage(
+        f"{SCORES}.made.txt",
         "hypotheses=0\n",
         "decoded, not scored",
-        ["scores.json belongs to other hypotheses"],
+        ("scores.json belongs to other hypotheses",),
     ),
-    "no starts": ("starts.jsonl", None, "complete", ["there is no starts.jsonl", "Not recorded"]),
-    "bad start": (
-        "starts.jsonl",
+    "no starts": Damage(STARTS, None, "complete", ("there is no starts.jsonl", "Not recorded")),
+    "bad start": Damage(
+        STARTS,
         json.dumps(START) + "\n{\n",
         "complete",
-        ["line 2 of starts.jsonl cannot be read"],
+        ("line 2 of starts.jsonl cannot be read",),
     ),
-    "no data.settings": (
-        "data.settings",
-        None,
-        "complete",
-        ["data.settings does not exist", "Data not known"],
+    "no data.settings": Damage(
+        "data.settings", None, "complete", ("data.settings does not exist", "Data not known")
     ),
-    "bad config": ("config.yaml", "a: [", "complete", ["config.yaml cannot be read"]),
+    "bad config": Damage("config.yaml", "a: [", "complete", ("config.yaml cannot be read",)),
 }
 
 
+def damaged(run: Path, damage: Damage) -> Path:
+    file = run / damage.file
+    if damage.text is None:
+        file.unlink()
+    else:
+        file.write_text(damage.text)
+    return run
+
+
 def test_no_hole(tmp_path):
-    runs = {}
-    for what, (name, text, *_) in DAMAGES.items():
-        run = runs[what] = make_run(tmp_path / what)
-        (run / name).unlink() if text is None else (run / name).write_text(text)
-        if what == "no checkpoint":
-            (run / "generate/test/hyp.tok").unlink()
-        elif what == "patience":
-            (run / "config.yaml").write_text(
-                yaml.safe_dump(settings() | {"checkpoint": {"patience": 5}})
-            )
+    runs = {what: damaged(make_run(tmp_path / what), damage) for what, damage in DAMAGES.items()}
+    (runs["no checkpoint"] / HYPOTHESES).unlink()
+    with_patience = settings() | {"checkpoint": {"patience": 5}}
+    (runs["patience"] / "config.yaml").write_text(yaml.safe_dump(with_patience))
     page = report(*runs.values(), output=tmp_path / "out")
-    states = {
-        row[2]: row[3] for table in page.tables if table[0][3:4] == ["state"] for row in table[1:]
-    }
+    states = {}
+    for titles, *rows in page.tables:
+        if titles[3:4] == ["state"]:
+            states |= {row[2]: row[3] for row in rows}
     bullets = re.findall(r"^- `(.+?)`: (.+)$", html.unescape(page.text), re.M)
-    for what, (_, _, state, needles) in DAMAGES.items():
-        assert states[what] == state
-        sentences = " ".join(text for path, text in bullets if path == str(runs[what])).replace(
-            "\\", ""
-        )
-        for needle in needles:
-            assert needle in sentences or page.says(needle), needle
+    for what, damage in DAMAGES.items():
+        assert states[what] == damage.state
+        problems = [text for path, text in bullets if path == str(runs[what])]
+        sentences = " ".join(problems).replace("\\", "")
+        for words in damage.says:
+            assert words in sentences or page.says(words), words
         assert bool(sentences) == (what != "patience")
     assert not page.says("Nothing: every run")
 
@@ -170,9 +146,8 @@ def test_a_run_that_never_began_is_named(tmp_path):
     (tmp_path / "pn_1").mkdir()
     (tmp_path / "pn_1/failed").write_text("train: no such norm\n")
     page = report(tmp_path / "pn_1", make_run(tmp_path / "ln_1", "ln"), output=tmp_path / "out")
-    assert page.says("pn_1: failed: train: no such norm") and page.says(
-        "pn_1: never began: there is neither"
-    )
+    assert page.says("pn_1: failed: train: no such norm")
+    assert page.says("pn_1: never began: there is neither")
     page = report(tmp_path / "pn_1", output=tmp_path / "out")  # and without others
     assert page.says("failed: train: no such norm")
 
@@ -180,12 +155,11 @@ def test_a_run_that_never_began_is_named(tmp_path):
 def test_restarts_are_added_up(tmp_path):
     # The first start was cut off after update 30, the second resumed from update 20 and finished.
     log = train_log(5, updates=30, done=None) + train_log(5, first=30, done=4.0)
-    row = report(make_run(tmp_path / "run", log=log), output=tmp_path / "out").table(
-        "state", "wall time"
-    )[0]
+    page = report(make_run(tmp_path / "run", log=log), output=tmp_path / "out")
+    row = page.table("state", "wall time")[0]
     assert row["updates"] == "40 of 40" and row["state"] == "complete"
-    (of_csv,) = csv.DictReader((tmp_path / "out/report.csv").read_text("utf-8").splitlines())
-    assert of_csv["tokens"] == "5000.0"  # 30 updates, and 20 more
+    written = pandas.read_csv(tmp_path / "out/report.csv")
+    assert list(written["tokens"]) == [5000]  # 30 updates, and 20 more
     cut_off = sum(10 * 100 / (1000 + update) for update in (10, 20, 30))
     assert cut_off < 3  # fairseq's own clock, "wall", counted 3 seconds
     assert row["wall time"] == "at least 0:00:07"
@@ -195,13 +169,11 @@ def test_restarts_are_added_up(tmp_path):
 
 def test_a_validation_alone_is_a_training_that_began(tmp_path):
     log = '{"valid_nll_loss": "9.5", "valid_num_updates": "20"}\n'
-    row = report(make_run(tmp_path / "run", log=log), output=tmp_path / "out").table(
-        "state", "wall time"
-    )[0]
-    assert (
-        row["updates"] == "20 of 40"
-        and row["tokens/s"] == row["wall time"] == row["parameters"] == "not logged"
-    )
+    page = report(make_run(tmp_path / "run", log=log), output=tmp_path / "out")
+    row = page.table("state", "wall time")[0]
+    assert row["updates"] == "20 of 40"
+    for name in ("tokens/s", "wall time", "parameters"):
+        assert row[name] == "not logged"
 
 
 def test_machines(tmp_path):
@@ -209,52 +181,49 @@ def test_machines(tmp_path):
     page = report(*runs, output=tmp_path / "out")
     rows = {row["what"]: row["all starts"] for row in page.table("what", "all starts")}
     assert rows["torch"] == "2.13.0" and rows["starts"] == "2"
-    with (runs[1] / "starts.jsonl").open("a") as file:
-        file.write(
-            json.dumps(START | {"torch": "2.14.0", "started": "2026-01-03T00:00:00+00:00"}) + "\n"
-        )
-    with (runs[0] / "starts.jsonl").open("a") as file:
-        file.write(
-            json.dumps(START | {"machines": [{"ranks": 1, "gpus": []}] * 2, "torch": ""}) + "\n"
-        )
+    later = {"torch": "2.14.0", "started": "2026-01-03T00:00:00+00:00"}
+    ranks = {"machines": [{"ranks": 1, "gpus": []}] * 2, "torch": ""}
+    for run, changes in zip(runs, (ranks, later), strict=True):
+        with (run / "starts.jsonl").open("a") as file:
+            file.write(json.dumps(START | changes) + "\n")
     page = report(*runs, output=tmp_path / "out")
     assert page.table("what", "machine 2")[-5]["machine 2"] == "2 × ranks 1, no gpus"
     rows = {row["what"]: row for row in page.table("what", "machine 1", "machine 3")}
-    assert rows["torch"]["machine 3"] == "2.14.0" and rows["runs"]["machine 1"] == "a, b"
-    assert (
-        rows["runs"]["machine 3"] == "b"
-        and rows["last start"]["machine 3"] == "2026-01-03T00:00:00+00:00"
-    )
+    assert rows["runs"]["machine 1"] == "a, b"
     assert rows["torch"]["machine 2"] == "none"
+    third = {what: row["machine 3"] for what, row in rows.items()}
+    assert (third["torch"], third["runs"]) == ("2.14.0", "b")
+    assert third["last start"] == "2026-01-03T00:00:00+00:00"
 
 
 def test_a_bleu_below_1_is_a_problem(tmp_path, monkeypatch):
     page = report(with_score(make_run(tmp_path / "run"), 0.03), output=tmp_path / "out")
     assert page.says("tokenized BLEU is 0.03, below 1: the model has hardly learned")
     assert page.says("1 of the runs was trained, decoded and scored; 1 has problems, listed below.")
-    of = {
-        name: SimpleNamespace(score=score, p_value=0.01)
-        for name, score in (("baseline", 20.0), ("system", 0.9))
-    }
-    compared = dict.fromkeys(("tokenized", "chrf"), SimpleNamespace(results=of))
+    baseline = SimpleNamespace(score=20.0, p_value=0.01)
+    system = SimpleNamespace(score=0.9, p_value=0.01)
+    comparison = SimpleNamespace(results={"baseline": baseline, "system": system})
+    compared = {"tokenized": comparison, "chrf": comparison}
     monkeypatch.setattr(translation, "compare_folders", lambda folders, resamples: compared)
     (run,) = read_runs([tmp_path / "run"])
-    assert translation._differences(run, run, 1, 1)["chrf"] == "−19.10, not tested (BLEU below 1)"
-    of["system"].score = 1.0
+    assert (
+        translation.bootstrap_texts(run, run, 1, 1)["chrf"] == "−19.10, not tested (BLEU below 1)"
+    )
+    system.score = 1.0
     for comparisons, p in ((3, "0.030"), (200, "1.000")):
-        assert translation._differences(run, run, 1, comparisons)["chrf"] == f"−19.00, p = {p}"
+        assert translation.bootstrap_texts(run, run, 1, comparisons)["chrf"] == f"−19.00, p = {p}"
 
 
 def plain_run(folder: Path, norm: str, seed: int, data: Path) -> Path:
     """A folder of fairseq-train: saved output and checkpoints; decoded and scored."""
     folder.mkdir()
     (folder / "output.txt").write_text(train_log(5))
-    cfg = settings(norm, seed, task__data=str(data), task__source_lang=None, task__target_lang=None)
+    changes = {"task__data": str(data), "task__source_lang": None, "task__target_lang": None}
+    cfg = settings(norm, seed, **changes)
     # The model of fairseq-train has the flags of all sections, also those that differ between the
     # runs.
-    cfg["model"] = argparse.Namespace(
-        seed=seed, save_dir=str(folder), betas=(0.9, 0.98), **cfg["model"]
-    )
+    flags = {"seed": seed, "save_dir": str(folder), "betas": (0.9, 0.98)}
+    cfg["model"] = argparse.Namespace(**flags, **cfg["model"])
     cfg["checkpoint"] = {"save_dir": str(folder)}
     torch.save({"cfg": cfg, "model": {"w": torch.zeros(1)}}, folder / "checkpoint_last.pt")
     write_scores(folder / "generate/test", *reversed(corpus_text(ERRORS[norm], seed)))
@@ -264,15 +233,12 @@ def plain_run(folder: Path, norm: str, seed: int, data: Path) -> Path:
 def test_folders_of_fairseq_train(tmp_path):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/train.es-en.es.bin").touch()
-    runs = [
-        plain_run(tmp_path / f"{norm}{n}", norm, n, tmp_path / "bin")
-        for norm in ("ln", "pn")
-        for n in (1, 2)
-    ]
+    runs = []
+    for norm, seed in (("ln", 1), ("ln", 2), ("pn", 1), ("pn", 2)):
+        runs.append(plain_run(tmp_path / f"{norm}{seed}", norm, seed, tmp_path / "bin"))
     page = report(*runs, output=tmp_path / "out")
-    assert {norm: row["seeds scored"] for norm, row in page.systems.items()} == dict.fromkeys(
-        ("LN", "PN"), "2 (1, 2)"
-    )
+    seeds = {norm: row["seeds scored"] for norm, row in page.systems.items()}
+    assert seeds == {"LN": "2 (1, 2)", "PN": "2 (1, 2)"}
     assert page.says("es to en") and page.says("Nothing: every run was trained to its end")
     assert page.table("state", "updates")[0]["updates"] == "40 of 40"
     # Prepared by the scripts: comparable with runs of pn train.
@@ -286,28 +252,25 @@ def test_jobs_of_a_sweep(tmp_path):
     for norm in ("ln", "pn"):
         job = sweep / f"model._name=transformer_{norm}_tiny"
         (job / ".hydra").mkdir(parents=True)
-        (job / ".hydra/config.yaml").write_text(
-            json.dumps(settings(norm, task__data=str(tmp_path)))
-        )
+        config = json.dumps(settings(norm, task__data=str(tmp_path)))
+        (job / ".hydra/config.yaml").write_text(config)
         (job / "train.log").write_text(train_log(5))
     (sweep / "multirun.yaml").touch()
     (sweep / ".hydra").mkdir()
     for given in ([sweep], [path for path in sweep.iterdir() if path.name != ".hydra"]):
         page = report(*given, output=tmp_path / "out")
         assert [row["norm"] for row in page.table("norm", "state")] == ["LN", "PN"]
-        problems = re.findall(r"^- `.*transformer_pn_tiny`: (.*)", page.text, re.M)
-        assert problems == [
-            "not decoded: there is no generate/test/hyp.tok, and there is no checkpoint"
-        ]
+        (problem,) = re.findall(r"^- `.*transformer_pn_tiny`: (.*)", page.text, re.M)
+        lacking = "there is no generate/test/hyp.tok, and there is no checkpoint"
+        assert problem == f"not decoded: {lacking}"
 
 
 # --- Which runs are one system, and how it is named ---
 
 
 def test_settings_that_differ(tmp_path):
-    page = report(
-        *(make_run(tmp_path / norm, norm) for norm in ("ln", "pnv")), output=tmp_path / "out"
-    )
+    runs = [make_run(tmp_path / norm, norm) for norm in ("ln", "pnv")]
+    page = report(*runs, output=tmp_path / "out")
     (row,) = page.table("setting", "LN")
     assert row == {"setting": "encoder norm", "LN": "LN", "PN-V": "PN-V"}
     runs = [
@@ -330,27 +293,19 @@ def test_variants_are_named_by_what_differs_from_most_runs(tmp_path):
     """Norms with several seeds and norms with one, variants of a norm, and a learning rate for
     two norms.
     """
-    variants = {
-        "ln_seed1": ("ln", 1, {}),
-        "ln_seed2": ("ln", 2, {}),
-        "bn_seed1": ("bn", 1, {}),
-        "pn_seed1": ("pn", 1, {}),
-        "pn_seed2": ("pn", 2, {}),
-        "a/ln_seed1": ("ln", 1, {"optimization__lr": [0.01], "optimizer__lr": [0.01]}),
-        "a/pn_seed1": ("pn", 1, {"optimization__lr": [0.01], "optimizer__lr": [0.01]}),
-        "pn+norm_alpha_fwd=0.99_seed1": ("pn", 1, {"model__norm_alpha_fwd": 0.99}),
-        "pn+norm_alpha_bwd=0.9_seed1": (
-            "pn",
-            1,
-            {"model__norm_alpha_fwd": 0.9, "model__norm_alpha_bwd": 0.95},
-        ),
-        "bn+norm_variant=release_seed1": ("bn", 1, {"model__norm_variant": "release"}),
-        "ln+layer_scale_groups=4_seed1": ("ln", 1, {"model__layer_scale_groups": 4}),
-    }
-    runs = [
-        make_run(tmp_path / name, norm, seed, **changes)
-        for name, (norm, seed, changes) in variants.items()
-    ]
+    runs = []
+
+    def add(norm: str, seed: int = 1, **changes) -> None:
+        runs.append(make_run(tmp_path / f"{len(runs)}_{norm}", norm, seed, **changes))
+
+    for norm, seed in (("ln", 1), ("ln", 2), ("bn", 1), ("pn", 1), ("pn", 2)):
+        add(norm, seed)
+    for norm in ("ln", "pn"):
+        add(norm, optimization__lr=[0.01], optimizer__lr=[0.01])
+    add("pn", model__norm_alpha_fwd=0.99)
+    add("pn", model__norm_alpha_fwd=0.9, model__norm_alpha_bwd=0.95)
+    add("bn", model__norm_variant="release")
+    add("ln", model__layer_scale_groups=4)
     page = report(*sorted(runs), output=tmp_path / "out")
     against = {
         "LN (lr=0.01)": "LN",
@@ -364,74 +319,64 @@ def test_variants_are_named_by_what_differs_from_most_runs(tmp_path):
     }
     seeds = {norm: row["seeds scored"] for norm, row in page.systems.items()}
     assert list(seeds)[0] == "LN" and seeds.keys() == {"LN", *against}
-    assert {label for label, seed in seeds.items() if seed == "2 (1, 2)"} == {"LN", "PN"}
+    several = [label for label, which in seeds.items() if which == "2 (1, 2)"]
+    assert several == ["LN", "PN"]
     tests = {row["system"]: row["tokenized BLEU"] for row in page.table("system", "tokenized BLEU")}
     assert tests.keys() == against.keys()
     for label, other in against.items():
         assert page.says(f"{label} is compared with {other}.")
         assert tests[label].startswith("not tested: ") == (label != "PN")
-    assert page.says("1 system and LN, up to 2 blocks; noise") and page.says(
-        "corrected by Bonferroni for 8 systems"
-    )
+    assert page.says("1 system and LN, up to 2 blocks; noise")
+    assert page.says("corrected by Bonferroni for 8 systems")
     # LN with five others, LN and LN (lr=0.01) with the rest.
     pictures = sorted(path.name for path in (tmp_path / "out").glob("*.png"))
     assert pictures == ["report-curves-1.png", "report-curves-2.png", "report-intervals-1.png"]
 
 
 def test_a_batch_is_the_same_on_any_number_of_ranks(tmp_path):
-    for name, workers, update_freq in (("a", 1, 2), ("b", 2, 1)):
+    runs = []
+    for workers, update_freq in ((1, 2), (2, 1)):
         # The task language_modeling has a copy of the seed.
         changes = {"optimization__update_freq": [update_freq], "task__seed": workers}
         start = {"world_size": workers, "tokens_per_update": 4096}
-        make_run(tmp_path / name, seed=workers, start=start, **changes)
-    page = report(tmp_path / "a", tmp_path / "b", output=tmp_path / "out")
+        runs.append(make_run(tmp_path / str(workers), seed=workers, start=start, **changes))
+    page = report(*runs, output=tmp_path / "out")
     assert [row["seeds scored"] for row in page.systems.values()] == ["2 (1, 2)"]
     # Without a record it follows from the settings and the log: 2048 tokens x 2 x 1 rank in one, x
     # 1 in the other.
-    for name in ("a", "b"):
-        (tmp_path / name / "starts.jsonl").unlink()
-    page = report(tmp_path / "a", tmp_path / "b", output=tmp_path / "out")
+    for run in runs:
+        (run / "starts.jsonl").unlink()
+    page = report(*runs, output=tmp_path / "out")
     assert [*page.systems] == ["PN (tokens_per_update=4096)", "PN (tokens_per_update=2048)"]
 
 
 def test_a_mini_batch_is_a_setting_of_norms_that_read_it(tmp_path):
     """LN is the same with any; BN is not."""
-    runs = [
-        make_run(
-            tmp_path / f"{norm}{tokens}",
-            norm,
-            start={"tokens_per_update": 4096},
-            dataset__max_tokens=tokens,
-        )
-        for norm in ("ln", "bn")
-        for tokens in (1024, 4096)
-    ]
+    runs = []
+    for norm, tokens in itertools.product(("ln", "bn"), (1024, 4096)):
+        folder, start = tmp_path / f"{norm}{tokens}", {"tokens_per_update": 4096}
+        runs.append(make_run(folder, norm, start=start, dataset__max_tokens=tokens))
     systems = [*report(*runs, output=tmp_path / "out").systems]
     assert systems == ["LN", "BN (max_tokens=1024)", "BN (max_tokens=4096)"]
-    assert names(read_runs(runs)) == [
-        ("LN", "LN"),
-        ("LN", "LN"),
-        (systems[1], "BN"),
-        (systems[2], "BN"),
-    ]
+    with_batch, without = zip(*labels_of(read_runs(runs)), strict=True)
+    assert with_batch == ("LN", *systems)
+    assert without == ("LN", "LN", "BN", "BN")
     other = make_run(tmp_path / "other", data=DATA.replace("4000", "8000"))
     *_, last = mixed = read_runs([*runs, other])
-    assert names(mixed)[-1] == (last.name, last.name)
+    assert labels_of(mixed)[-1] == (last.name, last.name)
 
 
 def test_seeds_on_one_side_and_seeds_not_known(tmp_path):
-    runs = [
-        make_run(tmp_path / f"{norm}{n}", norm, n)
-        for norm, n in (("ln", 1), ("ln", 2), ("pn", 2), ("pn", 3))
-    ]
-    runs += [make_run(tmp_path / norm, norm, common__seed=None) for norm in ("ln", "pn")]
+    runs = []
+    for norm, seed in (("ln", 1), ("ln", 2), ("pn", 2), ("pn", 3)):
+        runs.append(make_run(tmp_path / f"{norm}{seed}", norm, seed))
+    for norm in ("ln", "pn"):
+        runs.append(make_run(tmp_path / norm, norm, common__seed=None))
     page = report(*runs, output=tmp_path / "out")
     text = page.table("measure", "difference and p, per seed")[0]["difference and p, per seed"]
     assert re.fullmatch(r"seed 2: \S+, p [<=] \S+; seed not known: \S+, p [<=] \S+", text)
-    assert [row["seeds scored"] for row in page.systems.values()] == [
-        "3 (1, 2, not known)",
-        "3 (2, 3, not known)",
-    ]
+    assert page.systems["LN"]["seeds scored"] == "3 (1, 2, not known)"
+    assert page.systems["PN"]["seeds scored"] == "3 (2, 3, not known)"
 
 
 def test_a_seed_that_was_run_twice_counts_once(tmp_path):
@@ -440,11 +385,8 @@ def test_a_seed_that_was_run_twice_counts_once(tmp_path):
     write_scores(runs[1] / "generate/test", hypotheses, references)
     page = report(*runs, output=tmp_path / "out")
     a, b, c = scores_of(runs, "tokenized")
-    row = page.systems["PN"]
-    assert (row["seeds scored"], row["tokenized BLEU"]) == (
-        "2 (1, 2)",
-        f"{((a + b) / 2 + c) / 2:.2f}",
-    )
+    row, mean = page.systems["PN"], ((a + b) / 2 + c) / 2
+    assert row["seeds scored"] == "2 (1, 2)" and row["tokenized BLEU"] == f"{mean:.2f}"
     assert page.says("PN, seed 1 was run more than once (a, b)")
 
 
@@ -456,8 +398,9 @@ def test_odd_names_are_shown_as_they_are(tmp_path):
     assert [*page.systems] == ["LN", "PN", *(f"PN (note={name})" for name in odd)]
     assert {f"pn{name}" for name in odd} < {row["run"] for row in page.table("norm", "seed", "run")}
     # A bar ends a cell unless a backslash stands before it.
+    bar = re.compile(r"(?<!\\)\|")
     for table in re.findall(r"(?:^\|.*\n)+", page.text, re.M):
-        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}) == 1
+        assert len({len(bar.findall(line)) for line in table.splitlines()}) == 1
 
 
 def test_settings_without_text_are_shown(tmp_path):
@@ -473,32 +416,27 @@ def test_more_than_the_norm_differs(tmp_path):
     """The first sentence says so, and the labels show it; options of norms are part of the norm."""
     control = make_run(tmp_path / "a", "ln")
     few = make_run(tmp_path / "b", "pn", model__dropout=0.3, model__norm_alpha_fwd=0.5)
-    many = make_run(tmp_path / "c", "pn", **{f"model__x{number}": number for number in range(6)})
+    names = [f"model__x{number}" for number in range(6)]
+    many = make_run(tmp_path / "c", "pn", **dict(zip(names, range(6), strict=True)))
     for run, sentence in (
         (few, "PN (dropout=0.3, norm_alpha_fwd=0.5) differs from LN (dropout=0.1) in dropout."),
         (many, "PN (6 settings differ) differs from LN in x0, x1, x2, x3, x4, x5."),
     ):
         page = report(control, run, output=tmp_path / "out")
         assert f"**Not only the norms differ:** {sentence}" in page.headline
-    page = report(
-        many,
-        make_run(tmp_path / "d", "pn", **{f"model__x{i}": -1 for i in range(6)}),
-        output=tmp_path / "o",
-    )
+    others = make_run(tmp_path / "d", "pn", **dict.fromkeys(names, -1))
+    page = report(many, others, output=tmp_path / "o")
     assert [*page.systems] == ["PN (settings 1)", "PN (settings 2)"]
     assert page.table("setting", "PN (settings 2)")[5]["PN (settings 1)"] == "5"
 
 
 def test_norms_from_outside_the_package(tmp_path, monkeypatch):
-    entries = dict(norms.NORMS)
-    entries["mine"] = dataclasses.replace(
-        entries["layer"], short="mn", title="a norm without an abbreviation"
-    )
-    entries["yours"] = dataclasses.replace(entries["layer"], short="yn", title="your norm (YOURS)")
-    monkeypatch.setattr(norms, "NORMS", entries)
-    runs = [
-        make_run(tmp_path / short, "pn", model___name=f"transformer_{short}_tiny")
-        for short in ("yn", "mn")
-    ]
+    layer = norms.NORMS["layer"]
+    mine = dataclasses.replace(layer, short="mn", title="a norm without an abbreviation")
+    yours = dataclasses.replace(layer, short="yn", title="your norm (YOURS)")
+    monkeypatch.setattr(norms, "NORMS", norms.NORMS | {"mine": mine, "yours": yours})
+    runs = []
+    for short in ("yn", "mn"):
+        runs.append(make_run(tmp_path / short, model___name=f"transformer_{short}_tiny"))
     runs.append(make_run(tmp_path / "ln", "ln"))
     assert [*report(*runs, output=tmp_path / "out").systems] == ["LN", "MN", "YOURS"]

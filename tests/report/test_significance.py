@@ -10,7 +10,8 @@ import pytest
 from scipy import stats
 
 from pn_fairseq.report.intervals import Compared
-from pn_fairseq.report.significance import ERROR_RATE, MEASURES, POWER, Design, Interval, families
+from pn_fairseq.report.measures import MEASURES
+from pn_fairseq.report.significance import ERROR_RATE, POWER, Design, Interval, families
 
 #: Dunnett 1955, section 4: blood counts of a control group and of animals under two drugs.
 BLOOD = {
@@ -32,17 +33,30 @@ def rows(
     values: dict[str, tuple], own_seeds: bool = False, machine: str = "one"
 ) -> pandas.DataFrame:
     """Rows of report.csv; every system has the seeds 1, 2, ..., or seeds that no other has."""
-    control, numbers = next(iter(values)), itertools.count(1)
-    return pandas.DataFrame(
-        {
-            "system": system,
-            "compared with": None if system == control else control,
-            "machine": machine,
-        }
-        | {"seed": next(numbers) if own_seeds else seed, "tokenized": value}
-        for system, of_system in values.items()
-        for seed, value in enumerate(of_system, 1)
-    )
+    control, *_ = values
+    records = []
+    for system, scores in values.items():
+        for seed, value in enumerate(scores, 1):
+            records.append(
+                {
+                    "system": system,
+                    "compared with": None if system == control else control,
+                    "machine": machine,
+                    "seed": len(records) if own_seeds else seed,
+                    "tokenized": value,
+                }
+            )
+    return pandas.DataFrame(records)
+
+
+def design_of(systems: int, blocks: int) -> Design:
+    """A control and other systems, each with a run in every block."""
+    return Design(list(itertools.product(range(systems + 1), range(blocks))), 0)
+
+
+def assert_interval(found: Interval, low: float, high: float, p_value: float, **tolerance) -> None:
+    actual = (found.low, found.high, found.p_value)
+    assert actual == pytest.approx((low, high, p_value), **tolerance)
 
 
 def only(frame: pandas.DataFrame):
@@ -55,12 +69,12 @@ def only(frame: pandas.DataFrame):
 def test_without_blocks_it_is_dunnetts_test(values):
     """Unequal numbers of values; scipy integrates in another way."""
     family = only(rows(values, own_seeds=True))
-    result = stats.dunnett(*list(values.values())[1:], control=values["control"], random_state=1)
+    control, *others = values.values()
+    result = stats.dunnett(*others, control=control, random_state=1)
     interval = result.confidence_interval(0.95)
-    found = [(one.low, one.high, one.p_value) for one in family.intervals.values()]
-    assert np.array(found) == pytest.approx(
-        np.array([interval.low, interval.high, result.pvalue]).T, abs=5e-3
-    )
+    for number, found in enumerate(family.intervals.values()):
+        low, high = interval.low[number], interval.high[number]
+        assert_interval(found, low, high, result.pvalue[number], abs=5e-3)
 
 
 def test_published_estimates_of_the_blankets():
@@ -71,10 +85,9 @@ def test_published_estimates_of_the_blankets():
     published = {"b1": (-2.1333, 1.6038), "b2": (-7.4667, 1.6038), "b3": (-1.6667, 0.8848)}
     for name, (difference, error) in published.items():
         separate = family.separate[name]
+        half = error * stats.t.isf(0.025, 37)
         assert separate.difference == pytest.approx(difference, abs=1e-4)
-        assert (separate.high - separate.low) / 2 == pytest.approx(
-            error * stats.t.isf(0.025, 37), abs=1e-3
-        )
+        assert (separate.high - separate.low) / 2 == pytest.approx(half, abs=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -88,9 +101,8 @@ def test_published_estimates_of_the_blankets():
 def test_critical_values_are_those_of_dunnetts_table(degrees, printed):
     """Dunnett 1964, two-sided, 5%, equal numbers of values: 1 to 9 systems and a control."""
     for systems, value in enumerate(printed, 1):
-        design = Design(
-            [(str(name), "one block") for name in range(systems + 1) for _ in range(3)], "0"
-        )
+        runs = [(name, "one block") for name in range(systems + 1)]
+        design = Design(runs * 3, 0)
         design.degrees = degrees
         assert design.critical() == pytest.approx(value, abs=0.0075)  # printed with two digits
 
@@ -101,7 +113,7 @@ def test_one_system_with_blocks_is_the_paired_t_test():
     expected = stats.ttest_rel(values["pn"], values["ln"])
     low, high = expected.confidence_interval(0.95)
     for found in (family.intervals["pn"], family.separate["pn"]):
-        assert (found.low, found.high, found.p_value) == pytest.approx((low, high, expected.pvalue))
+        assert_interval(found, low, high, expected.pvalue)
     assert list(family.pairs["pn"].values()) == pytest.approx([0.4, 1.0, 0.1, 0.5])
 
 
@@ -110,11 +122,14 @@ def test_blocks_take_the_effect_of_the_seed_out_of_the_noise():
     change nothing.
     """
     table = np.random.default_rng(0).normal(size=(15, 3))
-    design = Design([(str(system), seed) for system in range(15) for seed in (1, 2, 3)], "0")
+    design = design_of(systems=14, blocks=3)
     differences, deviation = design.fit((table + [5.0, -7.0, 0.0]).ravel())
-    residual = table - table.mean(axis=1, keepdims=True) - table.mean(axis=0) + table.mean()
-    assert design.degrees == 28 and deviation == pytest.approx(np.sqrt((residual**2).sum() / 28))
-    assert differences == pytest.approx(table.mean(axis=1)[1:] - table.mean(axis=1)[0])
+    means = table.mean(axis=1)
+    plain = table - means[:, None]
+    residual = plain - plain.mean(axis=0)
+    assert design.degrees == 28
+    assert deviation == pytest.approx(np.sqrt((residual**2).sum() / 28))
+    assert differences == pytest.approx(means[1:] - means[0])
     assert design.errors == pytest.approx(np.sqrt(2 / 3))
 
 
@@ -123,52 +138,43 @@ def test_blocks_of_several_machines_by_simulation():
     the control: the differences have no bias, and no true difference is called one in 5% of the
     experiments.
     """
-    runs = [(name, ("first", seed)) for name in ("ln", "pn", "bn", "rms") for seed in (1, 2, 3)]
-    runs += [
-        (name, ("second", seed))
-        for name, seed in (("ln", 1), ("pn", 1), ("ada", 1), ("bn", 4), ("ada", 4))
-    ]
-    runs += [(name, ("third", seed)) for name in ("gn", "pn") for seed in (7, 8)]
+    runs = []
+    for name, seed in itertools.product(("ln", "pn", "bn", "rms"), (1, 2, 3)):
+        runs.append((name, ("first", seed)))
+    for name, seed in (("ln", 1), ("pn", 1), ("ada", 1), ("bn", 4), ("ada", 4)):
+        runs.append((name, ("second", seed)))
+    for name, seed in itertools.product(("gn", "pn"), (7, 8)):
+        runs.append((name, ("third", seed)))
     design, generator = Design(runs, "ln"), np.random.default_rng(3)
-    assert design.systems == ["pn", "bn", "rms", "ada", "gn"] and design.degrees == len(runs) - (
-        6 + 7 - 1
-    )
-    of_machine = {"first": 0.0, "second": 9.0, "third": -4.0}
-    values = generator.normal(size=(len(runs), 40_000)) + np.array(
-        [[of_machine[place[0]]] for _, place in runs]
-    )
+    assert design.systems == ["pn", "bn", "rms", "ada", "gn"]
+    assert design.degrees == len(runs) - (6 + 7 - 1)  # systems, and blocks but for one
+    effects = {"first": 0.0, "second": 9.0, "third": -4.0}
+    values = generator.normal(size=(len(runs), 40_000))
+    values += np.array([[effects[machine]] for _, (machine, _) in runs])
     differences, deviation = design.fit(values)
     assert differences.mean(axis=1) == pytest.approx(0, abs=0.02)
     assert differences.std(axis=1) == pytest.approx(design.errors, rel=0.02)
-    share = (
-        (np.abs(differences) > design.critical() * deviation * design.errors[:, None])
-        .any(axis=0)
-        .mean()
-    )
+    bounds = design.critical() * deviation * design.errors[:, None]
+    share = (np.abs(differences) > bounds).any(axis=0).mean()
     assert share == pytest.approx(ERROR_RATE, abs=0.004)
 
 
 def test_machines_are_blocks():
-    """What a machine does to all systems cancels,
-
-    and a run of a system that no machine compares adds nothing.
+    """What a machine does to all systems cancels, and a run of a system that no machine compares
+    adds nothing.
     """
     values = {"ln": (20.0, 21.5, 19.0), "pn": (20.4, 22.5, 19.1)}
     expected = only(rows(values)).intervals["pn"]
-    other = rows(
-        {name: tuple(value + 7 for value in of_system) for name, of_system in values.items()},
-        machine="two",
-    )
-    seeds_1_and_2, seed_3 = rows(values)[lambda each: each["seed"] < 3], other[other["seed"] == 3]
+    frame = rows(values)
+    third = frame["seed"] == 3
+    frame.loc[third, "machine"] = "two"
+    frame.loc[third, "tokenized"] += 7
     lonely = rows({"ln": (99.0,)}, machine="three")
-    family = only(pandas.concat([seeds_1_and_2, seed_3, lonely]))
+    family = only(pandas.concat([frame, lonely]))
     found = family.intervals["pn"]
-    assert (found.low, found.high, found.p_value) == pytest.approx(
-        (expected.low, expected.high, expected.p_value)
-    )
-    assert (
-        list(family.pairs["pn"].values()) == pytest.approx([0.4, 1.0, 0.1]) and family.blocks == 4
-    )
+    assert_interval(found, expected.low, expected.high, expected.p_value)
+    assert list(family.pairs["pn"].values()) == pytest.approx([0.4, 1.0, 0.1])
+    assert family.blocks == 4
 
 
 @pytest.mark.parametrize(
@@ -178,50 +184,40 @@ def test_machines_are_blocks():
 def test_blocks_that_find_a_difference(difference, noise, systems, planned, everything):
     """By simulation: the numbers have 80% power, and one block less has not."""
 
-    def design_of(blocks):
-        return Design(
-            [(str(system), block) for system in range(systems + 1) for block in range(blocks)], "0"
-        )
-
     generator = np.random.default_rng(5)
     for less, enough in ((0, True), (1, False)):
-        design = design_of(planned - less)
-        assert (
-            design.detectable(stats.t.isf(ERROR_RATE / 2, design.degrees)) <= difference / noise
-        ) == enough
-        design = design_of(everything - less)
+        design = design_of(systems, planned - less)
+        critical = stats.t.isf(ERROR_RATE / 2, design.degrees)
+        assert (design.detectable(critical) <= difference / noise) == enough
+        design = design_of(systems, everything - less)
         critical = design.critical()
         assert (design.detectable(critical) <= difference / noise) == enough
-        differences, deviation = design.fit(
-            generator.normal(size=(design.runs, 40_000), scale=noise)
-        )
+        values = generator.normal(size=(design.runs, 40_000), scale=noise)
+        differences, deviation = design.fit(values)
         found = np.abs(differences[0] + difference) > critical * deviation * design.errors[0]
         assert (found.mean() > POWER - 0.005) == enough
 
 
 def test_what_is_not_tested_says_why():
-    frame = rows(
-        {"ln": (1.0, 1.2), "pn": (2.0, 2.3), "one": (2.0,), "other": (3.0, 3.1), "bn": (3.0, 3.9)}
-    )
+    values = {"ln": (1.0, 1.2), "pn": (2.0, 2.3), "one": (2.0,)}
+    values |= {"other": (3.0, 3.1), "bn": (3.0, 3.9)}
+    frame = rows(values)
     frame.loc[frame["system"] == "other", "machine"] = "another"
     frame.loc[frame["system"] == "bn", "seed"] = np.nan  # not known: not the same seed
     family, untested = families(frame, "tokenized")
     assert list(family[0].intervals) == ["pn"]
     apart = "no seed on one machine in common with ln"
     assert untested == {"one": "one seed", "other": apart, "bn": apart}
-    frame = pandas.concat(
-        [rows({"ln": (1.0, 1.2)}), rows({"ln": (), "pn": (2.0, 2.3)}, machine="another")]
-    )
+    elsewhere = rows({"ln": (), "pn": (2.0, 2.3)}, machine="another")
+    frame = pandas.concat([rows({"ln": (1.0, 1.2)}), elsewhere])
     assert families(frame, "tokenized") == ([], {"pn": apart})
-    for count, why in ((0, "ln was not measured"), (1, "ln has one seed")):
-        assert families(rows({"ln": (1.0,) * count, "pn": (2.0, 2.3)}), "tokenized") == (
-            [],
-            {"pn": why},
-        )
-    assert families(rows({"ln": (1.0, 1.0), "pn": (2.0, 2.0)}), "tokenized") == (
-        [],
-        {"pn": "no spread over seeds, or too few runs"},
-    )
+    for of_ln, of_pn, why in (
+        ((), (2.0, 2.3), "ln was not measured"),
+        ((1.0,), (2.0, 2.3), "ln has one seed"),
+        ((1.0, 1.0), (2.0, 2.0), "no spread over seeds, or too few runs"),
+    ):
+        frame = rows({"ln": of_ln, "pn": of_pn})
+        assert families(frame, "tokenized") == ([], {"pn": why})
 
 
 @pytest.mark.parametrize(
@@ -230,10 +226,10 @@ def test_what_is_not_tested_says_why():
         ("tokenized", 0.1, 0.5, "better"),
         ("tokenized", -0.5, -0.1, "worse"),
         ("tokenized", -0.3, 0.3, "equivalent within ±0.3"),
-        ("tokenized", -0.2, 0.31, "not resolved"),
+        ("tokenized", -0.2, 0.31, "inconclusive"),
         ("bits", 0.01, 0.03, "worse"),
         ("bits", -0.03, -0.01, "better"),
-        ("bits", -0.021, 0.01, "not resolved"),
+        ("bits", -0.021, 0.01, "inconclusive"),
         ("bits", -0.02, 0.01, "equivalent within ±0.02"),
         ("bits", 0.005, 0.015, "worse, but within ±0.02"),
     ],

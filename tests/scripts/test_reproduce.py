@@ -8,14 +8,16 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from pn_fairseq.common.command import REPLACED, UserError
-from pn_fairseq.common.published import LM_TABLES, PAPER
-from pn_fairseq.pipeline import reproduce, train
+from pn_fairseq.common.command import UserError
+from pn_fairseq.common.files import only_writer
+from pn_fairseq.pipeline import steps, train
 from pn_fairseq.pipeline.data.recipes import RECIPES
+from pn_fairseq.pipeline.published import LM_TABLES, PAPER
 
 from .. import scripts_helpers
 from ..scripts_helpers import ROOT, assert_refused, environment, wait_for
@@ -35,7 +37,7 @@ def unchecked(monkeypatch):
 
 def in_process(name: str, *arguments, **environ) -> subprocess.CompletedProcess:
     """pn reproduce NAME in this process, as in a new one."""
-    reproduce.check_training.cache_clear()
+    steps.check_training.cache_clear()
     return scripts_helpers.in_process("reproduce", name, *arguments, **environ)
 
 
@@ -47,7 +49,7 @@ def dry_run(name: str, *arguments, **environ) -> list[str]:
 
 @pytest.mark.parametrize("name", ["verses", "iwslt14", "iwslt15_envi", "wmt14"])
 def test_dry_run_prints_every_command(name, unchecked):
-    config, size = reproduce.CORPORA[name].config, reproduce.CORPORA[name].size
+    config, size = steps.experiments()[name].config, steps.experiments()[name].size
     runs = f"runs/{config}"
     expected = [f"pn prepare {name} --dest runs/data/{config}"]
     for norm in ("bn", "pn"):
@@ -98,7 +100,7 @@ def test_rows_of_a_table(unchecked):
     assert lines[-1].endswith(f" --output {folder}/report-powernorm-4 --paper powernorm-4")
 
 
-@pytest.mark.parametrize("name", reproduce.CORPORA)
+@pytest.mark.parametrize("name", steps.experiments())
 def test_help_lists_the_tables_and_each_is_planned(name, unchecked):
     """Its rows, with a configuration that exists; of every corpus that has prepared data. Of the
     options of the preparation it lists those of the corpus.
@@ -106,7 +108,7 @@ def test_help_lists_the_tables_and_each_is_planned(name, unchecked):
     text = in_process(name, "--help").stdout
     assert ("--archive" in text) == ("--archive" in RECIPES[name].OPTIONS)
     listed = re.search(r"--table NAME(?s:.*?)NAME:(?s:(.*?))\n  --", text)
-    config, tables = reproduce.CORPORA[name].config, {**PAPER, **LM_TABLES}
+    config, tables = steps.experiments()[name].config, {**PAPER, **LM_TABLES}
     known = [table for table, rows in tables.items() if rows.config.startswith(config)]
     assert (re.findall(r"[^\s,]+", re.sub(r"-\n +", "-", listed[1])) if listed else []) == known
     text = ("--corpus", "/texts") if "--corpus" in RECIPES[name].OPTIONS else ()
@@ -196,12 +198,6 @@ def test_dry_run_can_be_pasted_into_a_shell(unchecked, tmp_path):
     assert not (tmp_path / "a b").exists()
 
 
-def test_variables_of_earlier_versions_are_named_with_their_options():
-    for variable, option in REPLACED.items():
-        refused = in_process("iwslt14", "--dry-run", **{variable: "1"})
-        assert_refused(refused, f"{variable}='1' in the environment has no effect", option)
-
-
 STUB = """#!/usr/bin/env bash
 # Records its arguments; fails or hangs where FAIL or HANG matches.
 echo "$*" >>"$CALLS"
@@ -232,7 +228,7 @@ def calls(tmp_path, monkeypatch):
             raise UserError("unknown setting")
 
     monkeypatch.setattr(train, "main", check)
-    monkeypatch.setattr(reproduce, "program", lambda step: [stub, *step])
+    monkeypatch.setattr(steps, "program", lambda step: [stub, *step])
     return file
 
 
@@ -299,7 +295,7 @@ def test_each_norm_with_settings_is_checked_before_the_preparation(calls):
 @pytest.fixture
 def shell(monkeypatch):
     """A step is a line for the shell."""
-    monkeypatch.setattr(reproduce, "program", lambda step: ["bash", "-c", *step])
+    monkeypatch.setattr(steps, "program", lambda step: ["bash", "-c", *step])
 
 
 def test_the_messages_of_a_step_are_complete(shell, tmp_path, capfdbinary):
@@ -307,7 +303,7 @@ def test_the_messages_of_a_step_are_complete(shell, tmp_path, capfdbinary):
 
     They are whole lines.
     """
-    code = reproduce.execute(
+    code = steps.execute(
         ["(sleep 0.5; printf fai >&2; sleep 0.1; printf led >&2) & exit 7"], tmp_path / "messages"
     )
     assert (
@@ -323,18 +319,16 @@ def test_what_a_step_writes_is_read_to_its_end_though_nobody_takes_it(shell, tmp
     step = ["head -c 300000 /dev/zero | tr '\\0' x >&2; exit 3"]
     full = io.TextIOWrapper(open("/dev/full", "wb", buffering=0))  # noqa: SIM115
     with full, contextlib.redirect_stderr(full):
-        assert reproduce.execute(step, tmp_path / "messages") == 3
+        assert steps.execute(step, tmp_path / "messages") == 3
         assert (tmp_path / "messages").stat().st_size == 300001  # and a line feed
-    assert reproduce.execute(step, Path("/dev/full")) == 3
+    assert steps.execute(step, Path("/dev/full")) == 3
 
 
 @pytest.mark.parametrize(("number", "code"), [("TERM", 143), ("INT", 130), ("KILL", 137)])
 def test_a_step_that_a_signal_ends(calls, monkeypatch, number, code):
     # A background job inherits that SIGINT is ignored.
     kill = ["env", "--default-signal", "bash", "-c", f"kill -{number} $$"]
-    monkeypatch.setattr(
-        reproduce, "program", lambda step: kill if step[0] == "average" else ["true"]
-    )
+    monkeypatch.setattr(steps, "program", lambda step: kill if step[0] == "average" else ["true"])
     result = in_process("iwslt14", *TWO)
     assert result.returncode == (1 if number == "KILL" else code)
     assert (RUNS / "ln_seed1/failed").exists() is (number == "KILL")
@@ -349,19 +343,39 @@ def test_without_data_or_report_it_is_an_error(calls, fails, count):
     assert result.returncode == 2 and len(made_of) == count
 
 
+def test_a_second_one_in_the_same_folder_is_told_which_run_the_first_one_makes(unchecked, tmp_path):
+    """Before the settings are checked, which takes seconds; and nothing of a killed one remains."""
+    runs = tmp_path / "runs/iwslt14_de_en"
+    ready, written = os.pipe()
+    first = os.fork()
+    if not first:
+        with only_writer(runs) as note:
+            note("pn_seed1: train")
+            os.write(written, b"ready")
+            time.sleep(60)
+    os.read(ready, 5)
+    before = set(tmp_path.rglob("*"))
+    try:
+        who = f"'{runs}' is being made by another process ({first}, pn_seed1: train)"
+        assert_refused(in_process("iwslt14"), f"{who}: wait for it, or name another output")
+        assert set(tmp_path.rglob("*")) == before
+        assert dry_run("iwslt14", "--norms", "ln")
+    finally:
+        os.kill(first, signal.SIGKILL)
+        os.waitpid(first, 0)
+    steps.check_no_writer(runs)
+    assert not list(runs.parent.iterdir())
+
+
 # test_a_step_that_a_signal_ends has SIGINT, which the step gets as well, and test_train.py sends it
 # to a process.
 @pytest.mark.parametrize(
     "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
 )
 def test_an_interruption_ends_it_all(calls, tmp_path, number):
-    driver = (
-        "import sys; from pn_fairseq import __main__; from pn_fairseq.pipeline import reproduce; "
-    )
+    driver = "import sys; from pn_fairseq import __main__; from pn_fairseq.pipeline import steps; "
     driver += "from pn_fairseq.pipeline import train; train.main = lambda argv: 0; "
-    driver += (
-        f"reproduce.program = lambda step: ['{tmp_path}/stub', *step]; sys.exit(__main__.main())"
-    )
+    driver += f"steps.program = lambda step: ['{tmp_path}/stub', *step]; sys.exit(__main__.main())"
     process = subprocess.Popen(
         [sys.executable, "-c", driver, "reproduce", "iwslt14"],
         env=environment(HANG="generate"),
@@ -410,7 +424,7 @@ def test_a_configuration_with_own_data(data, calls):
 @pytest.mark.parametrize("option", [[], ["--dry-run"]])
 def test_conflicts_are_found_before_anything_runs(data, tmp_path, monkeypatch, option):
     """And no message advises to remove the data."""
-    monkeypatch.setattr(reproduce, "program", lambda step: ["false"])
+    monkeypatch.setattr(steps, "program", lambda step: ["false"])
     french = tmp_path / "french"
     (french / "bin").mkdir(parents=True)
     (french / "settings.txt").write_text("source=fr\ntarget=en\n")
@@ -445,7 +459,7 @@ def test_conflicts_are_found_before_anything_runs(data, tmp_path, monkeypatch, o
 def test_a_run_that_is_longer_than_the_others_is_named_at_once(limit, named, data, tmp_path):
     from omegaconf import OmegaConf
 
-    from pn_fairseq.pipeline.settings import compose
+    from pn_fairseq.pipeline.training_settings import compose
 
     run = tmp_path / "sweep/pn_seed1"
     run.mkdir(parents=True)

@@ -72,10 +72,11 @@ def _transfer(address: str, partial: Path) -> None:
             partial.open(mode) as file,
             progress(total=total, desc=partial.stem, unit="B", unit_scale=True) as bar,
         ):
-            while block := answer.read(CHUNK):
+            for block in iter(lambda: answer.read(CHUNK), b""):
                 file.write(block)
                 bar.update(len(block))
-        if missing := getattr(answer, "length", 0):  # of HTTP's Content-Length
+        missing = getattr(answer, "length", 0)  # of HTTP's Content-Length
+        if missing:
             raise http.client.IncompleteRead(b"", missing)
 
 
@@ -110,7 +111,8 @@ def fetch(url: str, file: Path, known: str = "", mirror: str | None = None) -> N
                 )
                 raise UserError(f"{address}: {error}{kept}; {advice}") from None
     algorithm = "md5" if len(known) == 32 else "sha256"
-    if known and (digest := checksum(file, algorithm)) != known.lower():
+    digest = checksum(file, algorithm) if known else ""
+    if digest != known.lower():
         file.unlink()
         advice = "it was removed; run the same command again, or put the right file there"
         raise UserError(
@@ -124,7 +126,8 @@ def _check(archive: Path, members: Sequence[str], sizes: Mapping[str, int]) -> N
 
     ``sizes``: of its plain files.
     """
-    if missing := [name for name in members if name not in sizes]:
+    missing = [name for name in members if name not in sizes]
+    if missing:
         content = ", ".join([*sizes][:12]) or "nothing"
         raise UserError(f"{archive} has no {' and '.join(missing)}; it begins with {content}")
     if sum(sizes[name] for name in members) > LIMIT:

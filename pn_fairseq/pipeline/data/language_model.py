@@ -9,7 +9,7 @@ vocabulary, and the share of <unk>.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from pn_fairseq.common.command import UserError
@@ -43,39 +43,40 @@ def prepare(data: Preparation, texts: Sequence[Path], expect: Sequence[int] = ()
         return
     data.transform("tokenizing", "raw", "tok", lambda *_: _tokenizer(data.settings))
     tok = {split: data.dest / f"tok/{split}.txt" for split in SPLITS}
-    counts = {
-        split: sum(len(line.split()) + 1 for line in pairs.lines(path))
-        for split, path in tok.items()
-    }
+    counts = {}
+    for split, path in tok.items():
+        counts[split] = sum(len(line.split()) + 1 for line in pairs.lines(path))
     if expect and list(counts.values()) != list(expect):
-        here, published = (
-            " / ".join(f"{count:,}" for count in numbers) for numbers in (counts.values(), expect)
-        )
         name = data.settings.corpus
         raise UserError(
-            f"this is not {name}: train, valid and test have {here} tokens, and {name} has "
-            f"{published}"
+            f"this is not {name}: train, valid and test have {_slashed(counts.values())} tokens, "
+            f"and {name} has {_slashed(expect)}"
         )
     flags = ["--only-source", "--thresholdsrc", str(data.settings.min_count)]
     flags += [f"--{split}pref=tok/{split}.txt" for split in SPLITS]
     make_bin(data.dest, data.workers, flags, {split: f"tok/{split}.txt" for split in SPLITS})
-    lines = {f"{split}.lines": count_lines(path) for split, path in tok.items()}
-    data.finish({**counts, **lines, **_unknown(data.dest / "bin")})
+    for split, path in tok.items():
+        counts[f"{split}.lines"] = count_lines(path)
+    data.finish({**counts, **_unknown(data.dest / "bin")})
+
+
+def _slashed(numbers: Iterable[int]) -> str:
+    return " / ".join(f"{number:,}" for number in numbers)
 
 
 def _tokenizer(settings: LanguageModelSettings) -> Work:
     if settings.unit == "byte":
         return _bytes
     lang = settings.language
-    return tokens.tokenizer(
-        Settings(source=lang, target=lang, lower=settings.lower, tokenizer=settings.tokenizer), lang
+    of_pairs = Settings(
+        source=lang, target=lang, lower=settings.lower, tokenizer=settings.tokenizer
     )
+    return tokens.tokenizer(of_pairs, lang)
 
 
 def _bytes(text: bytes) -> bytes:
-    return b"".join(
-        line.hex(" ").encode() + b"\n" for line in text.removesuffix(b"\n").split(b"\n")
-    )
+    lines = text.removesuffix(b"\n").split(b"\n")
+    return b"".join(line.hex(" ").encode() + b"\n" for line in lines)
 
 
 def _unknown(folder: Path) -> dict[str, object]:
@@ -83,10 +84,9 @@ def _unknown(folder: Path) -> dict[str, object]:
 
     and the share of each split that is <unk>.
     """
-    types = [line.split() for line in (folder / "dict.txt").read_text("utf-8").splitlines()]
-    vocabulary = [word for word, _ in types if not word.startswith("madeupword")]
-    shares = {text.removesuffix(".txt"): share for text, share in unknown_shares(folder).items()}
-    return {
-        "vocabulary": len(vocabulary),
-        **{f"{split}.unk_percent": share for split, share in shares.items()},
-    }
+    lines = (folder / "dict.txt").read_text("utf-8").splitlines()
+    counts: dict[str, object] = {}
+    counts["vocabulary"] = sum(not line.startswith("madeupword") for line in lines)
+    for text, share in unknown_shares(folder).items():
+        counts[f"{text.removesuffix('.txt')}.unk_percent"] = share
+    return counts

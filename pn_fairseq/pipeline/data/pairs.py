@@ -131,7 +131,8 @@ def segments(path: Path, blanks: str | None = None) -> Iterator[str]:
     """
     for number, line in enumerate(lines(path), 1):
         if "<seg" in line:
-            if not (segment := re.search(r'<seg id="\d+">(.*)</seg>', line)):
+            segment = re.search(r'<seg id="\d+">(.*)</seg>', line)
+            if not segment:
                 raise UserError(f'{path}: line {number} is not of the form <seg id="N">...</seg>')
             yield segment[1].strip(blanks).replace("\r", " ")
 

@@ -123,12 +123,15 @@ class Preparation:
             known: address -> the checksum that a download must have ("": not known).
         """
         folder = self.archive or self.dest / "download"
-        files = [folder if folder.is_file() else folder / url.rsplit("/", 1)[-1] for url in known]
-        self.files_published, sums = files, self.dest / "text/archives"
-        if sums.is_file() and (
-            not all(map(Path.is_file, files)) or sums.read_text("utf-8") == self._sums()
-        ):
-            return []
+        files = [folder / url.rsplit("/", 1)[-1] for url in known]
+        if folder.is_file():
+            files = [folder for _ in known]
+        self.files_published = files
+        sums = self.dest / "text/archives"
+        if sums.is_file():
+            all_there = all(map(Path.is_file, files))
+            if not all_there or sums.read_text("utf-8") == self._sums():
+                return []
         for file, url in zip(files, known, strict=True):
             if not self.archive:
                 archives.fetch(url, file, known[url], self.mirror)
@@ -156,20 +159,18 @@ class Preparation:
             expect: the number of pairs of the published files (0: not known).
             to: a folder within the text.
         """
-        outputs = [self.partial / "text" / to / name for name in self.files([split])]
+        to_source, to_target = (self.partial / "text" / to / name for name in self.files([split]))
         total = 0
-        for paths in zip(files[::2], files[1::2], strict=True):
-            counts = [
-                pairs.append(reader, path, output)
-                for path, output in zip(paths, outputs, strict=True)
-            ]
-            if counts[0] != counts[1]:
-                has = (
-                    f"{paths[0]} has {counts[0]} line{'s' * (counts[0] != 1)} and {paths[1]} "
-                    f"{counts[1]}"
+        for source, target in zip(files[::2], files[1::2], strict=True):
+            count = pairs.append(reader, source, to_source)
+            of_target = pairs.append(reader, target, to_target)
+            if count != of_target:
+                lines = "line" if count == 1 else "lines"
+                raise UserError(
+                    f"{source} has {count} {lines} and {target} {of_target}: they are not "
+                    "translations of each other"
                 )
-                raise UserError(f"{has}: they are not translations of each other")
-            total += counts[0]
+            total += count
         if expect and total != expect:
             common = os.path.commonprefix([path.name for path in files])
             name = re.sub("[.-][^.-]*$", "", common)  # train.es and train.en begin with train.e
@@ -194,15 +195,15 @@ class Preparation:
         texts = [(new if new.exists() else folder) / name for name in self.files()]
         sums = {path.name: checksum(path) for path in texts if path.exists()}
         given = self.partial / "codes"
+        model = Path("bpe") / subwords.MODELS[self.settings.segmentation]
         if codes:
             write_lines(given, subwords.merges(codes))
-        elif (
-            self.like
-            and (model := self.like / "bpe" / subwords.MODELS[self.settings.segmentation]).is_file()
-        ):
-            shutil.copyfile(model, given)
-        sums |= {"codes": checksum(given)} if given.exists() else {}
-        sums |= {path.name: checksum(path) for path in self._dictionaries()}
+        elif self.like and (self.like / model).is_file():
+            shutil.copyfile(self.like / model, given)
+        if given.exists():
+            sums["codes"] = checksum(given)
+        for path in self._dictionaries_like():
+            sums[path.name] = checksum(path)
         settings = self.settings.as_text()
         check(self.dest, settings, sums)
         self._note_on_copies()
@@ -213,7 +214,7 @@ class Preparation:
         write_settings(self.dest / "settings.txt", settings, sums)
         if given.exists():
             (self.dest / "bpe").mkdir(exist_ok=True)
-            given.replace(self.dest / "bpe" / subwords.MODELS[self.settings.segmentation])
+            given.replace(self.dest / model)
         if not folder.exists():
             if self.files_published:
                 (new / "archives").write_text(self._sums(), encoding="utf-8")
@@ -342,24 +343,15 @@ class Preparation:
             self.tokenize("raw", "tok")
             self.segment()
         # fairseq-preprocess calls it test. The dictionaries are those of the data.
-        separate = self.settings.separate_dictionaries
-        dictionaries = [
-            self.dest / f"bin/dict.{lang}.txt" for lang in self.settings.endings[: 1 + separate]
-        ]
-        flags = self._languages() + [
-            f"--testpref=bpe/{name}",
-            *self._with_dictionaries(dictionaries),
-        ]
-        languages = {
-            lang: f"{stem.replace(name, 'test', 1)}.{lang}" for lang in self.settings.endings
-        }
-        texts_of = {index: f"bpe/{name}.{lang}" for lang, index in languages.items()}
+        flags = [*self._languages(), f"--testpref=bpe/{name}"]
+        flags += self._with_dictionaries(self._dictionaries(self.dest))
+        as_test = stem.replace(name, "test", 1)
+        texts_of = {f"{as_test}.{lang}": f"bpe/{name}.{lang}" for lang in self.settings.endings}
         make_bin(self.dest, self.workers, flags, texts_of, to="partial/bin")
-        for lang, index in languages.items():
+        for lang in self.settings.endings:
             for ending in ("bin", "idx"):
-                (self.dest / f"partial/bin/{index}.{ending}").replace(
-                    self.dest / f"bin/{stem}.{lang}.{ending}"
-                )
+                new = self.dest / f"partial/bin/{as_test}.{lang}.{ending}"
+                new.replace(self.dest / f"bin/{stem}.{lang}.{ending}")
         pairs_of_set = count_lines(self.dest / f"raw/{name}.{self.settings.source}")
         say("prepare", f"{self.dest} has the test set {name}: {pairs_of_set:,} pairs")
 
@@ -406,11 +398,18 @@ class Preparation:
         tool = self.moses if used.tokenizer == MOSES else "sacremoses"
         self.transform(f"tokenizing with {tool}", source, to, work, splits)
         for lang in self.settings.endings:
-            names = [f"{split}.{lang}" for split in splits or self.splits if split != "train"]
-            texts = [(self.dest / source / name, self.dest / to / name) for name in names]
-            notes = (note_on(raw, tok, self.settings) for raw, tok in texts if raw.exists())
-            if note := next(filter(None, notes), None):
+            self._note_on_tokens(source, to, lang, splits or self.splits)
+
+    def _note_on_tokens(self, source: str, to: str, lang: str, splits: Sequence[str]) -> None:
+        """Say it if the text of a language does not come back from its tokens."""
+        for split in splits:
+            raw = self.dest / source / f"{split}.{lang}"
+            if split == "train" or not raw.exists():
+                continue
+            note = note_on(raw, self.dest / to / raw.name, self.settings)
+            if note:
                 say("prepare", note)
+                return
 
     def select(self) -> None:
         """Write raw/ and tok/, the pairs of text/ and stages/tok/ that are kept, removed.tsv and
@@ -422,15 +421,32 @@ class Preparation:
         if (self.dest / "counts.txt").exists():
             return
         say("prepare", "selecting pairs")
-        made, sources = (
-            self.partial / "selected",
-            {"raw": self.dest / "text", "tok": self.dest / "stages/tok"},
-        )
+        made = self.partial / "selected"
+        sources = {"raw": self.dest / "text", "tok": self.dest / "stages/tok"}
         for stage, folder in sources.items():
             (made / stage).mkdir(parents=True)
             for name in self.files(["valid", "test"]):
                 if (folder / name).exists():
                     shutil.copy(folder / name, made / stage)
+        counts = self._select_from(sources, made)
+        for split in SPLITS:
+            counts[split] = count_lines(made / "raw" / self.files([split])[0])
+        for split in SPLITS:
+            if not counts[split]:
+                numbers = ", ".join(f"{name}={count}" for name, count in counts.items())
+                raise UserError(f"no sentence pair of {split} is left ({numbers})")
+        write_settings(made / "counts.txt", counts)
+        # the counts are moved last and say that all is there
+        for name in (*sources, "removed.tsv", "counts.txt"):
+            shutil.rmtree(self.dest / name, ignore_errors=True)
+            os.replace(made / name, self.dest / name)
+
+    def _select_from(self, sources: Mapping[str, Path], made: Path) -> dict[str, int]:
+        """Write the training pairs that are kept to raw/ and tok/ in ``made``, and the removed ones
+        to removed.tsv; return their numbers.
+
+        ``sources``: raw and tok -> the folder with the text.
+        """
         valid_every, number, reasons = self.settings.valid_every, 0, Counter()
         with contextlib.ExitStack() as stack:
 
@@ -438,40 +454,27 @@ class Preparation:
                 paths = [folder / name for folder in folders for name in self.files([split])]
                 return [stack.enter_context(path.open(mode)) for path in paths]
 
-            train, valid = (
-                opened(split, "ab", [made / stage for stage in sources])
-                for split in ("train", "valid")
-            )
+            results = [made / stage for stage in sources]
+            train, valid = opened("train", "ab", results), opened("valid", "ab", results)
+            texts = opened("train", "rb", sources.values())
             removed = stack.enter_context((made / "removed.tsv").open("w", encoding="utf-8"))
-            removed.write(
-                f"split\tline\treason\ttokens {self.settings.source}\ttokens "
-                f"{self.settings.target}\n"
-            )
-            for number, lines in enumerate(
-                zip(*opened("train", "rb", sources.values()), strict=True), 1
-            ):
+            languages = self.settings.endings
+            removed.write("split\tline\treason\ttokens {}\ttokens {}\n".format(*languages))
+            for number, lines in enumerate(zip(*texts, strict=True), 1):
                 source, target = (line.decode("utf-8").split() for line in lines[2:])  # the tokens
-                if reason := pairs.objection(source, target, *self.settings.clean):
+                reason = pairs.objection(source, target, *self.settings.clean)
+                if reason:
                     reasons[reason] += 1
                     removed.write(f"train\t{number}\t{reason}\t{len(source)}\t{len(target)}\n")
                     continue
-                for_valid = valid_every and (number - reasons.total()) % valid_every == 0
-                for file, line in zip(valid if for_valid else train, lines, strict=True):
+                kept = number - reasons.total()
+                files = valid if valid_every and kept % valid_every == 0 else train
+                for file, line in zip(files, lines, strict=True):
                     file.write(line)
         counts = {"train.read": number, "train.removed": reasons.total()}
-        counts |= {
-            f"train.removed.{reason.replace(' ', '_')}": reasons[reason]
-            for reason in sorted(reasons)
-        }
-        counts |= {split: count_lines(made / "raw" / self.files([split])[0]) for split in SPLITS}
-        if empty := [split for split in SPLITS if not counts[split]]:
-            numbers = ", ".join(f"{name}={count}" for name, count in counts.items())
-            raise UserError(f"no sentence pair of {empty[0]} is left ({numbers})")
-        write_settings(made / "counts.txt", counts)
-        # the counts are moved last and say that all is there
-        for name in (*sources, "removed.tsv", "counts.txt"):
-            shutil.rmtree(self.dest / name, ignore_errors=True)
-            os.replace(made / name, self.dest / name)
+        for reason in sorted(reasons):
+            counts[f"train.removed.{reason.replace(' ', '_')}"] = reasons[reason]
+        return counts
 
     def segment(self) -> None:
         """Learn subwords on the tokens of both languages, unless they were given, and apply
@@ -486,14 +489,14 @@ class Preparation:
         work = per_line(subwords.segmenter(kind, model, protect))
         self.transform("applying BPE", "tok", "bpe", lambda *_: work)
 
-    def _dictionaries(self) -> list[Path]:
-        """The dictionaries of the other data that this is prepared like: one, or one for each
-        language.
-        """
-        if not self.like:
-            return []
+    def _dictionaries(self, data: Path) -> list[Path]:
+        """The dictionaries of prepared data: one, or one for each language."""
         languages = self.settings.endings[: 2 if self.settings.separate_dictionaries else 1]
-        return [self.like / f"bin/dict.{lang}.txt" for lang in languages]
+        return [data / f"bin/dict.{lang}.txt" for lang in languages]
+
+    def _dictionaries_like(self) -> list[Path]:
+        """Those of the other data that this is prepared like; none without such data."""
+        return self._dictionaries(self.like) if self.like else []
 
     def _languages(self) -> list[str]:
         """Flags of fairseq-preprocess."""
@@ -501,10 +504,10 @@ class Preparation:
 
     def _with_dictionaries(self, files: Sequence[Path]) -> list[str]:
         """Flags of fairseq-preprocess for these dictionaries, or for new ones."""
-        joined = ["--joined-dictionary"] if not self.settings.separate_dictionaries else []
-        return joined + [
-            f"{flag}={file}" for flag, file in zip(("--srcdict", "--tgtdict"), files, strict=False)
-        ]
+        flags = [] if self.settings.separate_dictionaries else ["--joined-dictionary"]
+        for flag, file in zip(("--srcdict", "--tgtdict"), files, strict=False):
+            flags.append(f"{flag}={file}")
+        return flags
 
     def binarize(self, expected: str = "") -> None:
         """Make fairseq's binary data, bin/, from bpe/.
@@ -514,24 +517,21 @@ class Preparation:
         source, target = self.settings.endings
         flags = [*self._languages(), "--trainpref=bpe/train", "--validpref=bpe/valid"]
         flags += ["--testpref=" + ",".join(f"bpe/{split}" for split in self.splits[2:])]
-        flags += self._with_dictionaries(self._dictionaries())
-        names = (name.split(".") for name in self.files())
-        texts = {
-            f"{split}.{source}-{target}.{lang}": f"bpe/{split}.{lang}" for split, lang in names
-        }
+        flags += self._with_dictionaries(self._dictionaries_like())
+        texts = {}
+        for name in self.files():
+            split, lang = name.split(".")
+            texts[f"{split}.{source}-{target}.{lang}"] = f"bpe/{name}"
         make_bin(self.dest, self.workers, flags, texts)
         if self.like:
             for text, share in unknown_shares(self.dest / "bin").items():
                 if share != "0.0":
-                    say(
-                        "prepare",
-                        f"note: {share}% of the subwords of {text} are not in the dictionary of "
-                        f"{self.like}",
-                    )
-        self.finish(
-            {split: count_lines(self.dest / f"raw/{split}.{source}") for split in self.splits},
-            expected,
-        )
+                    what = f"{share}% of the subwords of {text}"
+                    say("prepare", f"note: {what} are not in the dictionary of {self.like}")
+        counts = {}
+        for split in self.splits:
+            counts[split] = count_lines(self.dest / f"raw/{split}.{source}")
+        self.finish(counts, expected)
 
     def finish(self, counts: Mapping[str, object], expected: str = "") -> None:
         """Write the counts, unless the cleaning has, remove what is not needed any more, and
@@ -547,4 +547,6 @@ class Preparation:
             )
             say("prepare", f"{removed} (which and why: {self.dest}/removed.tsv)")
         made = ", ".join(f"{int(kept[split]):,} {split}" for split in self.splits)
-        say("prepare", f"{self.dest} is complete: {made}{expected and f' (expected: {expected})'}")
+        if expected:
+            made += f" (expected: {expected})"
+        say("prepare", f"{self.dest} is complete: {made}")

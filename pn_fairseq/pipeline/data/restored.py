@@ -26,30 +26,30 @@ def _blanks(text: str) -> tuple[str, set[int]]:
     return "".join(parts), set(itertools.accumulate(map(len, parts[:-1])))
 
 
+def _is_of_word(character: str) -> bool:
+    return unicodedata.category(character)[0] in "LMN"  # letter, mark or number
+
+
 def note_on(raw: Path, tok: Path, settings: Settings) -> str | None:
     """A note if detokenization does not give ``raw`` back from its tokens, judged by
     :data:`COMPARED` lines.
 
     Lines whose characters differ, other than in their blanks, are left out.
     """
-    before, tokenized = ([*itertools.islice(pairs.lines(path), COMPARED)] for path in (raw, tok))
+    before = list(itertools.islice(pairs.lines(raw), COMPARED))
+    tokenized = itertools.islice(pairs.lines(tok), COMPARED)
     after = tokens.detokenize([line.removesuffix("\n") for line in tokenized], raw.suffix[1:])
     for pattern in settings.protect:
-        before, after = (
-            [re.sub(pattern, " ", line) for line in lines] for lines in (before, after)
-        )
+        before = [re.sub(pattern, " ", line) for line in before]
+        after = [re.sub(pattern, " ", line) for line in after]
     # number of a line with a new blank within a word, or only elsewhere -> what became of it
     torn, apart = {}, {}
     for number, (original, restored) in enumerate(zip(before, after, strict=True), 1):
-        (old, had), (new, has) = (
-            _blanks(text.lower() if settings.lower else text) for text in (original, restored)
-        )
+        old, had = _blanks(original.lower() if settings.lower else original)
+        new, has = _blanks(restored.lower() if settings.lower else restored)
         if old != new or had == has:
             continue
-        inside = any(
-            all(unicodedata.category(new[at + side])[0] in "LMN" for side in (-1, 0))
-            for at in has - had
-        )
+        inside = any(_is_of_word(new[at - 1]) and _is_of_word(new[at]) for at in has - had)
         (torn if inside else apart)[number] = " ".join(restored.split())
     if not torn and len(apart) <= SHARE * len(before):
         return None

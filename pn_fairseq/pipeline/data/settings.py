@@ -95,8 +95,7 @@ _READ = {
 
 
 def read(file: Path) -> Settings:
-    """The settings in a settings.txt; a setting that an earlier version did not know has its
-    default.
+    """The settings in a settings.txt.
 
     Raises:
         UserError: the file is missing or damaged, or names no languages.

@@ -35,8 +35,8 @@ def _learn_subword_nmt(lines: Iterator[str], operations: int) -> bytes:
         raise UserError(
             "the training text has no word of two characters to learn BPE from"
         ) from None
-    # without the line of the version
-    if (learned := codes.getvalue().count("\n") - 1) < operations:
+    learned = codes.getvalue().count("\n") - 1  # without the line of the version
+    if learned < operations:
         say(
             "prepare",
             f"note: the text has {learned:,} merges, fewer than --bpe {operations:,}; all of them "

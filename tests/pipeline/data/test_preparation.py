@@ -15,7 +15,7 @@ from sentencepiece import SentencePieceProcessor
 
 from pn_fairseq.pipeline.data import languages, pairs, subwords, tokens
 from pn_fairseq.pipeline.data.preparation import Preparation, locked
-from pn_fairseq.pipeline.data.recipes import RECIPES, load
+from pn_fairseq.pipeline.data.recipes import RECIPES
 from pn_fairseq.pipeline.data.settings import Settings, read
 from pn_fairseq.pipeline.runs import Run
 from pn_fairseq.pipeline.translate import to_subwords
@@ -154,6 +154,8 @@ def test_text_for_a_model_of_other_data(corpus, tmp_path):
     said = prepare(corpus, new, "--like", old)
     assert re.search(r"note: \d[\d.]+% of the subwords of train.es are not in the dictionary", said)
     assert "learning" not in said
+    weights = "checkpoint.finetune_from_model=RUN/checkpoints/averaged.pt"
+    assert f"next: pn train own_text --data {new} --run NEW-RUN {weights}\n" in said
     assert (new / "bin/dict.es.txt").read_bytes() == (old / "bin/dict.es.txt").read_bytes()
     assert (new / "bpe/codes").read_bytes() == (old / "bpe/codes").read_bytes()
     assert read(new / "settings.txt") == read(old / "settings.txt")
@@ -162,7 +164,7 @@ def test_text_for_a_model_of_other_data(corpus, tmp_path):
     words = ("prepare", "text", "--corpus", corpus, "--dest", tmp_path / "third", "--like")
     for options, needle in (
         ((old, "--target", "de"), "has target=en, not de"),
-        ((old / "bin",), "settings.txt does not exist"),
+        ((old / "bin",), "is inside of prepared data"),
         (
             (old, "--segmentation", "sentencepiece"),
             "has segmentation=subword-nmt, not sentencepiece",
@@ -336,10 +338,31 @@ def test_the_recipe_of_the_page_in_a_file_of_ones_own(tmp_path, monkeypatch):
         in run("pn", "prepare", *words).stderr
     )
     assert (tmp_path / "runs/data/my_corpus/bin/dict.en.txt").is_file()
-    assert RECIPES.pop(load("my_corpus.py")).REPRODUCE.steps[0] == ["train"]
-    # the second place: its configuration
+    # the second place: its configuration, beside the recipe
     shutil.copy(ROOT / "configs/verses_es_en.yaml", "my_corpus.yaml")
     assert verb("train")(["my_corpus.yaml", "--check"]) == 0
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    chosen = ("--norms", "ln", "--seeds", 2, "--dry-run")
+    result = in_process("reproduce", "../my_corpus.py", *words[1:], *chosen)
+    del RECIPES["my_corpus"]
+    assert result.returncode == 0, result.stderr
+    prepares, trains, *_, reports = result.stdout.splitlines()
+    options = f"--dest runs/data/my_corpus --corpus {tmp_path}/text --bpe 150"
+    assert prepares == f"pn prepare {tmp_path}/my_corpus.py {options}"
+    where = "--data runs/data/my_corpus --run runs/my_corpus/ln_seed2"
+    settings = "model._name=transformer_ln_tiny common.seed=2"
+    assert trains == f"pn train {tmp_path}/my_corpus.yaml {where} {settings}"
+    assert reports == "pn report runs/my_corpus/ln_seed2 --output runs/my_corpus/report"
+
+
+def test_a_recipe_that_says_nothing_of_an_experiment(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = (ROOT / "pn_fairseq/pipeline/data/recipes/verses.py").read_text("utf-8")
+    Path("silent.py").write_text(recipe.replace("REPRODUCE =", "_ ="), "utf-8")
+    result = in_process("reproduce", "silent.py", "--dry-run")
+    del RECIPES["silent"]
+    assert_refused(result, f"{tmp_path}/silent.py has no REPRODUCE")
 
 
 def test_a_memory_that_is_too_small_is_one_line(corpus, monkeypatch):

@@ -51,7 +51,7 @@ def test_settings_are_kept_and_read(tmp_path):
         in (tmp_path / "tags/settings.txt").read_text().splitlines()
     )
     assert read(tmp_path / "tags/settings.txt").protect == [r"<2\w\w>", "a b"]
-    (tmp_path / "old").write_text("source=de\ntarget=en\n")  # an earlier version wrote no more
+    (tmp_path / "old").write_text("source=de\ntarget=en\n")  # the others have their defaults
     assert read(tmp_path / "old") == Settings(source="de", target="en")
     for text, needle in (("source=de\n", "does not name the target"), ("bpe=many\n", "is damaged")):
         (tmp_path / "old").write_text(text)

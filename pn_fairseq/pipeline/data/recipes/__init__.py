@@ -1,24 +1,33 @@
 """The corpora that ``pn prepare`` knows: one module for each, to be read from top to bottom.
 
-A recipe is a module, here or in a file of a user (`pn prepare FILE.py`), with
-  a docstring            what --help prints; its first line is in the list of the corpora
-  CONFIG                 the configuration that trains on it, which is also the name of its folder
-                         in runs/data; "": --dest must be given
-  TRAIN                  where CONFIG is "": the configuration that pn prepare advises
-  OPTIONS                its options, in addition to --dest and --workers: flag -> arguments of
-  add_argument REPRODUCE              with a CONFIG: the models that `pn reproduce` trains on it, a
-  Corpus settings(options)      what the data is made with, a Settings; ``options`` has the values
-  of all options prepare(data, options) the steps in their order: methods of Preparation
-  folder(options)        if it depends on the options: the name of the data's folder in runs/data,
-  instead of CONFIG
+A recipe is a module, here or in a file of a user (``pn prepare FILE.py``), with these names:
+
+a docstring
+    what ``--help`` prints; its first line is in the list of the corpora
+``CONFIG``
+    the configuration that trains on it, which is also the name of its folder in runs/data; "":
+    ``--dest`` must be given
+``TRAIN``
+    where ``CONFIG`` is "": the configuration that ``pn prepare`` advises
+``OPTIONS``
+    its options, in addition to ``--dest`` and ``--workers``: flag -> arguments of ``add_argument``
+``REPRODUCE``
+    with a ``CONFIG``: the models that ``pn reproduce`` trains on it, an ``Experiment``. In a user's
+    file its configuration may be the path of a YAML file, relative to the recipe.
+``settings(options)``
+    what the data is made with, a ``Settings``; ``options`` has the values of all options
+``prepare(data, options)``
+    the steps in their order: methods of ``Preparation``
+``folder(options)``
+    if it depends on the options: the name of the data's folder in runs/data, instead of ``CONFIG``
 """
 
 import importlib
 import importlib.util
 import pkgutil
-from pathlib import Path
+from dataclasses import replace
 
-from pn_fairseq.common.command import UserError
+from pn_fairseq.common.command import UserError, absolute
 
 #: Name of the corpus -> its recipe.
 RECIPES = {
@@ -29,17 +38,23 @@ RECIPES = {
 
 def load(file: str) -> str:
     """Add the recipe in a user's file to :data:`RECIPES`, and return its name, that of the file."""
-    path = Path(file)
+    path = absolute(file)
     if not path.is_file():
-        raise UserError(f"there is no recipe '{path}'")
+        raise UserError(f"there is no recipe '{file}'")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     recipe = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(recipe)
-    if absent := [
-        name
-        for name in ("__doc__", "CONFIG", "OPTIONS", "settings", "prepare")
-        if getattr(recipe, name, None) is None
-    ]:
-        raise UserError(f"{path} is no recipe: it has no {absent[0]} (docs/adding_a_corpus.md)")
+    for name in ("__doc__", "CONFIG", "OPTIONS", "settings", "prepare"):
+        if getattr(recipe, name, None) is None:
+            raise UserError(f"{file} is no recipe: it has no {name} (docs/adding_a_corpus.md)")
+    experiment = getattr(recipe, "REPRODUCE", None)
+    if experiment and experiment.config.endswith((".yaml", ".yml")):
+        recipe.REPRODUCE = replace(experiment, config=str(path.parent / experiment.config))
     RECIPES[path.stem] = recipe
     return path.stem
+
+
+def command_name(name: str) -> str:
+    """What ``pn prepare`` calls a recipe: its name, or the path of a user's file."""
+    recipe = RECIPES[name]
+    return name if recipe.__package__ == __name__ else recipe.__file__

@@ -9,11 +9,13 @@ token is a byte; a split that ends within a line gets one more end of line. Need
 from pn_fairseq.common.command import UserError
 from pn_fairseq.pipeline.data import language_model
 from pn_fairseq.pipeline.data.binarize import SPLITS
-from pn_fairseq.pipeline.data.corpus import Corpus
+from pn_fairseq.pipeline.data.experiment import Experiment
 from pn_fairseq.pipeline.data.preparation import ARCHIVE, LanguageModelSettings, Preparation
 
 CONFIG = "enwik8_lm"
-REPRODUCE = Corpus(CONFIG, "base", (1,), ("transformer_lm",), ("none", "ln", "lns", "dn", "ada"))
+REPRODUCE = Experiment(
+    CONFIG, "base", (1,), ("transformer_lm",), ("none", "ln", "lns", "dn", "ada")
+)
 OPTIONS = ARCHIVE
 
 URL = "http://mattmahoney.net/dc/enwik8.zip"
@@ -29,7 +31,8 @@ def settings(options) -> LanguageModelSettings:
 def prepare(data: Preparation, options) -> None:
     (file,) = data.published({URL: SHA256})
     (whole,) = data.unpack(file, ["enwik8"])
-    if (size := whole.stat().st_size) != sum(SIZES):
+    size = whole.stat().st_size
+    if size != sum(SIZES):
         raise UserError(f"this is not enwik8: it has {size:,} bytes, and enwik8 has {sum(SIZES):,}")
     texts = [whole.with_name(split) for split in SPLITS]
     with whole.open("rb") as source:

@@ -11,12 +11,12 @@ Downloads IWSLT14 German-English and makes the data for `pn train iwslt14_de_en`
 160239 train, 7283 valid and 6750 test pairs are expected (original archive, Moses' tokenizer).
 """
 
-from pn_fairseq.pipeline.data.corpus import Corpus
+from pn_fairseq.pipeline.data.experiment import Experiment
 from pn_fairseq.pipeline.data.pairs import segments, strip_tags
 from pn_fairseq.pipeline.data.preparation import ARCHIVE, Preparation, Settings, bpe
 
 CONFIG = "iwslt14_de_en"
-REPRODUCE = Corpus(CONFIG, "iwslt")
+REPRODUCE = Experiment(CONFIG, "iwslt")
 OPTIONS = ARCHIVE | bpe(10000)
 
 URL = "https://dl.fbaipublicfiles.com/fairseq/data/iwslt14/de-en.tgz"
@@ -41,7 +41,8 @@ def settings(options) -> Settings:
 
 def prepare(data: Preparation, options) -> None:
     # 1. The published text, one sentence per line: DEST/text.
-    if files := data.published({URL: ""}):
+    files = data.published({URL: ""})
+    if files:
         members = data.unpack(*files, [*TRAIN, *TESTS])
         data.take(strip_tags, "train", members[:2])
         data.take(segments, "test", members[2:])

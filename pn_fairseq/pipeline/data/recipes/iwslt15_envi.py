@@ -5,13 +5,13 @@ the data for `pn train iwslt15_en_vi`: DIR/tok contains the tokens as published,
 DIR/raw the detokenized text.
 """
 
-from pn_fairseq.pipeline.data.corpus import Corpus
+from pn_fairseq.pipeline.data.experiment import Experiment
 from pn_fairseq.pipeline.data.pairs import tokens
 from pn_fairseq.pipeline.data.preparation import ARCHIVE, Preparation, Settings, bpe
 from pn_fairseq.pipeline.data.settings import WITHOUT_FINAL_STOP
 
 CONFIG = "iwslt15_en_vi"
-REPRODUCE = Corpus(CONFIG, "iwslt")
+REPRODUCE = Experiment(CONFIG, "iwslt")
 # There is no published recipe with BPE; 10,000 is IWSLT14's number, for a corpus of the same kind
 # and size.
 OPTIONS = ARCHIVE | bpe(10000)
@@ -38,7 +38,8 @@ def prepare(data: Preparation, options) -> None:
     # do it, with ' as &apos; and so on, and published BLEU scores compare such tokens. sacreBLEU
     # and chrF need plain text (DEST/text): the nearest text is what the detokenizer of the
     # translations makes of the reference.
-    if files := data.published(dict.fromkeys(URLS, "")):
+    files = data.published(dict.fromkeys(URLS, ""))
+    if files:
         for number, (split, (_, count)) in enumerate(SPLITS.items()):
             data.take(tokens, split, files[2 * number : 2 * number + 2], count, to="tokens")
         data.detokenize("partial/text/tokens", "partial/text")

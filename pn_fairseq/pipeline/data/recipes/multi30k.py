@@ -7,11 +7,11 @@ makers ask that it be used for research and education only, and it is not downlo
 `pn train multi30k_de_en`, tokenized and lower-cased.
 """
 
-from pn_fairseq.pipeline.data.corpus import Corpus
+from pn_fairseq.pipeline.data.experiment import Experiment
 from pn_fairseq.pipeline.data.preparation import CORPUS, Preparation, Settings, bpe
 
 CONFIG = "multi30k_de_en"
-REPRODUCE = Corpus(CONFIG, "tiny")
+REPRODUCE = Experiment(CONFIG, "tiny")
 # The scripts of the corpus' repository (multi30k/dataset) also lower-case, and leave the number of
 # merges to their user; this is IWSLT14's.
 TEST = "the test set: test2016 (default), test2017, ...; DIR is multi30k_de_en_NAME"

@@ -10,14 +10,16 @@ the published score refers, and test1 is test.2016 and test.2017 together. Expec
 and 1,014 validation pairs, 1,000 in each test set.
 """
 
-from pn_fairseq.pipeline.data.corpus import Corpus
+from pn_fairseq.pipeline.data.experiment import Experiment
 from pn_fairseq.pipeline.data.preparation import CORPUS, Preparation, Settings
 from pn_fairseq.pipeline.data.settings import NONE
 
 CONFIG = "multi30k_en_de_tiny"
 # fairseq's own model, post-norm, is the published one.
 _POST_NORM = "ln+encoder_norm_placement=post+decoder_norm_placement=post"
-REPRODUCE = Corpus(CONFIG, "tiny", norms=(_POST_NORM, "ln", "pn", "bn"), subsets=("test", "test1"))
+REPRODUCE = Experiment(
+    CONFIG, "tiny", norms=(_POST_NORM, "ln", "pn", "bn"), subsets=("test", "test1")
+)
 OPTIONS = CORPUS
 
 #: Subset -> the files of it, and the number of their pairs.
@@ -35,10 +37,10 @@ def settings(options) -> Settings:
 
 def prepare(data: Preparation, options) -> None:
     data.splits = [*CONTENT]
-    texts = {
-        subset: [options.corpus / f"{name}.{lang}" for name in names for lang in ("en", "de")]
-        for subset, (names, _) in CONTENT.items()
-    }
+    texts = {}
+    for subset, (names, _) in CONTENT.items():
+        files = [f"{name}.{lang}" for name in names for lang in ("en", "de")]
+        texts[subset] = [options.corpus / file for file in files]
     data.prepare_tokens(
         texts, options.corpus / "bpe-codes", [count for _, count in CONTENT.values()]
     )

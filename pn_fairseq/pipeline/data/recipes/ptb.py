@@ -7,14 +7,14 @@ Refuses text that does not contain 929,589 / 73,760 / 82,430 tokens, ends of lin
 """
 
 from pn_fairseq.pipeline.data import language_model
-from pn_fairseq.pipeline.data.corpus import Corpus
+from pn_fairseq.pipeline.data.experiment import Experiment
 from pn_fairseq.pipeline.data.preparation import CORPUS, LanguageModelSettings, Preparation
 
 CONFIG = "ptb_lm"
 # The paper has layer-scale "in each model setting"; it would not change LN and GN, and PN-V and PN
 # have it by default.
 _SCALED = tuple(f"{norm}+layer_scale_groups=1" for norm in ("bn", "brn", "mabn"))
-REPRODUCE = Corpus(CONFIG, "ptb", (1,), ("tensorized_lm",), ("ln", "gn", *_SCALED, "pnv", "pn"))
+REPRODUCE = Experiment(CONFIG, "ptb", (1,), ("tensorized_lm",), ("ln", "gn", *_SCALED, "pnv", "pn"))
 OPTIONS = CORPUS
 
 FILES = [f"ptb.{split}.txt" for split in ("train", "valid", "test")]

@@ -79,14 +79,16 @@ def patterns(file: Path) -> list[str]:
 
 def settings_of(data: Path, option: str, options) -> Settings:
     """The settings of prepared data, which ``option`` names; no other option may give others."""
-    if given := [f"--{name.replace('_', '-')}" for name in GIVEN if getattr(options, name)]:
+    given = [f"--{name.replace('_', '-')}" for name in GIVEN if getattr(options, name)]
+    if given:
         raise UserError(f"{option} takes the settings of '{data}': leave out {' and '.join(given)}")
     check_prepared(data, "--dest" if option == "--test" else option)
     made_with = read(data / "settings.txt")
     chosen = {name: getattr(options, name) for name in ("source", "target", "segmentation")}
     chosen["tokenizer"] = MOSES if options.moses else None
     for name, value in chosen.items():
-        if value not in (None, old := getattr(made_with, name)):
+        old = getattr(made_with, name)
+        if value not in (None, old):
             raise UserError(f"'{data}' has {name}={old}, not {value} ({option})")
     return made_with
 
@@ -155,10 +157,9 @@ def prepare(data: Preparation, options) -> None:
         return
     data.splits = [*SPLITS, *test_sets(options.corpus, data.dest, data.settings.endings)]
     if data.settings.tokenizer == NONE:
-        sides = data.settings.endings
-        texts = {
-            split: [options.corpus / f"{split}.{lang}" for lang in sides] for split in data.splits
-        }
+        texts = {}
+        for split in data.splits:
+            texts[split] = [options.corpus / name for name in data.files([split])]
         data.prepare_tokens(texts, options.codes)
     else:
         data.prepare_folder(options.corpus, codes=options.codes)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from pn_fairseq.common.command import UserError
 from pn_fairseq.common.files import checksum, read_settings, shipped
-from pn_fairseq.pipeline.data.corpus import Corpus
+from pn_fairseq.pipeline.data.experiment import Experiment
 from pn_fairseq.pipeline.data.preparation import KEEP_CASE, Preparation, Settings, bpe
 
 CONFIG = "verses_es_en"
-REPRODUCE = Corpus(CONFIG, "tiny", (1, 2))
+REPRODUCE = Experiment(CONFIG, "tiny", (1, 2))
 OPTIONS = bpe(4000) | KEEP_CASE
 
 

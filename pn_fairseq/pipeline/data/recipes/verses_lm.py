@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pn_fairseq.pipeline.data import language_model
 from pn_fairseq.pipeline.data.binarize import SPLITS
-from pn_fairseq.pipeline.data.corpus import Corpus
+from pn_fairseq.pipeline.data.experiment import Experiment
 from pn_fairseq.pipeline.data.pairs import as_is
 from pn_fairseq.pipeline.data.preparation import LanguageModelSettings, Preparation
 from pn_fairseq.pipeline.data.recipes import verses
@@ -20,7 +20,7 @@ from pn_fairseq.pipeline.data.settings import SACREMOSES
 
 CONFIG = "verses_lm_en"
 _NORMS = ("ln", "ln+layer_scale_groups=4", "gn", "bn", "brn", "mabn", "pnv", "pn")
-REPRODUCE = Corpus(CONFIG, "tiny", models=("transformer_lm", "tensorized_lm"), norms=_NORMS)
+REPRODUCE = Experiment(CONFIG, "tiny", models=("transformer_lm", "tensorized_lm"), norms=_NORMS)
 OPTIONS = language_model.UNIT
 
 #: The books of the verses that are validation and test; all others are training. Neighbours in the

@@ -6,12 +6,12 @@ lines included.
 """
 
 from pn_fairseq.pipeline.data import language_model
-from pn_fairseq.pipeline.data.corpus import Corpus
+from pn_fairseq.pipeline.data.experiment import Experiment
 from pn_fairseq.pipeline.data.preparation import ARCHIVE, LanguageModelSettings, Preparation
 
 CONFIG = "wikitext103_lm"
 # Layer-scale as in ptb.py.
-REPRODUCE = Corpus(
+REPRODUCE = Experiment(
     CONFIG, "wt103", (1,), ("tensorized_lm",), ("ln", "bn+layer_scale_groups=1", "pnv", "pn")
 )
 OPTIONS = ARCHIVE

@@ -15,12 +15,12 @@ the end.
 
 from functools import partial
 
-from pn_fairseq.pipeline.data.corpus import Corpus
+from pn_fairseq.pipeline.data.experiment import Experiment
 from pn_fairseq.pipeline.data.pairs import segments, without_carriage_returns
 from pn_fairseq.pipeline.data.preparation import ARCHIVE, Preparation, Settings, bpe
 
 CONFIG = "wmt14_en_de_big"
-REPRODUCE = Corpus(CONFIG, "wmt_en_de_big", (1,))
+REPRODUCE = Experiment(CONFIG, "wmt_en_de_big", (1,))
 # 32,764 merges and newstest2013 are fairseq's settings for Ott et al. 2018, which the paper follows
 # (its appendix names a vocabulary of 37K, after Vaswani et al. 2017).
 OPTIONS = ARCHIVE | bpe(32764)
@@ -85,7 +85,8 @@ def settings(options) -> Settings:
 
 def prepare(data: Preparation, options) -> None:
     # 1. The published text, one sentence per line: DEST/text.
-    if files := data.published(dict.fromkeys(CONTENT, "") | {TEST: TEST_MD5}):
+    files = data.published(dict.fromkeys(CONTENT, "") | {TEST: TEST_MD5})
+    if files:
         for (split, reader, count, members), file in zip(CONTENT.values(), files, strict=True):
             data.take(reader, split, data.unpack(file, members), count)
     if not data.keep_text("text"):

@@ -30,7 +30,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 import pn_fairseq.models  # noqa: F401 (registers the architectures)
-from pn_fairseq.common.command import UserError, did_you_mean, say, whole_number
+from pn_fairseq.common.command import UserError, absolute, did_you_mean, say, whole_number
 from pn_fairseq.common.files import CONFIGS
 from pn_fairseq.fairseq_patches.convert_norms import SETTINGS
 from pn_fairseq.pipeline.runs import load_config
@@ -43,7 +43,16 @@ OWN = ("tokens_per_update", "average_last")
 POINTS = 20
 #: Settings that name files. They become absolute, since a run may be resumed, decoded or reported
 #: from another folder.
-PATHS = ("checkpoint.finetune_from_model", "model.norm_module", "model.norm_probe")
+PATHS = (
+    "checkpoint.continue_once",
+    "checkpoint.finetune_from_model",
+    "common.quantization_config_path",
+    "common.tensorboard_logdir",
+    "model.decoder_embed_path",
+    "model.encoder_embed_path",
+    "model.norm_module",
+    "model.norm_probe",
+)
 #: The sections of fairseq's settings.
 SECTIONS = {
     name: field.type
@@ -106,7 +115,10 @@ def compose(
     ``overrides`` are ``key=value`` in hydra's syntax, with or without ``+``; ``on_cpu``: the ranks
     compute on CPUs.
     """
-    given = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
+    given = {}
+    for override in overrides:
+        name, _, value = override.lstrip("+").partition("=")
+        given[name] = value
     for name, value in given.items():
         if name.removeprefix("distributed_training.distributed_") in DERIVED:
             raise UserError(
@@ -119,43 +131,61 @@ def compose(
     try:
         cfg = _read(config, overrides)
         batches = _batches(config, cfg, given, world_size)
-        if batches.max_tokens is not None:
-            # fairseq's value of max_tokens_valid is a reference to max_tokens. Validation is not
-            # part of an update.
-            cfg.dataset.max_tokens_valid = cfg.dataset.max_tokens_valid
-            cfg.dataset.max_tokens = batches.max_tokens
-            cfg.optimization.update_freq = [batches.update_freq]
+        _fit_batches(cfg, batches)
         if cfg.optimization.max_update and "common.log_interval" not in given:
             most = max(1, int(cfg.optimization.max_update) // POINTS)
             cfg.common.log_interval = min(int(cfg.common.log_interval), most)
-        distributed = cfg.distributed_training
-        distributed.distributed_world_size = world_size
-        # fairseq takes LOCAL_RANK, and the settings of all ranks must be the same
-        distributed.device_id = 0
-        if world_size > 1:
-            distributed.distributed_no_spawn, distributed.distributed_init_method = True, "env://"
-            if on_cpu and "distributed_training.distributed_backend" not in given:
-                distributed.distributed_backend = "gloo"
-        if on_cpu and cfg.common.fp16 and not cfg.common.memory_efficient_fp16:
-            cfg.common.fp16_no_flatten_grads = True  # fairseq asks CUDA when it flattens them
+        backend_given = "distributed_training.distributed_backend" in given
+        _fit_ranks(cfg, world_size, on_cpu, backend_given)
         cfg = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True, enum_to_str=True))
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_one_line(error)) from error
-    for name in PATHS:
-        value = OmegaConf.select(cfg, name)
-        if value:
-            several = name == "model.norm_module"  # files, separated by commas
-            paths = [path for path in str(value).split(",") if path] if several else [str(value)]
-            if several and (absent := [path for path in paths if not os.path.isfile(path)]):
-                raise UserError(
-                    f"model.norm_module: there is no file '{absent[0]}'; name it by "
-                    "model.norm_module=FILE"
-                )
-            OmegaConf.update(cfg, name, ",".join(map(os.path.abspath, paths)))
+    _make_absolute(cfg)
     average_last = cfg.get("average_last", (cfg.scoring or {}).get("average_last", 0))
     cfg.average_last = whole_number("average_last", average_last, least=0) or None
     cfg.tokens_per_update, cfg.scoring = batches.tokens_per_update, None
     return cfg, batches
+
+
+def _fit_batches(cfg: DictConfig, batches: Batches) -> None:
+    if batches.max_tokens is None:
+        return
+    # fairseq's value of max_tokens_valid is a reference to max_tokens. Validation is not part of an
+    # update.
+    cfg.dataset.max_tokens_valid = cfg.dataset.max_tokens_valid
+    cfg.dataset.max_tokens = batches.max_tokens
+    cfg.optimization.update_freq = [batches.update_freq]
+
+
+def _fit_ranks(cfg: DictConfig, world_size: int, on_cpu: bool, backend_given: bool) -> None:
+    distributed = cfg.distributed_training
+    distributed.distributed_world_size = world_size
+    # fairseq takes LOCAL_RANK, and the settings of all ranks must be the same
+    distributed.device_id = 0
+    if world_size > 1:
+        distributed.distributed_no_spawn = True
+        distributed.distributed_init_method = "env://"
+        if on_cpu and not backend_given:
+            distributed.distributed_backend = "gloo"
+    if on_cpu and cfg.common.fp16 and not cfg.common.memory_efficient_fp16:
+        cfg.common.fp16_no_flatten_grads = True  # fairseq asks CUDA when it flattens them
+
+
+def _make_absolute(cfg: DictConfig) -> None:
+    for name in PATHS:
+        value = OmegaConf.select(cfg, name)
+        if not value:
+            continue
+        paths = [str(value)]
+        if name == "model.norm_module":  # files, separated by commas
+            paths = [path for path in str(value).split(",") if path]
+            for path in paths:
+                if not os.path.isfile(path):
+                    raise UserError(
+                        f"model.norm_module: there is no file '{path}'; name it by "
+                        "model.norm_module=FILE"
+                    )
+        OmegaConf.update(cfg, name, ",".join(str(absolute(path)) for path in paths))
 
 
 def _read(config: Path, overrides: Sequence[str]) -> DictConfig:
@@ -183,7 +213,8 @@ def _read(config: Path, overrides: Sequence[str]) -> DictConfig:
     check_keys(cfg)
     # fairseq declares lists; a number is a list of one
     for key in ("optimization.lr", "optimization.update_freq"):
-        if not OmegaConf.is_list(value := OmegaConf.select(cfg, key)) and value is not None:
+        value = OmegaConf.select(cfg, key)
+        if value is not None and not OmegaConf.is_list(value):
             OmegaConf.update(cfg, key, [value])
     schema = OmegaConf.structured(FairseqConfig)
     OmegaConf.set_struct(schema, False)  # for OWN
@@ -206,34 +237,28 @@ def _drop(cfg: DictConfig, overrides: Sequence[str]) -> None:
     for section in EXCHANGED:
         if f"{section}._name" not in given:
             continue
-        old = {key for key in cfg[section] if f"{section}.{key}" not in given} - known_keys(
-            section, cfg
-        )
+        own = [key for key in cfg[section] if f"{section}.{key}" not in given]
+        old = sorted(set(own) - known_keys(section, cfg))
         with open_dict(cfg):
             for key in old:
                 del cfg[section][key]
-        if old and "PN_FAIRSEQ_RANK" not in os.environ and os.environ.get("RANK", "0") == "0":
-            say(
-                "train",
-                f"note: {section}._name={cfg[section]._name} has no {', '.join(sorted(old))}; "
-                "dropped",
-            )
+        first_rank = "PN_FAIRSEQ_RANK" not in os.environ and os.environ.get("RANK", "0") == "0"
+        if old and first_rank:
+            name = cfg[section]._name
+            say("train", f"note: {section}._name={name} has no {', '.join(old)}; dropped")
 
 
 def _one_line(error: Exception) -> str:
     """hydra's message and advice, without the lines about its internal keys."""
-    text = (
-        f"{error}\n{error.__cause__}"
-        if isinstance(error, HydraException) and error.__cause__
-        else str(error)
-    )
-    lines = [line.strip().rstrip(".") for line in text.splitlines()]
-    kept = [
-        line
-        for line in lines
-        if line and not re.match(r"full_key:|reference_type=|object_type=|See https", line)
-    ]
-    line = ": ".join(dict.fromkeys(kept)).replace("++", "")
+    text = str(error)
+    if isinstance(error, HydraException) and error.__cause__:
+        text += f"\n{error.__cause__}"
+    kept: dict[str, None] = {}  # each line once, in their order
+    for line in text.splitlines():
+        line = line.strip().rstrip(".")
+        if line and not re.match(r"full_key:|reference_type=|object_type=|See https", line):
+            kept[line] = None
+    line = ": ".join(kept).replace("++", "")
     if isinstance(error, OverrideParseException):
         key = error.override.lstrip("+")
         return f"{key} cannot be read: {line}; put quotes around such a value: KEY=\"'VALUE'\""
@@ -246,7 +271,8 @@ def check_keys(cfg: DictConfig) -> None:
     for section, node in cfg.items():
         if section not in SECTIONS and section not in OWN:
             raise UserError(f"unknown setting '{section}'{_advice(section, cfg)}")
-        if OmegaConf.is_dict(node) and (unknown := sorted(node.keys() - known_keys(section, cfg))):
+        unknown = sorted(node.keys() - known_keys(section, cfg)) if OmegaConf.is_dict(node) else []
+        if unknown:
             name = f"{section}.{unknown[0]}"
             raise UserError(f"unknown setting '{name}'{_advice(name, cfg)}")
 
@@ -257,23 +283,20 @@ def _advice(name: str, cfg: DictConfig) -> str:
     """
     own_section, _, key = name.rpartition(".")
     if own_section in EXCHANGED:
-        components = components_of(own_section)
-        if owners := [
-            owner for owner in components if key in keys_of(own_section, components[owner])
-        ]:
-            return (
-                f": {own_section}._name={cfg[own_section]._name} has no such setting, {owners[0]} "
-                f"has one"
-            )
+        for owner, component in components_of(own_section).items():
+            if key in keys_of(own_section, component):
+                return (
+                    f": {own_section}._name={cfg[own_section]._name} has no such setting, {owner} "
+                    "has one"
+                )
+    # without its section -> with it; where several sections have it, with its own
     names = {own: own for own in (*OWN, *SECTIONS)}
     for section in sorted(SECTIONS, key=lambda section: section != own_section):
-        names = {
-            known: f"{section}.{known}" for known in known_keys(section, cfg) - {"_name"}
-        } | names
+        for known in known_keys(section, cfg) - {"_name"}:
+            names.setdefault(known, f"{section}.{known}")
     of_section = known_keys(own_section, cfg) - {"_name"} if own_section else names
-    similar = difflib.get_close_matches(key, of_section, n=1) or difflib.get_close_matches(
-        key, names, n=1, cutoff=0.9
-    )
+    similar = difflib.get_close_matches(key, of_section, n=1)
+    similar = similar or difflib.get_close_matches(key, names, n=1, cutoff=0.9)
     return f", did you mean '{names[similar[0]]}'?" if similar else ""
 
 
@@ -296,21 +319,21 @@ def known_keys(section: str, cfg: DictConfig) -> set[str]:
     """The keys of a section, which depend on the component that its ``_name`` chooses."""
     if dataclasses.is_dataclass(SECTIONS[section]):
         return {field.name for field in dataclasses.fields(SECTIONS[section])}
-    name = node.get("_name") if OmegaConf.is_dict(node := cfg.get(section)) else node
+    node = cfg.get(section)
+    name = node.get("_name") if OmegaConf.is_dict(node) else node
     if name is None:
         return {"_name", "average_last"} if section == "scoring" else {"_name"}
     components = components_of(section)
     if name not in components:
-        ours = [
-            known
-            for known, component in components.items()
-            if component.__module__.startswith("pn_fairseq.")
-        ]
-        similar = (
-            did_you_mean(str(name), components)
-            or f"; there are {', '.join(sorted(ours or components))}"
-        )
-        raise UserError(f"unknown {section}._name={name}{similar}")
+        advice = did_you_mean(str(name), components)
+        if not advice:
+            ours = [
+                known
+                for known, component in components.items()
+                if component.__module__.startswith("pn_fairseq.")
+            ]
+            advice = f"; there are {', '.join(sorted(ours or components))}"
+        raise UserError(f"unknown {section}._name={name}{advice}")
     return keys_of(section, components[name])
 
 

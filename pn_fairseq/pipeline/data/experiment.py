@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pn_fairseq.common.published import Table
+    from pn_fairseq.pipeline.published import Table
 
 
 @dataclass(frozen=True)
-class Corpus:
+class Experiment:
     """The models of a corpus, and the steps for each."""
 
     config: str  # the name of a configuration, or the path of one
@@ -24,20 +24,20 @@ class Corpus:
     @property
     def steps(self) -> list[list[str]]:
         """The commands, one after the other for each run: verb and options."""
+        commands = [["train"], ["average"]]
         if "transformer" not in self.models:
-            return [["train"], ["average"], ["evaluate-lm"]]
-        options = [[] if subset == "test" else ["--subset", subset] for subset in self.subsets]
-        return [
-            ["train"],
-            ["average"],
-            *([verb, *subset] for subset in options for verb in ("generate", "score")),
-        ]
+            return [*commands, ["evaluate-lm"]]
+        for subset in self.subsets:
+            options = [] if subset == "test" else ["--subset", subset]
+            commands += [["generate", *options], ["score", *options]]
+        return commands
 
     @property
     def tables(self) -> dict[str, Table]:
         """The published tables of the corpus."""
         # which takes longer than the help texts may
-        from pn_fairseq.common.published import LM_TABLES, PAPER
+        from pn_fairseq.pipeline.published import LM_TABLES, PAPER
 
-        stem, every = Path(self.config).stem, {**PAPER, **LM_TABLES}
-        return {name: table for name, table in every.items() if table.config.startswith(stem)}
+        stem = Path(self.config).stem
+        tables = {**PAPER, **LM_TABLES}
+        return {name: table for name, table in tables.items() if table.config.startswith(stem)}

@@ -68,11 +68,9 @@ def score_lines(scores: Mapping[str, Score]) -> list[str]:
     lines = []
     for name, score in scores.items():
         metric = METRICS[name]
-        signature = f"{metric.symbol}|{score.signature}"
-        lines.append(
-            f"{metric.title + ':':17} {signature} = {score.score:.{metric.decimals}f} "
-            f"{score.verbose}".rstrip()
-        )
+        number = f"{score.score:.{metric.decimals}f}"
+        line = f"{metric.title + ':':17} {metric.symbol}|{score.signature} = {number} "
+        lines.append(f"{line}{score.verbose}".rstrip())
     return lines
 
 
@@ -167,13 +165,14 @@ def only_references_have_case(text: Text) -> bool:
 
     and more than a fifth of the lines of a reference have one.
     """
-    if any(line != line.lower() for line in text.hypotheses) or not any(
-        map(str.islower, text.hypotheses)
-    ):
+    hypotheses_have_case = any(map(_has_upper_case, text.hypotheses))
+    if hypotheses_have_case or not any(map(str.islower, text.hypotheses)):
         return False
-    return any(
-        sum(line != line.lower() for line in lines) > 0.2 * len(lines) for lines in text.references
-    )
+    return any(sum(map(_has_upper_case, lines)) > 0.2 * len(lines) for lines in text.references)
+
+
+def _has_upper_case(line: str) -> bool:
+    return line != line.lower()
 
 
 def check_same_length(
@@ -259,73 +258,72 @@ def score_run(
         )
     subset = subset or decoded_subset or "test"
     folder = output or path / "generate" / subset
-    if results := results_of_fairseq(path, subset, folder):
+    results = results_of_fairseq(path, subset, folder)
+    if results:
         _import_results(results, run, subset, folder)
-    if not (decoded := folder / "hyp.tok").is_file():
+    decoded = folder / "hyp.tok"
+    if not decoded.is_file():
         raise UserError(f"there is no '{decoded}' (pn generate writes it)")
     how = run.settings_of_data()
-    target, lowercase = how.target, how.lower
     if compound_split is None:
         compound_split = how.compound_split
-    translated, tokens = (read_lines(folder / f"{kind}.tok") for kind in ("hyp", "ref"))
+    translated, tokens = read_lines(decoded), read_lines(folder / "ref.tok")
     check_same_length({str(decoded): translated}, tokens, str(folder / "ref.tok"))
-    # If the text before any preparation is not known, detokenized references replace it.
-    raw = run.data / "raw" / f"{subset}.{target}" if run.data else None
-    plain = read_lines(raw) if raw else detokenize(tokens, target)
-    check_same_length({str(decoded): translated}, plain, str(raw))
-    translations, note = (
-        detokenize(translated, target),
-        f"|detok:{DETOKENIZER}{'' if raw else '|ref:detok'}",
-    )
+    references = [folder / "ref.tok"]
+    note = f"|detok:{DETOKENIZER}"
+    if run.data:
+        raw = run.data / "raw" / f"{subset}.{how.target}"
+        plain = read_lines(raw)
+        check_same_length({str(decoded): translated}, plain, str(raw))
+        references.append(raw)
+    else:
+        # The text before any preparation is not known: detokenized references replace it.
+        plain = detokenize(tokens, how.target)
+        note += "|ref:detok"
     settings = {
-        "lowercase": lowercase,
-        "target": target,
+        "lowercase": how.lower,
+        "target": how.target,
         "compound_split": compound_split,
         "detokenizer": DETOKENIZER,
+        "metrics": " ".join(METRICS),
+        "sacrebleu": sacrebleu.__version__,
     }
-    settings |= {"metrics": " ".join(METRICS), "sacrebleu": sacrebleu.__version__}
-    references = [folder / "ref.tok", *([raw] if raw else [])]
-    wanted = stamp.made_from(
-        settings, {"hypotheses": [results or decoded], "references": references}
-    )
+    inputs = {"hypotheses": [results or decoded], "references": references}
+    wanted = stamp.made_from(settings, inputs)
     made = stamp.stamp_of(folder / "scores.json")
     if stamp.done("score", made, wanted, folder / "scores.json"):
         with contextlib.suppress(UserError):  # a damaged file
             return read_scores(folder)
     made.unlink(missing_ok=True)
+    translations = detokenize(translated, how.target)
     scored, warnings = score_texts(
-        Scoring(lowercase, target, compound_split),
+        Scoring(how.lower, how.target, compound_split),
         Text(translated, [tokens]),
         Text(translations, [plain]),
     )
     for name, value in scored.items():
         if not METRICS[name].on_tokens:
             scored[name] = replace(value, signature=value.signature + note)
-    scores = Scores(subset, len(translated), lowercase, target, scored, warnings)
+    scores = Scores(subset, len(translated), how.lower, how.target, scored, warnings)
     write_lines(folder / "ref.txt", plain)
     write_lines(folder / "hyp.txt", translations)
     write_lines(folder / "scores.txt", score_lines(scored))
     values = asdict(scores)
-    write_lines(folder / "scores.json", [json.dumps(values | values.pop("by_metric"), indent=2)])
+    values |= values.pop("by_metric")
+    write_lines(folder / "scores.json", [json.dumps(values, indent=2)])
     write_settings(made, wanted)
     return scores
 
 
 def is_scored(run: Path, subset: str) -> bool:
-    """Whether ``scores.json`` exists and belongs to the present hypotheses,
-
-    or an earlier version wrote it.
-    """
+    """Whether ``scores.json`` exists and belongs to the present hypotheses."""
     folder = run / "generate" / subset
-    scores, hypotheses = (
-        folder / "scores.json",
-        results_of_fairseq(run, subset, folder) or folder / "hyp.tok",
-    )
-    if not (made := stamp.stamp_of(scores)).is_file():
-        return scores.is_file()
-    return scores.is_file() and not stamp.differences(
-        made, stamp.made_from({}, {"hypotheses": [hypotheses]})
-    )
+    scores = folder / "scores.json"
+    if not scores.is_file():
+        return False
+    decoded = results_of_fairseq(run, subset, folder) or folder / "hyp.tok"
+    wanted = stamp.made_from({}, {"hypotheses": [decoded]})
+    return not stamp.differences(stamp.stamp_of(scores), wanted)
 
 
 def read_scores(folder: Path) -> Scores:

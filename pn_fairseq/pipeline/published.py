@@ -39,11 +39,12 @@ class Row:
         """Those of the row's settings, as ``model.key=value``, that a run with ``settings`` does
         not have.
         """
-        return [
-            f"model.{key}={value}"
-            for key, value in self.settings.items()
-            if str(settings.get(f"model.{key}") or _DEFAULTS.get(key)) != value
-        ]
+        absent = []
+        for key, value in self.settings.items():
+            of_run = settings.get(f"model.{key}") or _DEFAULTS.get(key)
+            if str(of_run) != value:
+                absent.append(f"model.{key}={value}")
+        return absent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,25 +84,21 @@ def _made(kind: type, values: object, where: str):
     """A row or a table of a file; every key must be a field, and every field without a default
     must be there.
     """
-    fields = {one.name: one for one in dataclasses.fields(kind)}
+    fields = {declared.name: declared for declared in dataclasses.fields(kind)}
     if not isinstance(values, dict):
         raise UserError(f"{where} is not a mapping of {', '.join(fields)}")
-    if unknown := [key for key in values if key not in fields]:
-        raise UserError(
-            f"{where}: unknown key '{unknown[0]}'{did_you_mean(str(unknown[0]), fields)}"
-        )
-    required = [
-        name
-        for name, one in fields.items()
-        if one.default is one.default_factory is dataclasses.MISSING
-    ]
-    if absent := [name for name in required if name not in values]:
-        raise UserError(f"{where} has no '{absent[0]}'")
-    texts = {
-        name: {key: str(value) for key, value in values[name].items()}
-        for name in ("settings", "data") & values.keys()
-    }
-    return kind(**{**values, **texts})
+    for key in values:
+        if key not in fields:
+            raise UserError(f"{where}: unknown key '{key}'{did_you_mean(str(key), fields)}")
+    for name, declared in fields.items():
+        required = declared.default is declared.default_factory is dataclasses.MISSING
+        if required and name not in values:
+            raise UserError(f"{where} has no '{name}'")
+    values = dict(values)
+    for name in ("settings", "data"):
+        if name in values:
+            values[name] = {key: str(value) for key, value in values[name].items()}
+    return kind(**values)
 
 
 def _table(values: object, where: str) -> Table:

@@ -8,8 +8,8 @@ import numpy
 import pytest
 
 from pn_fairseq.common.command import UserError
-from pn_fairseq.pipeline.bootstrap import paired_bootstrap
 from pn_fairseq.pipeline.metrics import METRICS, split_compounds
+from pn_fairseq.pipeline.paired_bootstrap import paired_bootstrap
 
 from ..fixtures.translations import metric_of, noisy, reference, score, text_file
 from ..scripts_helpers import refused, run, verb

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from fairseq.logging import metrics
 from torch import nn
 
-from pn_fairseq.common.run_settings import run_setting
+from pn_fairseq.fairseq_patches.run_settings import run_setting
 
 #: Settings of fairseq that show curves of a run.
 DASHBOARDS = ("tensorboard_logdir", "wandb_project")
@@ -31,7 +31,7 @@ def _summary(name: str, values: list[float]) -> float:
     return sum(values) if name.endswith("_steps") else sum(values) / len(values)
 
 
-class NormReport(nn.Module):
+class DiagnosticsLog(nn.Module):
     """A part of a model that logs the diagnostics of its ``norms`` every ``interval`` updates.
 
     ``norm_psi_distance`` and ``norm_nu_rms`` are means over the norms, ``norm_gamma_max`` the

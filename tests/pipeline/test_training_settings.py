@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from pn_fairseq.common.command import UserError
 from pn_fairseq.pipeline.checks import check_same_run
-from pn_fairseq.pipeline.settings import Batches, compose, spread
+from pn_fairseq.pipeline.training_settings import Batches, compose, spread
 
 from ..scripts_helpers import ROOT, verb
 

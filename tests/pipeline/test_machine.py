@@ -8,7 +8,7 @@ from importlib import metadata
 import torch
 
 import pn_fairseq
-from pn_fairseq.common import machine
+from pn_fairseq.pipeline import machine
 
 from ..scripts_helpers import ROOT
 

@@ -101,7 +101,8 @@ def main(argv: list[str]) -> None:
     settings.check(dest, made_with.as_text(), {})  # before anything is downloaded
     if options.check:
         return
-    if package := languages.missing_package(getattr(made_with, "target", "")):
+    package = languages.missing_package(getattr(made_with, "target", ""))
+    if package:
         say(
             "prepare",
             f"note: detokenized BLEU of {made_with.target} needs: pip install '{package}'",
@@ -117,6 +118,8 @@ def main(argv: list[str]) -> None:
         say_next("prepare", "generate", "--run", "RUN", "--subset", options.test)
         return
     config = getattr(recipe, "TRAIN", recipe.CONFIG) or "CONFIG"
+    if hasattr(recipe, "REPRODUCE"):
+        config = recipe.REPRODUCE.config
     command = ["train", config]
     if options.dest:
         command += ["--data", options.dest]

@@ -4,14 +4,14 @@ import shlex
 
 import pytest
 
-from pn_fairseq.pipeline import experiments, reproduce
+from pn_fairseq.pipeline import reproduce, steps
 
 from ..scripts_helpers import assert_refused, in_process
 
 #: Corpus, folder, seed and norm of every run of compare_norms.
 PLANNED = [
     (part.corpus, part.folder, seed, norm)
-    for part in experiments.read_study("compare_norms").parts
+    for part in reproduce.read_study("compare_norms").parts
     for seed in part.seeds
     for norm in part.norms
 ]
@@ -20,7 +20,7 @@ PLANNED = [
 @pytest.fixture
 def unchecked(monkeypatch):
     """The settings of the trainings are not checked, which takes a second for each system."""
-    monkeypatch.setattr(reproduce, "check_training", lambda *words: None)
+    monkeypatch.setattr(steps, "check_training", lambda *words: None)
 
 
 def trainings(*arguments, **environ) -> dict[str, list[str]]:
@@ -96,7 +96,7 @@ def test_the_same_update_in_mini_batches_of_four_sizes(unchecked, tmp_path):
 def test_a_run_that_fails_stops_no_other(fails, count, unchecked, tmp_path, monkeypatch):
     """Without data nothing can be made."""
     line = f'echo "$*" >>"{tmp_path}/calls"; [ "$1" != {fails} ]'
-    monkeypatch.setattr(reproduce, "program", lambda step: ["bash", "-c", line, "pn", *step])
+    monkeypatch.setattr(steps, "program", lambda step: ["bash", "-c", line, "pn", *step])
     done = in_process("reproduce", "--study", "batch_size", "--runs", tmp_path / "runs")
     calls = (tmp_path / "calls").read_text().splitlines()
     assert done.returncode == 1 and sum(line.startswith("prepare") for line in calls) == count

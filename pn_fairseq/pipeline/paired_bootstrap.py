@@ -14,7 +14,7 @@ from sacrebleu.significance import PairedTest, Result
 from pn_fairseq.common.command import UserError
 from pn_fairseq.common.files import read_lines
 from pn_fairseq.pipeline.metrics import METRICS, Scoring
-from pn_fairseq.pipeline.scoring import check_same_length, read_scores
+from pn_fairseq.pipeline.translation_scores import check_same_length, read_scores
 
 #: Default number of resamples of the paired bootstrap, as in sacrebleu.
 RESAMPLES = 1000
@@ -71,11 +71,8 @@ def paired_bootstrap(
     results = table[key]
     for result in results[1:]:
         # If no resample makes a difference, sacrebleu's formula gives its smallest p.
-        if (result.score, result.mean, result.ci) == (
-            results[0].score,
-            results[0].mean,
-            results[0].ci,
-        ):
+        first = results[0]
+        if (result.score, result.mean, result.ci) == (first.score, first.mean, first.ci):
             result.p_value = 1.0
     return Comparison(str(signature), dict(zip(systems, results, strict=True)))
 
@@ -91,14 +88,13 @@ def compare_folders(
     """
     scores = {name: read_scores(folder) for name, folder in folders.items()}
     first, expected = next(iter(scores.items()))
-    metrics = [
-        name
-        for name in METRICS
-        if all(name in of_system.by_metric for of_system in scores.values())
-    ]
+    metrics = list(METRICS)
+    for of_system in scores.values():
+        metrics = [name for name in metrics if name in of_system.by_metric]
     for system, of_system in scores.items():
         for kind in ("ref.tok", "ref.txt"):
-            if (folders[system] / kind).read_bytes() != (folders[first] / kind).read_bytes():
+            one, other = folders[first] / kind, folders[system] / kind
+            if one.read_bytes() != other.read_bytes():
                 where = f"{kind} in {folders[first]} and {folders[system]}"
                 raise UserError(f"{first} and {system} translate different text ({where})")
         for name in metrics:

@@ -1,0 +1,346 @@
+"""Every step from the text to a report, for a list of norms and seeds, as ``pn reproduce`` calls
+it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pn_fairseq.common.command import UserError, absolute, say, shown, why_it_failed
+from pn_fairseq.common.errors import unknown
+from pn_fairseq.common.files import (
+    CONFIGS,
+    PACKAGE,
+    atomic_write,
+    check_no_writer,
+    find_yaml,
+    only_writer,
+)
+from pn_fairseq.pipeline.data.experiment import Experiment
+from pn_fairseq.pipeline.data.recipes import RECIPES, command_name
+from pn_fairseq.pipeline.data.settings import check_not_inside, check_prepared
+from pn_fairseq.pipeline.prepare import main as prepare_data
+from pn_fairseq.pipeline.published import PAPER
+from pn_fairseq.pipeline.runs import parts_of
+
+#: How long a step may take to end after Ctrl-C, which reaches it as well, before it gets SIGTERM.
+GRACE_SECONDS = 10
+
+
+def experiments() -> dict[str, Experiment]:
+    """What is trained on each corpus that a recipe prepares, by the name of the recipe."""
+    return {name: recipe.REPRODUCE for name, recipe in RECIPES.items() if recipe.CONFIG}
+
+
+def is_corpus(name: str) -> bool:
+    """Whether a recipe prepares the data of ``name``; else it is a configuration."""
+    return name in RECIPES and bool(RECIPES[name].CONFIG)
+
+
+@functools.cache
+def find_experiment(name: str) -> Experiment:
+    """That of a corpus with a recipe; or of a configuration for prepared data, of whose models only
+    the norms are to differ.
+    """
+    if is_corpus(name):
+        recipe = RECIPES[name]
+        if not hasattr(recipe, "REPRODUCE"):
+            raise UserError(
+                f"{recipe.__file__} has no REPRODUCE, which names the configuration and the models "
+                "(docs/adding_a_corpus.md)"
+            )
+        return recipe.REPRODUCE
+    from pn_fairseq.pipeline.training_settings import compose
+
+    config = find_yaml(name, CONFIGS)
+    cfg, _ = compose(config, [], world_size=1, on_cpu=True)
+    parts = parts_of(cfg.model._name)
+    if parts is None:
+        raise UserError(
+            f"{name}: model._name={cfg.model._name} is not MODEL_NORM_SIZE, as "
+            "transformer_pn_tiny: no norm fits it"
+        )
+    model, _, size = parts
+    return Experiment(name, size, models=(model,))
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run, and what distinguishes it from the others."""
+
+    name: str
+    model: str  # one of the experiment's models
+    settings: tuple[str, ...]  # of the model: its architecture first
+    seed: int
+
+
+def planned_runs(
+    experiment: Experiment,
+    norms: Sequence[str],
+    seeds: Sequence[int],
+    models: Sequence[str],
+    size: str,
+) -> list[PlannedRun]:
+    """One run for each model, norm and seed."""
+    from pn_fairseq.norms import NORMS
+
+    for model in models:
+        if model not in experiment.models:
+            raise UserError(unknown("model", model, experiment.models))
+    known = [entry.short for entry in NORMS.values()]
+    planned: dict[str, PlannedRun] = {}
+    for model, norm, seed in itertools.product(models, norms, seeds):
+        short, *settings = norm.split("+")
+        if short not in known:
+            raise UserError(unknown("norm", short, known))
+        name = f"{norm}_seed{seed}"
+        if len(experiment.models) > 1:
+            name = f"{model}_{name}"
+        if name in planned:
+            raise UserError(f"{name} is planned twice: name each norm and seed once")
+        own = (f"model._name={model}_{short}_{size}", *(f"model.{each}" for each in settings))
+        planned[name] = PlannedRun(name, model, own, seed)
+    return list(planned.values())
+
+
+def of_table(experiment: Experiment, table: str) -> tuple[str, list[str]]:
+    """The configuration of a published table, and its rows as norms."""
+    from pn_fairseq.norms import NORMS
+
+    if table not in experiment.tables:
+        raise UserError(unknown("table", table, experiment.tables))
+    published = experiment.tables[table]
+    norms = []
+    for row in published.rows:
+        settings = [f"{key}={value}" for key, value in row.settings.items()]
+        norms.append("+".join([NORMS[row.norm].short, *settings]))
+    return published.config, norms
+
+
+def reproduce(
+    name: str,
+    *,
+    norms: Sequence[str] = (),
+    seeds: Sequence[int] = (),
+    models: Sequence[str] = (),
+    size: str | None = None,
+    table: str | None = None,
+    settings: Sequence[str] = (),
+    runs: Path | None = None,
+    data: Path | None = None,
+    ranks: int | None = None,
+    preparation: Sequence[str] = (),
+    dry_run: bool = False,
+) -> int:
+    """Prepare the data, make every run and a report on them; what is done is skipped.
+
+    Args:
+        name: of a corpus with a recipe, or of a configuration, whose ``data`` is prepared.
+        norms, seeds, models, size: one run is made for each norm, seed and model; the default is
+            the experiment's. A norm is ``NORM[+key=value...]`` with settings of the model.
+        table: a published table, whose rows and configuration replace ``norms``.
+        settings: what differs from the configuration, as ``key=value``; ``{run}`` in one is the
+            folder of the run. runs: the folder for the runs and the report (default
+            ``runs/CONFIG``). data: the prepared data (default ``runs/data/CONFIG``). ranks: of each
+            run and decoding. preparation: more options of ``pn prepare``. dry_run: check the
+            settings and print the commands.
+
+    Returns:
+        The exit code: 1 if a run failed.
+    """
+    experiment = find_experiment(name)
+    config, norms = experiment.config, norms or experiment.norms
+    if table:
+        config, norms = of_table(experiment, table)
+    planned = planned_runs(
+        experiment,
+        norms,
+        seeds or experiment.seeds,
+        models or experiment.models,
+        size or experiment.size,
+    )
+    runs = absolute(runs or Path("runs") / Path(config).stem)
+    data = absolute(data or Path("runs/data") / Path(experiment.config).stem)
+    if not dry_run:
+        check_no_writer(runs)
+    prepare: list[str | Path] = []
+    if is_corpus(name):
+        check_not_inside(data, "--data")
+        prepare = ["prepare", command_name(name), "--dest", data, *preparation]
+    else:
+        check_prepared(data, "--data")
+    _check_systems(planned, config, settings, data=None if prepare else data)
+    if prepare:
+        prepare_data([*map(str, prepare[1:]), "--check"])
+    commands = {
+        runs / run.name: _commands(run, config, experiment, settings, runs, data, ranks)
+        for run in planned
+    }
+    for run, (train, *_) in commands.items():
+        # it was begun, with its settings and data
+        if (run / "config.yaml").is_file() and data.is_dir():
+            settings_of_run = train[1:-2] if ranks else train[1:]  # without --ranks
+            check_training(*map(str, settings_of_run))
+    report = ["report", *commands, "--output", runs / (f"report-{table}" if table else "report")]
+    if table in PAPER:  # a report of language models knows its corpus
+        report += ["--paper", table]
+    if dry_run:
+        for step in filter(None, [prepare, *itertools.chain(*commands.values()), report]):
+            print(shown(step))
+        return 0
+    with only_writer(runs) as note:
+        if prepare:
+            note("prepare")
+            must(prepare)
+        failed = [run.name for run, steps in commands.items() if not _make(name, run, steps, note)]
+        note("report")
+        must(report)
+    if failed:
+        count = f"{len(failed)} of {len(commands)} runs failed: {' '.join(failed)}"
+        say(name, f"{count} (the report says why); rerun the command to retry them")
+    return 1 if failed else 0
+
+
+def _check_systems(
+    planned: Sequence[PlannedRun], config: str, settings: Sequence[str], data: Path | None
+) -> None:
+    """Check the settings of each norm with settings of its own, or else of one norm of each
+    model.
+    """
+    of_models: dict[str, list[PlannedRun]] = {}
+    for run in planned:
+        of_models.setdefault(run.model, []).append(run)
+    where = [] if data is None else ["--data", str(data)]
+    for runs in of_models.values():
+        with_settings = [run for run in runs if len(run.settings) > 1]
+        for run in with_settings or runs[:1]:
+            check_training(config, *where, *run.settings, *settings)
+
+
+def _commands(
+    run: PlannedRun,
+    config: str,
+    experiment: Experiment,
+    settings: Sequence[str],
+    runs: Path,
+    data: Path,
+    ranks: int | None,
+) -> list[list[str | Path]]:
+    """The commands of a run, in their order."""
+    folder = runs / run.name
+    on_ranks = ["--ranks", str(ranks)] if ranks else []
+    architecture, *own = run.settings
+    given = [setting.replace("{run}", str(folder)) for setting in settings]
+    train = ["train", config, "--data", data, "--run", folder, architecture]
+    commands = [[*train, f"common.seed={run.seed}", *own, *given, *on_ranks]]
+    for verb, *options in experiment.steps[1:]:
+        command = [verb, "--run", folder, *options]
+        commands.append(command + on_ranks if verb == "generate" else command)
+    return commands
+
+
+@functools.cache  # the runs of several seeds have the same settings
+def check_training(config: str, *arguments: str) -> None:
+    """Check the settings of a run."""
+    from pn_fairseq.pipeline import train
+
+    train.main([config, "--check", *arguments])
+
+
+def must(step: Sequence[str | Path]) -> None:
+    """Run a step without which nothing else can be done; it has named the reason if it fails."""
+    code = execute(step)
+    if code:
+        sys.exit(code)
+
+
+def program(step: Sequence[str | Path]) -> list[str | Path]:
+    """The command that runs a step by this very package,
+
+    also where the current folder has another one.
+    """
+    return [
+        sys.executable,
+        *(["-P"] if PACKAGE.parent != Path.cwd() else []),
+        "-m",
+        "pn_fairseq",
+        *step,
+    ]
+
+
+def execute(step: Sequence[str | Path], messages: Path | None = None) -> int:
+    """Run a step to its end and return its exit code;
+
+    the file ``messages`` also gets what it writes to stderr.
+    """
+
+    def copy_messages() -> None:
+        # whole lines: the step also writes to stdout, which may be the same file
+        for line in process.stderr or ():
+            line = line.removesuffix(b"\n") + b"\n"
+            with contextlib.suppress(OSError):  # a full disk; the step must be able to write
+                kept.write(line)
+            with contextlib.suppress(OSError):  # `| head`
+                sys.stderr.buffer.write(line)
+                sys.stderr.buffer.flush()
+
+    with messages.open("wb", buffering=0) if messages else contextlib.nullcontext() as kept:
+        process = subprocess.Popen(
+            program(step),
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE if messages else None,
+            # the line about an interruption comes from here
+            env={**os.environ, "PN_FAIRSEQ_STEP": "1"},
+        )
+        try:
+            copy_messages()
+            code = process.wait()
+        except KeyboardInterrupt as interruption:
+            if not interruption.args:  # Ctrl-C: a second signal would interrupt the step's clean-up
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(GRACE_SECONDS)
+            process.terminate()
+            copy_messages()
+            process.wait()
+            raise
+    code = code if code >= 0 else 128 - code
+    if code in (130, 143):
+        raise KeyboardInterrupt(code - 128)
+    return code
+
+
+def _make(
+    name: str, run: Path, steps: Sequence[Sequence[str | Path]], note: Callable[[str], None]
+) -> bool:
+    """One run through its steps; False after a failure, which is noted in its folder and ends
+    this run only.
+
+    ``note`` is told each step.
+    """
+    # not in the folder of the run: `pn report DIR/*_seed*` finds runs only
+    work = run.parent / "logs" / run.name
+    work.mkdir(parents=True, exist_ok=True)
+    for step in steps:
+        verb, messages = step[0], work / f"{step[0]}.err"
+        say(name, f"{run.name}: {verb}")
+        note(f"{run.name}: {verb}")
+        code = execute(step, messages)
+        if not code:
+            continue
+        say(name, f"{run.name} failed in {verb} (its messages are in {work})")
+        run.mkdir(parents=True, exist_ok=True)
+        lines = messages.read_text("utf-8", "replace").splitlines()
+        reason = why_it_failed(128 - code if code > 128 else code, lines)
+        with atomic_write(run / "failed", "w") as file:
+            file.write(f"{verb}: {reason}\n")
+        return False
+    (run / "failed").unlink(missing_ok=True)
+    return True
