@@ -154,6 +154,13 @@ def test_runs_that_do_not_agree_on_a_measure_are_refused(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_measure_that_is_named_like_a_setting_is_refused(tmp_path, capsys):
+    measure = {"name": "model.dropout", "value": 1, "better": "lower"}
+    run = write(make_run(tmp_path / "run"), measure)
+    code = verb("report")([run, "--output", tmp_path / "out"])
+    refused(capsys, code, "run has a measure 'model.dropout', which is a setting: rename it")
+
+
 def test_a_planned_comparison_by_a_measure_that_no_run_has(runs, tmp_path, capsys):
     arguments = [*runs, "--output", tmp_path / "out", "--planned", "PN:COMT"]
     refused(capsys, verb("report")(arguments), "PN:COMT", "did you mean 'COMET'")
