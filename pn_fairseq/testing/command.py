@@ -27,9 +27,8 @@ class _Chosen:
         print(f"{len(session.items)} tests of {', '.join(self.names)}", flush=True)
 
     def pytest_terminal_summary(self, terminalreporter) -> None:
-        """A line for each failure;
-
-        pytest's own would leave out what does not fit into the width of the terminal.
+        """A line for each failure; pytest's own would leave out what does not fit into the width of
+        the terminal.
         """
         stats = terminalreporter.stats
         for report in [*stats.get("failed", ()), *stats.get("error", ())]:

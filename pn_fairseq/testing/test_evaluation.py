@@ -76,9 +76,8 @@ def test_training_mixes_tokens_as_the_norm_says(case):
 
 
 def test_statistics_are_means_over_tokens(running):
-    """A batch that holds all its tokens twice changes nothing but the gradients of weights,
-
-    up to N / (N - 1).
+    """A batch that holds all its tokens twice changes nothing but the gradients of weights, up to N
+    / (N - 1).
     """
     once, twice = (running.build(4, psi_warmup_updates=2).double() for _ in range(2))
     generator = rng(4)
