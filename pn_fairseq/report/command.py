@@ -34,6 +34,8 @@ Writes into DIR and replaces the files of an earlier report:
 If pn figures wrote figures into DIR, the report shows them. It also lists the files of
 --norm-probe.
 
+RUN/generate/SUBSET/measures.json adds scores of your own, such as COMET (docs/compare.md).
+
 Runs that differ only by their seed are averaged. Systems are compared with LN within blocks, the
 runs of one seed on one machine; runs on different data are never compared. The report lists what
 failed or is missing in a run. The numbers of the PowerNorm paper's Table 1 are shown next to runs

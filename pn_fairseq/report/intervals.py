@@ -71,27 +71,26 @@ class Compared:
 
     def sentence(self, family: Family) -> str:
         """Every resolved difference with its interval, and the range of the others."""
-        texts: dict[str, list[str]] = {}
-        by_difference = sorted(family.intervals.items(), key=lambda item: item[1].difference)
-        for system, interval in family.intervals.items():
-            text = f"{system} {self.text(interval)}"
-            texts.setdefault(interval.verdict(self.measure), []).append(text)
         control = family.control
+        titles = {
+            "better": f"better than {control}",
+            "worse": f"worse than {control}",
+            "equivalent": f"equivalent to {control} within ±{self.measure.margin:g}",
+        }
+        texts: dict[str, list[str]] = {}
+        for system, interval in family.intervals.items():
+            verdict = interval.verdict(self.measure)
+            texts.setdefault(verdict, []).append(f"{system} {self.text(interval)}")
         parts = []
         if "better" not in texts and "worse" not in texts:
             parts.append(f"no system differs significantly from {control}")
-        if "better" in texts:
-            parts.append(f"better than {control}: {', '.join(texts['better'])}")
-        if "worse" in texts:
-            parts.append(f"worse than {control}: {', '.join(texts['worse'])}")
-        if "equivalent" in texts:
-            within = f"equivalent to {control} within ±{self.measure.margin:g}"
-            parts.append(f"{within}: {', '.join(texts['equivalent'])}")
-        unresolved = [
-            f"{system} {self.text(interval)}"
-            for system, interval in by_difference
-            if interval.verdict(self.measure) == "inconclusive"
-        ]
+        for verdict, title in titles.items():
+            if verdict in texts:
+                parts.append(f"{title}: {', '.join(texts[verdict])}")
+        unresolved = []
+        for system, interval in sorted(family.intervals.items(), key=_difference):
+            if interval.verdict(self.measure) == "inconclusive":
+                unresolved.append(f"{system} {self.text(interval)}")
         if len(unresolved) > 2:
             ends = f"from {unresolved[0]} to {unresolved[-1]}"
             parts.append(f"inconclusive: {len(unresolved)} systems, {ends}")
@@ -123,6 +122,10 @@ class Compared:
                     f"{p_text(interval.p_value)}, {sides} blocks"
                 )
         return None
+
+
+def _difference(system_and_interval: tuple[str, Interval]) -> float:
+    return system_and_interval[1].difference
 
 
 def compare(

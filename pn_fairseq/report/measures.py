@@ -36,6 +36,7 @@ _TAKEN = (
     {"run", "data", "system", "norm", "seed", "machine", "code", "compared with", "signature"}
     | {"updates", "at update", "seconds", "seconds per update", "tokens/s", "tokens", "state"}
     | {"problems", "paper", "difference", "parts of tokenized BLEU", *MEASURES}
+    | {"seeds scored", "seeds measured"}
     | {measure.title for measure in MEASURES.values()}
     | {measure.short for measure in MEASURES.values()}
 )

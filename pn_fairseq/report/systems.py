@@ -13,6 +13,7 @@ from pathlib import Path
 import pandas
 
 from pn_fairseq import norms
+from pn_fairseq.common.command import UserError
 from pn_fairseq.common.files import read_settings
 from pn_fairseq.pipeline.metrics import METRICS, Measure
 from pn_fairseq.pipeline.runs import parts_of
@@ -235,7 +236,7 @@ def group(runs: Sequence[ReportedRun]) -> list[CorpusRuns]:
     A run whose data or settings are not known is alone.
 
     Raises:
-        UserError: runs on the same data do not agree on a measure.
+        UserError: runs on the same data do not agree on a measure, or it is named like a setting.
     """
     corpora: dict[object, list[ReportedRun]] = {}
     for run in runs:
@@ -272,9 +273,12 @@ def _corpus_runs(runs: Sequence[ReportedRun], batch_is_a_setting: bool = True) -
     systems: list[Settings] = []
     rows = []
     for run in runs:
+        all_settings = comparable(run)
+        for name in all_settings.keys() & measures.keys():
+            raise UserError(f"{run.name} has a measure '{name}', which is a setting: rename it")
         settings = {
             name: value
-            for name, value in comparable(run).items()
+            for name, value in all_settings.items()
             if name != SEED and role_of(name).identity
         }
         norm = settings[NORM]

@@ -27,9 +27,8 @@ class _Chosen:
         print(f"{len(session.items)} tests of {', '.join(self.names)}", flush=True)
 
     def pytest_terminal_summary(self, terminalreporter) -> None:
-        """A line for each failure;
-
-        pytest's own would leave out what does not fit into the width of the terminal.
+        """A line for each failure; pytest's own would leave out what does not fit into the width of
+        the terminal.
         """
         stats = terminalreporter.stats
         for report in [*stats.get("failed", ()), *stats.get("error", ())]:
@@ -58,7 +57,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help=names)
     argv = argv or []
     end = argv.index("--") if "--" in argv else len(argv)
-    args, for_pytest = parser.parse_args(argv[:end]), argv[end + 1 :]
+    args = parser.parse_args(argv[:end])
+    for_pytest = argv[end + 1 :]
     if importlib.util.find_spec("pytest") is None:
         raise UserError("pytest is not installed; install it with: pip install pytest")
     import pytest

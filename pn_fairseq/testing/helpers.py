@@ -166,9 +166,8 @@ def random_mask(generator, time, batch, p=0.3):
 
 
 def random_batch(generator, shape=(5, 3, CHANNELS), masked=True, scale=1.0):
-    """x and dy with every channel at its own level and spread, and a mask:
-
-    (x, mask or None, dy), NumPy float64.
+    """x and dy with every channel at its own level and spread, and a mask: (x, mask or None, dy),
+    NumPy float64.
     """
     channels = shape[-1]
     x = generator.normal(size=shape)

@@ -129,9 +129,8 @@ def test_a_module_on_meta_is_refused(running):
 
 
 def test_state_belongs_to_a_running_norm(case):
-    """The tests of state look at no other norm:
-
-    one that is composed of norms would be used untested.
+    """The tests of state look at no other norm: one that is composed of norms would be used
+    untested.
     """
     norm = case.build()
     with_state = [module for module in norm.modules() if list(module.buffers(recurse=False))]
@@ -317,9 +316,8 @@ def test_results_have_the_types_of_what_they_belong_to(case, dtype, training):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_one_rounding_away_from_float32(case, dtype):
-    """Statistics and state are computed from the rounded input in float32;
-
-    squares of 300 overflow float16.
+    """Statistics and state are computed from the rounded input in float32; squares of 300 overflow
+    float16.
     """
     wide = case.build(4, psi_warmup_updates=2)
     narrow = case.build(4, psi_warmup_updates=2).to(dtype)
@@ -332,7 +330,8 @@ def test_half_precision_is_one_rounding_away_from_float32(case, dtype):
     for step in range(4):
         x, mask, dy = random_batch(generator, scale=300.0)
         x, dy = (to_tensor(value, dtype).double().numpy() for value in (x, dy))
-        actual, expected = train_step(narrow, x, mask, dy, dtype), train_step(wide, x, mask, dy)
+        actual = train_step(narrow, x, mask, dy, dtype)
+        expected = train_step(wide, x, mask, dy)
         for key, value in expected.items():
             terms = 0.0 if key in ("y", "dx") else 1.0
             found = unrounded(actual[key], value, dtype)

@@ -56,7 +56,8 @@ def test_values_and_amount_of_padding_change_nothing_for_real_tokens(masking, gr
         x, mask, dy = random_batch(generator)
         dy[mask.T] = 0
         wide = more_padding(x, mask, dy, fill)
-        expected, actual = train_step(plain, x, mask, dy), train_step(padded, *wide)
+        expected = train_step(plain, x, mask, dy)
+        actual = train_step(padded, *wide)
         for key, value in expected.items():
             what = f"step {step}: {key}"
             if key in ("y", "dx"):
@@ -75,7 +76,8 @@ def test_gradients_at_padding_stay_there_and_statistics_send_none(masking, group
         x, mask, dy = random_batch(generator)
         silent = np.where(mask.T[..., None], 0, dy)
         loud = 100 * dy - 99 * silent
-        expected, actual = train_step(quiet, x, mask, silent), train_step(noisy, x, mask, loud)
+        expected = train_step(quiet, x, mask, silent)
+        actual = train_step(noisy, x, mask, loud)
         real = real_tokens(x.shape, mask)
         assert_close(actual["dx"][real], expected["dx"][real], 1e-6, f"step {step}")
         assert not expected["dx"][~real].any()
@@ -102,7 +104,8 @@ def test_mask_without_padding_equals_no_mask(case, shape):
     for _ in range(3):
         x, _, dy = random_batch(generator, shape, masked=False)
         empty = np.zeros(shape[-2::-1], dtype=bool)
-        expected, actual = train_step(without, x, None, dy), train_step(with_mask, x, empty, dy)
+        expected = train_step(without, x, None, dy)
+        actual = train_step(with_mask, x, empty, dy)
         for key, value in expected.items():
             assert_close(actual[key], value, 1e-6, key)
         assert_states_close(with_mask, without)
@@ -213,7 +216,8 @@ def test_numbers_that_are_not_finite_change_no_state(running, warmup, where, bad
     for step in range(4):
         x, mask, dy = random_batch(generator)
         if step != 2:
-            expected, actual = train_step(twin, x, mask, dy), train_step(norm, x, mask, dy)
+            expected = train_step(twin, x, mask, dy)
+            actual = train_step(norm, x, mask, dy)
             for key, value in expected.items():
                 np.testing.assert_array_equal(actual[key], value, key)
         elif where == "x":

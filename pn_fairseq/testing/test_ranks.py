@@ -46,7 +46,10 @@ def rank_batches(world, empty_last=False):
 def shard(batches, world, rank):
     start = sum(SHARDS[world][:rank])
     part = slice(start, start + SHARDS[world][rank])
-    return [(x[:, part], dy[:, part], mask[part]) for x, dy, mask in batches]
+    parts = []
+    for x, dy, mask in batches:
+        parts.append((x[:, part], dy[:, part], mask[part]))
+    return parts
 
 
 def rank_norm(case, sync):

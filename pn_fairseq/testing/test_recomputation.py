@@ -39,7 +39,8 @@ class Block(torch.nn.Module):
         self.last = case.build(4, **options)
 
     def forward(self, x, mask=None):
-        return x + self.last(self.out(torch.tanh(self.norm(self.fc(x), mask))), mask)
+        hidden = torch.tanh(self.norm(self.fc(x), mask))
+        return x + self.last(self.out(hidden), mask)
 
     def set_num_updates(self, num_updates):
         self.norm.set_num_updates(num_updates)

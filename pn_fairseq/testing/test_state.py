@@ -107,9 +107,8 @@ def test_pipeline_schedules_without_checkpointing(running):
 
 
 def test_a_retry_after_an_error_counts_once(running):
-    """A backward pass that fails before it reaches the norm moves nothing;
-
-    one that fails afterwards has moved it.
+    """A backward pass that fails before it reaches the norm moves nothing; one that fails
+    afterwards has moved it.
     """
     norm = running.trained()
     before = int(norm.num_batches_tracked)
@@ -172,9 +171,8 @@ def test_a_batch_that_is_ignored_in_its_forward_enters_no_statistic(running, ins
 @long
 @pytest.mark.parametrize("how", CHECKPOINTING)
 def test_gradients_of_a_frozen_norm_in_a_checkpointed_part(running, how):
-    """The norm moves its state in the forward;
-
-    what is recomputed later still reads the state before that.
+    """The norm moves its state in the forward; what is recomputed later still reads the state
+    before that.
     """
     plain, twin = running.trained(psi_warmup_updates=1), running.trained(psi_warmup_updates=1)
 

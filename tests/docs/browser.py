@@ -15,9 +15,8 @@ PATIENCE = 60
 
 
 class Browser:
-    """One page at a time:
-
-    ``open``, ``evaluate`` JavaScript in it, ``wait`` until an expression is true.
+    """One page at a time: ``open``, ``evaluate`` JavaScript in it, ``wait`` until an expression is
+    true.
     """
 
     def __init__(self, folder):

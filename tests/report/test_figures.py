@@ -169,7 +169,7 @@ def test_files_and_what_is_said_of_what_is_missing(runs, tmp_path, capsys):
         "pn figures: not drawn: Figure 5: no run has scores (pn score) and dataset.max_tokens",
         "pn figures: not drawn: Figure 6: no run has a checkpoint_last.pt",
     ]
-    page = report(*runs, output=tmp_path / "out").text
+    page = report(*runs).text
     for words in ("bn/series", "](figure-2.png)", "](figure-7.pdf)"):
         assert words in page
 

@@ -90,7 +90,7 @@ def test_without_a_margin_a_measure_is_shown_and_not_tested(tmp_path):
         run = make_run(tmp_path / f"{norm}{seed}", norm, seed)
         write(run, {"name": "words", "value": 7 + seed, "better": "higher", "margin": None})
     runs = sorted(tmp_path.iterdir())
-    page = report(*runs, output=tmp_path / "out")
+    page = report(*runs)
     assert page.systems["PN"]["words"] == "8.50"
     assert "words" not in page.table("system", "tokenized BLEU")[0]
 
@@ -139,7 +139,7 @@ def test_the_report_lists_a_bad_file_and_an_old_one(tmp_path):
     bad = write(make_run(tmp_path / "bad"), {"name": "a"})
     old = write(make_run(tmp_path / "old", seed=2), COMET | {"value": 0.8})
     os.utime(old / "generate/test/measures.json", (1, 1))
-    page = report(bad, old, output=tmp_path / "out")
+    page = report(bad, old)
     assert page.says("its measures are not shown: ") and page.says("measure 1 has no 'value'")
     assert page.says("measures.json is older than hyp.tok and may belong to other hypotheses")
     assert page.says("2 have problems") and page.systems["PN"]["COMET"] == "0.8000"
@@ -152,6 +152,13 @@ def test_runs_that_do_not_agree_on_a_measure_are_refused(tmp_path, capsys):
     code = verb("report")([*runs, "--output", tmp_path / "out"])
     refused(capsys, code, "a and b do not agree on 'COMET'")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_measure_that_is_named_like_a_setting_is_refused(tmp_path, capsys):
+    measure = {"name": "model.dropout", "value": 1, "better": "lower"}
+    run = write(make_run(tmp_path / "run"), measure)
+    code = verb("report")([run, "--output", tmp_path / "out"])
+    refused(capsys, code, "run has a measure 'model.dropout', which is a setting: rename it")
 
 
 def test_a_planned_comparison_by_a_measure_that_no_run_has(runs, tmp_path, capsys):

@@ -142,7 +142,7 @@ def test_page_is_whole(comparison):
 
 def test_one_seed_has_no_deviation(tmp_path):
     runs = [make_run(tmp_path / norm, norm) for norm in ("ln", "pn")]
-    page = report(*runs, output=tmp_path / "out")
+    page = report(*runs)
     for row in page.systems.values():
         assert row["seeds scored"] == "1 (1)"
         assert row["std, tokenized BLEU"] == row["std, chrF2"] == "– (one seed)"
@@ -159,7 +159,7 @@ def test_other_data_is_compared_with_nothing(tmp_path):
     other = make_run(tmp_path / "pn", data=DATA.replace("bpe=4000", "bpe=8000"))
     (control / "data").write_text(f"{tmp_path}\n")
     (tmp_path / "counts.txt").write_text("train=28170\ntest.read=9\n")
-    page = report(control, other, output=tmp_path / "out")
+    page = report(control, other)
     systems = []
     for titles, *rows in page.tables:
         if titles[:2] == ["norm", "seeds scored"]:
@@ -227,7 +227,7 @@ def with_scores(folder: Path, bleu: dict[str, tuple[float, ...]]) -> list[Path]:
 def test_the_first_sentences_say_what_differs(bleu, sentence, tmp_path):
     """Also beside a run that was not decoded."""
     runs = [*with_scores(tmp_path, bleu), make_run(tmp_path / "x", "pnv", decoded=False)]
-    assert sentence in report(*runs, output=tmp_path / "out").headline
+    assert sentence in report(*runs).headline
 
 
 def test_planned_comparisons_are_tested_apart(tmp_path):
@@ -235,7 +235,7 @@ def test_planned_comparisons_are_tested_apart(tmp_path):
     bleu = {"ln": (20.0, 20.6, 20.4), "bn": (20.5, 20.9, 21.1), "pn": (21.0, 21.8, 21.2)}
     options = ("--resamples", "10", "--planned", "PN:bleu")
     runs = with_scores(tmp_path, bleu)
-    sentence = report(*runs, output=tmp_path / "out", options=options).headline
+    sentence = report(*runs, options=options).headline
     table = numpy.array(list(bleu.values()))
     plain = table - table.mean(axis=1, keepdims=True)
     residual = plain - plain.mean(axis=0)
@@ -251,7 +251,7 @@ def test_systems_of_other_machines_are_not_compared(tmp_path):
         other = START | {"gpus": [], "cpu": "Other 1"}
         starts = [other | {"git_commit": commit} for commit in ("1a", "1a", "2b-modified")]
         (run / "starts.jsonl").write_text("".join(f"{json.dumps(start)}\n" for start in starts))
-    page = report(*runs, output=tmp_path / "out")
+    page = report(*runs)
     rows = {row["system"]: row["tokenized BLEU"] for row in page.table("system", "tokenized BLEU")}
     assert rows["BN"] == "not tested: no seed on one machine in common with LN"
     assert rows["PN"].startswith("+1.10 (")
@@ -308,7 +308,7 @@ def test_markdown_by_hand():
 )
 def test_paper(options, data, expected, tmp_path):
     run = make_run(tmp_path / "run", "pn", data=data)
-    page = report(run, output=tmp_path / "out", options=options)
+    page = report(run, options=options)
     row = page.systems["PN"]
     assert row["paper"] == str(expected)
     ours = float(row["tokenized BLEU"])
@@ -318,7 +318,7 @@ def test_paper(options, data, expected, tmp_path):
     assert not page.says("The paper's number for LN")
     assert page.says("The same table has, from other papers:")
     assert page.says("DS-Init (Zhang et al. 2019a) 34.4") == ("wmt" not in options[1])
-    page = report(run, output=tmp_path / "out", options=("--paper", "adanorm-1-wmt14"))
+    page = report(run, options=("--paper", "adanorm-1-wmt14"))
     assert not page.says("from other papers")
     assert page.says("the norms inside the layers stay LN")
 
@@ -335,7 +335,7 @@ def test_a_published_table_of_ones_own(tmp_path):
     )
     run = make_run(tmp_path / "ln", "ln", model__dropout=0.3)
     other = make_run(tmp_path / "other", "ln", model__dropout=0.1)
-    page = report(run, other, output=tmp_path / "out", options=("--paper", table))
+    page = report(run, other, options=("--paper", table))
     papers = {row["paper"] for row in page.systems.values()}
     assert papers == {"41.02", "not in the paper"}
     assert page.says("Paper: tokenized BLEU. A. Author 2026.")
@@ -347,7 +347,7 @@ def test_rows_of_a_table_that_share_a_norm(tmp_path):
     """Each system is shown with the row whose settings it has."""
 
     def papers(*runs, table="adanorm-3"):
-        page = report(*runs, output=tmp_path / "out", options=("--paper", table))
+        page = report(*runs, options=("--paper", table))
         assert not page.says("is of models with")
         return {norm: row["paper"] for norm, row in page.systems.items()}, page
 
@@ -384,14 +384,14 @@ def test_paper_is_recognised_by_the_data(name, count, data, tmp_path):
     run = make_run(tmp_path / "run", "ln", data=data, count=1)
     folder, split = run / "generate/test", name == "powernorm-1-wmt14"
     # not the size of its test set
-    assert "paper" not in report(run, output=tmp_path / "out").systems["LN"]
+    assert "paper" not in report(run).systems["LN"]
     for file in ("hyp.tok", "ref.tok"):
         (folder / file).write_text("a\n" * count)
     scores = json.loads((folder / "scores.json").read_text()) | {"sentences": count}
     for compound_split in (split, not split):
         scores["tokenized"]["compound_split"] = compound_split
         (folder / "scores.json").write_text(json.dumps(scores))
-        page = report(run, output=tmp_path / "out")
+        page = report(run)
         assert page.table("norm", "paper")[0]["paper"] == str(PAPER[name].row("layer", {}).bleu)
         assert page.says("Not comparable") is (compound_split is not split)
         assert page.says("35.4 in its text") == (not split)
@@ -401,9 +401,9 @@ def test_paper_is_recognised_by_the_data(name, count, data, tmp_path):
         (run / "data").write_text(f"{tmp_path}\n")
         for pairs in (160_215, 14_410):
             (tmp_path / "counts.txt").write_text(f"train={pairs}\n")
-            row = report(run, output=tmp_path / "out").systems["LN"]
+            row = report(run).systems["LN"]
             assert ("paper" in row) is (pairs > 150_000)
-        page = report(run, "--paper", name, output=tmp_path / "out")
+        page = report(run, "--paper", name)
         assert page.says(
             "Not comparable with the paper: its training set has 160,239 pairs, this one 14,410."
         )

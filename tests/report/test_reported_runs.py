@@ -126,7 +126,7 @@ def test_no_hole(tmp_path):
     (runs["no checkpoint"] / HYPOTHESES).unlink()
     with_patience = settings() | {"checkpoint": {"patience": 5}}
     (runs["patience"] / "config.yaml").write_text(yaml.safe_dump(with_patience))
-    page = report(*runs.values(), output=tmp_path / "out")
+    page = report(*runs.values())
     states = {}
     for titles, *rows in page.tables:
         if titles[3:4] == ["state"]:
@@ -145,17 +145,17 @@ def test_no_hole(tmp_path):
 def test_a_run_that_never_began_is_named(tmp_path):
     (tmp_path / "pn_1").mkdir()
     (tmp_path / "pn_1/failed").write_text("train: no such norm\n")
-    page = report(tmp_path / "pn_1", make_run(tmp_path / "ln_1", "ln"), output=tmp_path / "out")
+    page = report(tmp_path / "pn_1", make_run(tmp_path / "ln_1", "ln"))
     assert page.says("pn_1: failed: train: no such norm")
     assert page.says("pn_1: never began: there is neither")
-    page = report(tmp_path / "pn_1", output=tmp_path / "out")  # and without others
+    page = report(tmp_path / "pn_1")  # and without others
     assert page.says("failed: train: no such norm")
 
 
 def test_restarts_are_added_up(tmp_path):
     # The first start was cut off after update 30, the second resumed from update 20 and finished.
     log = train_log(5, updates=30, done=None) + train_log(5, first=30, done=4.0)
-    page = report(make_run(tmp_path / "run", log=log), output=tmp_path / "out")
+    page = report(make_run(tmp_path / "run", log=log))
     row = page.table("state", "wall time")[0]
     assert row["updates"] == "40 of 40" and row["state"] == "complete"
     written = pandas.read_csv(tmp_path / "out/report.csv")
@@ -169,7 +169,7 @@ def test_restarts_are_added_up(tmp_path):
 
 def test_a_validation_alone_is_a_training_that_began(tmp_path):
     log = '{"valid_nll_loss": "9.5", "valid_num_updates": "20"}\n'
-    page = report(make_run(tmp_path / "run", log=log), output=tmp_path / "out")
+    page = report(make_run(tmp_path / "run", log=log))
     row = page.table("state", "wall time")[0]
     assert row["updates"] == "20 of 40"
     for name in ("tokens/s", "wall time", "parameters"):
@@ -178,7 +178,7 @@ def test_a_validation_alone_is_a_training_that_began(tmp_path):
 
 def test_machines(tmp_path):
     runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b", seed=2)]
-    page = report(*runs, output=tmp_path / "out")
+    page = report(*runs)
     rows = {row["what"]: row["all starts"] for row in page.table("what", "all starts")}
     assert rows["torch"] == "2.13.0" and rows["starts"] == "2"
     later = {"torch": "2.14.0", "started": "2026-01-03T00:00:00+00:00"}
@@ -186,7 +186,7 @@ def test_machines(tmp_path):
     for run, changes in zip(runs, (ranks, later), strict=True):
         with (run / "starts.jsonl").open("a") as file:
             file.write(json.dumps(START | changes) + "\n")
-    page = report(*runs, output=tmp_path / "out")
+    page = report(*runs)
     assert page.table("what", "machine 2")[-5]["machine 2"] == "2 × ranks 1, no gpus"
     rows = {row["what"]: row for row in page.table("what", "machine 1", "machine 3")}
     assert rows["runs"]["machine 1"] == "a, b"
@@ -197,7 +197,7 @@ def test_machines(tmp_path):
 
 
 def test_a_bleu_below_1_is_a_problem(tmp_path, monkeypatch):
-    page = report(with_score(make_run(tmp_path / "run"), 0.03), output=tmp_path / "out")
+    page = report(with_score(make_run(tmp_path / "run"), 0.03))
     assert page.says("tokenized BLEU is 0.03, below 1: the model has hardly learned")
     assert page.says("1 of the runs was trained, decoded and scored; 1 has problems, listed below.")
     baseline = SimpleNamespace(score=20.0, p_value=0.01)
@@ -236,14 +236,14 @@ def test_folders_of_fairseq_train(tmp_path):
     runs = []
     for norm, seed in (("ln", 1), ("ln", 2), ("pn", 1), ("pn", 2)):
         runs.append(plain_run(tmp_path / f"{norm}{seed}", norm, seed, tmp_path / "bin"))
-    page = report(*runs, output=tmp_path / "out")
+    page = report(*runs)
     seeds = {norm: row["seeds scored"] for norm, row in page.systems.items()}
     assert seeds == {"LN": "2 (1, 2)", "PN": "2 (1, 2)"}
     assert page.says("es to en") and page.says("Nothing: every run was trained to its end")
     assert page.table("state", "updates")[0]["updates"] == "40 of 40"
     # Prepared by the scripts: comparable with runs of pn train.
     (tmp_path / "settings.txt").write_text(DATA)
-    page = report(*runs, make_run(tmp_path / "other", "bn"), output=tmp_path / "out")
+    page = report(*runs, make_run(tmp_path / "other", "bn"))
     assert [norm.split()[0] for norm in page.systems] == ["LN", "BN", "PN"]
 
 
@@ -270,7 +270,7 @@ def test_jobs_of_a_sweep(tmp_path):
 
 def test_settings_that_differ(tmp_path):
     runs = [make_run(tmp_path / norm, norm) for norm in ("ln", "pnv")]
-    page = report(*runs, output=tmp_path / "out")
+    page = report(*runs)
     (row,) = page.table("setting", "LN")
     assert row == {"setting": "encoder norm", "LN": "LN", "PN-V": "PN-V"}
     runs = [
@@ -279,7 +279,7 @@ def test_settings_that_differ(tmp_path):
         make_run(tmp_path / "c", "pn", 1, model__dropout=0.3),
         make_run(tmp_path / "d", "pn", 1, model__norm_variant="release"),
     ]
-    page = report(*runs, output=tmp_path / "out")
+    page = report(*runs)
     assert [*page.systems] == ["PN", "PN (dropout=0.3)", "PN (norm_variant=release)"]
     assert page.systems["PN"]["seeds scored"] == "2 (1, 2)"
     differing = {row["setting"]: row for row in page.table("setting", "PN")}
@@ -306,7 +306,7 @@ def test_variants_are_named_by_what_differs_from_most_runs(tmp_path):
     add("pn", model__norm_alpha_fwd=0.9, model__norm_alpha_bwd=0.95)
     add("bn", model__norm_variant="release")
     add("ln", model__layer_scale_groups=4)
-    page = report(*sorted(runs), output=tmp_path / "out")
+    page = report(*sorted(runs))
     against = {
         "LN (lr=0.01)": "LN",
         "LN (layer_scale_groups=4)": "LN",
@@ -340,13 +340,13 @@ def test_a_batch_is_the_same_on_any_number_of_ranks(tmp_path):
         changes = {"optimization__update_freq": [update_freq], "task__seed": workers}
         start = {"world_size": workers, "tokens_per_update": 4096}
         runs.append(make_run(tmp_path / str(workers), seed=workers, start=start, **changes))
-    page = report(*runs, output=tmp_path / "out")
+    page = report(*runs)
     assert [row["seeds scored"] for row in page.systems.values()] == ["2 (1, 2)"]
     # Without a record it follows from the settings and the log: 2048 tokens x 2 x 1 rank in one, x
     # 1 in the other.
     for run in runs:
         (run / "starts.jsonl").unlink()
-    page = report(*runs, output=tmp_path / "out")
+    page = report(*runs)
     assert [*page.systems] == ["PN (tokens_per_update=4096)", "PN (tokens_per_update=2048)"]
 
 
@@ -356,7 +356,7 @@ def test_a_mini_batch_is_a_setting_of_norms_that_read_it(tmp_path):
     for norm, tokens in itertools.product(("ln", "bn"), (1024, 4096)):
         folder, start = tmp_path / f"{norm}{tokens}", {"tokens_per_update": 4096}
         runs.append(make_run(folder, norm, start=start, dataset__max_tokens=tokens))
-    systems = [*report(*runs, output=tmp_path / "out").systems]
+    systems = [*report(*runs).systems]
     assert systems == ["LN", "BN (max_tokens=1024)", "BN (max_tokens=4096)"]
     with_batch, without = zip(*labels_of(read_runs(runs)), strict=True)
     assert with_batch == ("LN", *systems)
@@ -372,7 +372,7 @@ def test_seeds_on_one_side_and_seeds_not_known(tmp_path):
         runs.append(make_run(tmp_path / f"{norm}{seed}", norm, seed))
     for norm in ("ln", "pn"):
         runs.append(make_run(tmp_path / norm, norm, common__seed=None))
-    page = report(*runs, output=tmp_path / "out")
+    page = report(*runs)
     text = page.table("measure", "difference and p, per seed")[0]["difference and p, per seed"]
     assert re.fullmatch(r"seed 2: \S+, p [<=] \S+; seed not known: \S+, p [<=] \S+", text)
     assert page.systems["LN"]["seeds scored"] == "3 (1, 2, not known)"
@@ -383,7 +383,7 @@ def test_a_seed_that_was_run_twice_counts_once(tmp_path):
     runs = [make_run(tmp_path / name, "pn", seed) for name, seed in (("a", 1), ("b", 1), ("c", 2))]
     references, hypotheses = corpus_text(0.5, 5)
     write_scores(runs[1] / "generate/test", hypotheses, references)
-    page = report(*runs, output=tmp_path / "out")
+    page = report(*runs)
     a, b, c = scores_of(runs, "tokenized")
     row, mean = page.systems["PN"], ((a + b) / 2 + c) / 2
     assert row["seeds scored"] == "2 (1, 2)" and row["tokenized BLEU"] == f"{mean:.2f}"
@@ -407,7 +407,7 @@ def test_settings_without_text_are_shown(tmp_path):
     runs = [make_run(tmp_path / name, "pn", task__name=name * (name == "a")) for name in ("a", "b")]
     for run in runs:
         (run / "data.settings").write_text(DATA.replace("lower=1", "lower=") + "=1\n")
-    page = report(*runs, output=tmp_path / "out")
+    page = report(*runs)
     (row,) = page.table("setting", "PN (name=a)")
     assert row["setting"] == "task.name" and row['PN (name="")'] == '""'
 
@@ -422,7 +422,7 @@ def test_more_than_the_norm_differs(tmp_path):
         (few, "PN (dropout=0.3, norm_alpha_fwd=0.5) differs from LN (dropout=0.1) in dropout."),
         (many, "PN (6 settings differ) differs from LN in x0, x1, x2, x3, x4, x5."),
     ):
-        page = report(control, run, output=tmp_path / "out")
+        page = report(control, run)
         assert f"**Not only the norms differ:** {sentence}" in page.headline
     others = make_run(tmp_path / "d", "pn", **dict.fromkeys(names, -1))
     page = report(many, others, output=tmp_path / "o")
@@ -439,4 +439,4 @@ def test_norms_from_outside_the_package(tmp_path, monkeypatch):
     for short in ("yn", "mn"):
         runs.append(make_run(tmp_path / short, model___name=f"transformer_{short}_tiny"))
     runs.append(make_run(tmp_path / "ln", "ln"))
-    assert [*report(*runs, output=tmp_path / "out").systems] == ["LN", "MN", "YOURS"]
+    assert [*report(*runs).systems] == ["LN", "MN", "YOURS"]
