@@ -59,10 +59,7 @@ class PowerNorm(RunningNorm):
     mixes_tokens = "at first"
     reports = ("nonfinite_steps", "psi_distance", "guarded_steps", "gamma_max")
 
-    #: Whether :meth:`set_num_updates` says how many updates are completed, and whether the warm-up
-    #: is on. These seldom change, unlike the number: torch.compile compiles a graph for each of
-    #: their values.
-    _told = False
+    #: Whether the warm-up is on; like :attr:`_told` it seldom changes.
     _warming = False
 
     #: Without :meth:`set_num_updates`: steps until the module looks whether its own steps have
@@ -92,7 +89,6 @@ class PowerNorm(RunningNorm):
         if num_updates == 0 and self._num_updates != 0:
             self.num_batches_tracked.zero_()
         super().set_num_updates(num_updates)
-        self._told = num_updates is not None
         self._warming = (num_updates or 0) < self.psi_warmup_updates
         self._steps_until_look = 1
 

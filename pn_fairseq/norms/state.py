@@ -45,6 +45,10 @@ class StatefulNorm(ChannelNorm):
     #: its device.
     follows_updates = False
 
+    #: Whether :meth:`set_num_updates` says how many updates are completed. It seldom changes, unlike
+    #: their number: torch.compile compiles a graph for each of its values.
+    _told = False
+
     #: One more whenever the state is replaced: a step whose forward came before does not enter the
     #: new state.
     epoch = 0
@@ -54,8 +58,8 @@ class StatefulNorm(ChannelNorm):
         self._initial: dict[str, float] = {}
         self._num_updates: int | None = None
         #: Tensors that follow the device of the norm and are no state: the number of completed
-        #: updates (-1: unknown).
-        self._scratch = {"updates": torch.tensor(-1)} if self.follows_updates else {}
+        #: updates, if it is known.
+        self._scratch = {"updates": torch.tensor(0)} if self.follows_updates else {}
         self._seen = Seen({})
         self.register_buffer(COUNT, torch.zeros((), dtype=torch.int64))
         # a function of this file: a norm can be pickled
@@ -130,15 +134,14 @@ class StatefulNorm(ChannelNorm):
         """Tell the norm that ``num_updates`` optimizer updates are completed; None: it is not
         known.
         """
-        self._num_updates = num_updates
-        if self.follows_updates:
-            self._scratch["updates"].fill_(-1 if num_updates is None else num_updates)
+        self._num_updates, self._told = num_updates, num_updates is not None
+        if self.follows_updates and self._told:
+            self._scratch["updates"].fill_(num_updates)
 
     def completed_updates(self, state: dict[str, Tensor]) -> Tensor:
         """Completed optimizer updates, 0-d int64, for a norm that :attr:`follows_updates`. Without
         :meth:`set_num_updates` the steps that have entered ``state`` are counted."""
-        updates = self._scratch["updates"]
-        return torch.where(updates < 0, state[COUNT], updates)
+        return self._scratch["updates"] if self._told else state[COUNT]
 
     def reset_parameters(self) -> None:
         """Give the parameters and the state their initial values,
