@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pn_fairseq.norms.base import COUNT, RunningNorm, running_norms
 from pn_fairseq.norms.distributed import all_reduce_sum, world_size
+from pn_fairseq.norms.step import Step
 
 
 @contextmanager
@@ -65,12 +66,12 @@ def recalibrating(model: nn.Module) -> Iterator[list[RunningNorm]]:
 
 
 def _average_in(
-    norm: RunningNorm, mean: dict[str, Tensor], x: Tensor, padding_mask: Tensor | None
+    norm: RunningNorm, mean: dict[str, Tensor], x: Tensor, padding: Tensor | None
 ) -> Tensor:
     """y by the statistics of the batch, which enter their ``mean`` over the batches, by buffer
     name.
     """
-    batch = norm.batch_moments(norm.new_step(x.detach(), padding_mask, None, None, (), {}))
+    batch = norm.batch_moments(Step(norm, {}, padding, x.detach(), None, None))
     with torch.no_grad():
         moment, center = norm.statistics_of(batch)
         if norm.unbiased:

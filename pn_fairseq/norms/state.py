@@ -82,26 +82,19 @@ class StatefulNorm(ChannelNorm):
         what the last training forward outside of a backward pass read, though the state may have
         moved since.
         """
-        names = self.reads
-        if names is None:
-            names = tuple(self._buffers)
-        elif not names:
+        names = tuple(self._buffers) if self.reads is None else self.reads
+        if not names:
             return {}
         buffers = [self._buffers[name] for name in names]
         seen = self._seen
         if torch.compiler.is_compiling():
-            return dict(
-                zip(names, look([seen.state[name] for name in names], buffers), strict=True)
-            )
+            copies = look([seen.state[name] for name in names], buffers)
+            return dict(zip(names, copies, strict=True))
         if seen.read and inside_backward():
             refuse_captured_recomputation(buffers[0])
             return {name: seen.state[name] for name in names}
-        if torch._C._len_torch_dispatch_stack():
-            with unrecorded():
-                copies = copies_of(buffers)
-        else:
-            copies = copies_of(buffers)
-        read = dict(zip(names, copies, strict=True))
+        with unrecorded():
+            read = dict(zip(names, copies_of(buffers), strict=True))
         seen.state.update(read)
         seen.read = True
         return read
@@ -186,9 +179,11 @@ class StatefulNorm(ChannelNorm):
         StatefulNorm.set_num_updates(self, self._num_updates)
 
     def __getstate__(self):
+        state = self.__dict__.copy()
         # A process group cannot be copied, and a copy of a scaler would not follow the scaler.
-        kept = {"process_group": None, "loss_scale": None, "_seen": Seen(dict(self._seen.state))}
-        return {**self.__dict__, **kept}
+        state["process_group"] = state["loss_scale"] = None
+        state["_seen"] = Seen(dict(self._seen.state))
+        return state
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
