@@ -24,9 +24,8 @@ from pn_fairseq.norms.passes import inside_backward, is_recomputation, one_at_a_
 from pn_fairseq.norms.state import COUNT, StatefulNorm
 from pn_fairseq.norms.step import Moments, Step, Training
 
-#: What the first numbers of a norm's diagnostics are; the operators that move a state write them.
-DIAGNOSTICS = ("nonfinite_steps", "guarded_steps", "psi_distance", "gamma_max")
-NONFINITE, GUARDED, DISTANCE, GAMMA = range(len(DIAGNOSTICS))
+#: The numbers that norms collect. The operators that move a state write the first four.
+DIAGNOSTICS = ("nonfinite_steps", "guarded_steps", "psi_distance", "gamma_max", "penalty")
 
 
 class RunningNorm(StatefulNorm):
@@ -88,9 +87,6 @@ class RunningNorm(StatefulNorm):
     #: While set, it takes the place of a training step: :func:`pn_fairseq.norms.recalibrating`.
     recalibrating = False
 
-    #: Names of the diagnostics that :meth:`observe` gives.
-    observed: tuple[str, ...] = ()
-
     #: While set, :meth:`diagnostics` has something to report.
     collecting = False
 
@@ -118,10 +114,8 @@ class RunningNorm(StatefulNorm):
         super().__init__(num_features, **common)
         self.alpha_fwd = check_alpha("alpha_fwd", alpha_fwd)
         self.sync, self.process_group = sync, process_group
-        self._scratch["diagnostics"] = torch.full(
-            (len(DIAGNOSTICS) + len(self.observed),), -1.0, dtype=torch.float32
-        )
-        self._scratch["diagnostics"][:DISTANCE] = 0
+        # -1: there was no step
+        self._scratch["diagnostics"] = torch.tensor([0.0, 0.0, -1.0, 0.0, 0.0])
         #: References to the steps whose all-reduce runs, in the order of their backwards.
         self._waiting: list[ref[Step]] = []
 
@@ -229,9 +223,8 @@ class RunningNorm(StatefulNorm):
         some = step.batch.count > 0
         counted = values.isfinite().all() & some
         if self.collecting:
-            diagnostics = self._scratch["diagnostics"]
-            diagnostics[NONFINITE] += some & ~counted
-            diagnostics[DISTANCE] = self._distance(step, state)
+            self._scratch["diagnostics"][DIAGNOSTICS.index("nonfinite_steps")] += some & ~counted
+            self.note("psi_distance", self._distance(step, state))
         for name, value in new.items():
             if step.has_gradient or name not in self.gradient_state:
                 state[name].copy_(torch.where(counted, value.to(torch.float32), state[name]))
@@ -245,11 +238,11 @@ class RunningNorm(StatefulNorm):
         running = state[self.moment_name].clamp(min=tiny)
         return 0.5 * (batch.log() - running.log()).abs().mean()
 
-    def observe(self, step: Step) -> Sequence[Tensor]:
-        """More :meth:`diagnostics` of a step, each 0-d, in the order of their names in
-        :attr:`observed`.
+    def note(self, name: str, value: Tensor) -> None:
+        """For :meth:`update`, while :attr:`collecting` is set: one of the :meth:`diagnostics`, 0-d,
+        of this step.
         """
-        return ()
+        self._scratch["diagnostics"][DIAGNOSTICS.index(name)] = value
 
     # Training.
 
@@ -355,7 +348,8 @@ class RunningNorm(StatefulNorm):
             if state is None:
                 return
             with unrecorded():
-                self._move(step, state)
+                self.update(step, state)
+            step.mark_taken_in()
 
     def state_to_move(self, step: Step) -> dict[str, Tensor] | None:
         """The state that ``step`` moves: that of its forward.
@@ -368,13 +362,6 @@ class RunningNorm(StatefulNorm):
         if forward is None:  # compiled, or without a backward
             return self._buffers
         return forward.buffers if forward.counts and forward.epoch == self.epoch else None
-
-    def _move(self, step: Step, state: dict[str, Tensor]) -> None:
-        self.update(step, state)
-        step.mark_taken_in()
-        if self.collecting and self.observed:
-            values = torch.stack([value.to(torch.float32) for value in self.observe(step)])
-            self._scratch["diagnostics"][len(DIAGNOSTICS) :] = values
 
     def diagnostics_memory(self) -> Tensor | None:
         """Where the operators that move the state write :data:`DIAGNOSTICS`."""
@@ -438,7 +425,7 @@ class RunningNorm(StatefulNorm):
 
     # Diagnostics.
 
-    #: Which of the diagnostics that the operators write the norm has.
+    #: Which of :data:`DIAGNOSTICS` the norm has.
     reports: tuple[str, ...] = ("nonfinite_steps", "psi_distance")
 
     def diagnostics(self) -> dict[str, Tensor]:
@@ -449,12 +436,10 @@ class RunningNorm(StatefulNorm):
         being the second moment. ``nonfinite_steps``: number of steps that did not count because a
         statistic or gradient was not finite.
         """
-        values = dict(
-            zip((*DIAGNOSTICS, *self.observed), self._scratch["diagnostics"].clone(), strict=True)
-        )
+        values = dict(zip(DIAGNOSTICS, self._scratch["diagnostics"].clone(), strict=True))
         if values["psi_distance"] == -1.0:
             return {}
-        return {name: values[name] for name in (*self.reports, *self.observed)}
+        return {name: values[name] for name in self.reports}
 
 
 def refuse_transforms() -> None:

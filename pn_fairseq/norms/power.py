@@ -137,10 +137,8 @@ class PowerNorm(RunningNorm):
         return step.normalize(step.psi2)
 
     def backward_pass(self, step: Step) -> tuple[Tensor, Tensor]:
-        if self.synchronises():
-            return step.gradient(step.psi2, nu=step.state["nu"], sums=True)
         with one_at_a_time():
-            state = self.state_to_move(step)
+            state = None if self.synchronises() else self.state_to_move(step)
             if state is None:
                 return step.gradient(step.psi2, nu=step.state["nu"], sums=True)
             gradients = kernels.power_step_(

@@ -45,8 +45,8 @@ class StatefulNorm(ChannelNorm):
     #: its device.
     follows_updates = False
 
-    #: Whether :meth:`set_num_updates` says how many updates are completed. It seldom changes, unlike
-    #: their number: torch.compile compiles a graph for each of its values.
+    #: Whether :meth:`set_num_updates` has told how many updates are completed. It seldom changes:
+    #: torch.compile compiles a graph for each of its values.
     _told = False
 
     #: One more whenever the state is replaced: a step whose forward came before does not enter the
