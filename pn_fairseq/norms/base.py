@@ -275,6 +275,10 @@ class RunningNorm(StatefulNorm):
         if self.recalibrating:
             return self.recalibrating(x, padding), self._buffers
         parameters = self.gain, self.bias, *self.further_parameters()
+        if compiling:
+            # With dynamic=True a number is an input of the graph. Met first inside the autograd
+            # function, it could not be used outside of it, in token_part.
+            assert self.eps > 0
         state = self.read_state()
         with_gradients = torch.is_grad_enabled()
         if with_gradients and _any_requires_grad(x, *parameters):

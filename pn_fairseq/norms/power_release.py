@@ -76,8 +76,8 @@ class PowerNormRelease(PowerNorm):
     reads = ("running_psi2", "nu", COUNT)
     reports = (*RunningNorm.reports, "gamma_max")
 
-    def warmup_batches(self) -> int:
-        return self.psi_warmup_updates  # (e)
+    def _warm_up(self, warming: bool) -> None:
+        pass  # the state says whether it is on: (e)
 
     def set_num_updates(self, num_updates: int | None) -> None:
         RunningNorm.set_num_updates(self, num_updates)  # (e)

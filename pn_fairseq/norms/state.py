@@ -24,7 +24,7 @@ class Seen:
     Attributes:
         state: copies of the state, by name; before the first forward of any values.
         read: whether there was such a forward.
-        warmup: :meth:`.PowerNorm.warmup_batches` in that forward.
+        warmup: :attr:`.StatefulNorm._warmup` in that forward.
     """
 
     __slots__ = ("read", "state", "warmup")
@@ -48,6 +48,10 @@ class StatefulNorm(ChannelNorm):
     #: Whether :meth:`set_num_updates` has told how many updates are completed. It seldom changes:
     #: torch.compile compiles a graph for each of its values.
     _told = False
+
+    #: Of PN: the psi warm-up is on while ``num_batches_tracked`` is less than this. It seldom
+    #: changes, either.
+    _warmup = 0
 
     #: One more whenever the state is replaced: a step whose forward came before does not enter the
     #: new state.
@@ -92,11 +96,11 @@ class StatefulNorm(ChannelNorm):
             return dict(zip(names, copies, strict=True))
         if seen.read and inside_backward():
             refuse_captured_recomputation(buffers[0])
-            return {name: seen.state[name] for name in names}
+            return dict(seen.state)
         with unrecorded():
             read = dict(zip(names, copies_of(buffers), strict=True))
         seen.state.update(read)
-        seen.read = True
+        seen.read, seen.warmup = True, self._warmup
         return read
 
     def check_memory(self) -> None:
