@@ -1,6 +1,6 @@
 """Norms with running statistics: float32 state that training steps change and evaluation uses."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from weakref import ref
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pn_fairseq import kernels
+from pn_fairseq.kernels.ops import by_reference
 from pn_fairseq.norms.channel import ChannelNorm
 from pn_fairseq.norms.checks import (
     check_alpha,
@@ -21,11 +22,10 @@ from pn_fairseq.norms.distributed import refuse_join, world_size
 from pn_fairseq.norms.nested import over_tokens
 from pn_fairseq.norms.passes import inside_backward, is_recomputation, one_at_a_time, unrecorded
 from pn_fairseq.norms.state import COUNT, StatefulNorm
-from pn_fairseq.norms.step import Forward, Moments, Step, Training
+from pn_fairseq.norms.step import Moments, Step, Training
 
-#: What the first numbers of a norm's diagnostics are; the operators that move a state write them.
-DIAGNOSTICS = ("nonfinite_steps", "guarded_steps", "psi_distance", "gamma_max")
-NONFINITE, GUARDED, DISTANCE, GAMMA = range(len(DIAGNOSTICS))
+#: The numbers that norms collect. The operators that move a state write the first four.
+DIAGNOSTICS = ("nonfinite_steps", "guarded_steps", "psi_distance", "gamma_max", "penalty")
 
 
 class RunningNorm(StatefulNorm):
@@ -87,9 +87,6 @@ class RunningNorm(StatefulNorm):
     #: While set, it takes the place of a training step: :func:`pn_fairseq.norms.recalibrating`.
     recalibrating = False
 
-    #: Names of the diagnostics that :meth:`observe` gives.
-    observed: tuple[str, ...] = ()
-
     #: While set, :meth:`diagnostics` has something to report.
     collecting = False
 
@@ -117,10 +114,8 @@ class RunningNorm(StatefulNorm):
         super().__init__(num_features, **common)
         self.alpha_fwd = check_alpha("alpha_fwd", alpha_fwd)
         self.sync, self.process_group = sync, process_group
-        self._scratch["diagnostics"] = torch.full(
-            (len(DIAGNOSTICS) + len(self.observed),), -1.0, dtype=torch.float32
-        )
-        self._scratch["diagnostics"][:DISTANCE] = 0
+        # -1: there was no step
+        self._scratch["diagnostics"] = torch.tensor([0.0, 0.0, -1.0, 0.0, 0.0])
         #: References to the steps whose all-reduce runs, in the order of their backwards.
         self._waiting: list[ref[Step]] = []
 
@@ -228,9 +223,8 @@ class RunningNorm(StatefulNorm):
         some = step.batch.count > 0
         counted = values.isfinite().all() & some
         if self.collecting:
-            diagnostics = self._scratch["diagnostics"]
-            diagnostics[NONFINITE] += some & ~counted
-            diagnostics[DISTANCE] = self._distance(step, state)
+            self._scratch["diagnostics"][DIAGNOSTICS.index("nonfinite_steps")] += some & ~counted
+            self.note("psi_distance", self._distance(step, state))
         for name, value in new.items():
             if step.has_gradient or name not in self.gradient_state:
                 state[name].copy_(torch.where(counted, value.to(torch.float32), state[name]))
@@ -240,17 +234,15 @@ class RunningNorm(StatefulNorm):
         """abs(log(psi_B / psi)), mean over the channels, where psi^2 is the second moment."""
         moment, _ = self.statistics_of(step.batch)
         tiny = torch.finfo(torch.float32).tiny
-        batch, running = (
-            moment.to(torch.float32).clamp(min=tiny),
-            state[self.moment_name].clamp(min=tiny),
-        )
+        batch = moment.to(torch.float32).clamp(min=tiny)
+        running = state[self.moment_name].clamp(min=tiny)
         return 0.5 * (batch.log() - running.log()).abs().mean()
 
-    def observe(self, step: Step) -> Sequence[Tensor]:
-        """More :meth:`diagnostics` of a step, each 0-d, in the order of their names in
-        :attr:`observed`.
+    def note(self, name: str, value: Tensor) -> None:
+        """For :meth:`update`, while :attr:`collecting` is set: one of the :meth:`diagnostics`, 0-d,
+        of this step.
         """
-        return ()
+        self._scratch["diagnostics"][DIAGNOSTICS.index(name)] = value
 
     # Training.
 
@@ -264,66 +256,50 @@ class RunningNorm(StatefulNorm):
         if not self.training:
             y, state = self.normalize_by(x, *self.evaluation_statistics()), self._buffers
         else:
-            y, state = self._training_forward(x, padding_mask, compiling)
+            y, state = self._training_forward(x, padding_mask)
         part = self.token_part(x, state)
         return y if part is None else y + part
 
     forward.__doc__ = ChannelNorm.forward.__doc__
 
-    def _training_forward(self, x: Tensor, padding_mask: Tensor | None, compiling: bool):
+    def _training_forward(self, x: Tensor, padding_mask: Tensor | None):
         """y without :meth:`token_part`, and the state that it read."""
         refuse_transforms()
+        compiling = torch.compiler.is_compiling()
         if padding_mask is not None and not (compiling or self.has_looked_at_mask):
             self.has_looked_at_mask = True
             warn_of_empty_sentences(padding_mask)
         if self.synchronises():
             refuse_join()
-            if self.ignoring:
-                padding_mask = torch.ones(x.shape[-2::-1], dtype=torch.bool, device=x.device)
-                padding_mask = padding_mask.t() if self.batch_first else padding_mask
+        padding = self._padding_of_step(x, padding_mask)
         if self.recalibrating:
-            return self.recalibrating(x, padding_mask), self._buffers
-        weight, bias, further = self.gain, self.bias, self.further_parameters()
+            return self.recalibrating(x, padding), self._buffers
+        parameters = self.gain, self.bias, *self.further_parameters()
+        if compiling:
+            # With dynamic=True a number is an input of the graph. Met first inside the autograd
+            # function, it could not be used outside of it, in token_part.
+            assert self.eps > 0
         state = self.read_state()
-        if not torch.is_grad_enabled():
-            return self.forward_pass(
-                self.new_step(x, padding_mask, weight, bias, further, state)
-            ), state
-        if any(
-            tensor is not None and tensor.requires_grad for tensor in (x, weight, bias, *further)
-        ):
-            y = Training.apply(
-                x, weight, bias, padding_mask, self, tuple(state), *further, *state.values()
-            )
-            return y, state
-        step = self.new_step(x, padding_mask, weight, bias, further, state)
+        with_gradients = torch.is_grad_enabled()
+        if with_gradients and _any_requires_grad(x, *parameters):
+            return Training.apply(self, state, padding, x, *parameters), state
+        step = Step(self, state, padding, x, *parameters)
         y = self.forward_pass(step)
-        self._contribute_without_gradient(step)
+        if with_gradients:
+            self._contribute_without_gradient(step)
         return y, state
 
-    def new_step(
-        self,
-        x: Tensor,
-        padding_mask: Tensor | None,
-        weight,
-        bias,
-        further,
-        state: dict[str, Tensor],
-    ) -> Step:
-        """The step of a forward that begins now."""
-        padding = padding_mask
-        if padding is not None and padding.dim() == 2 and not self.batch_first:
-            padding = padding.t()
-        step = Step(self, x, padding, weight, bias, further, state)
-        if not torch.compiler.is_compiling():
-            counts = not self.ignoring or self.synchronises()
-            step.forward = Forward(counts, self.epoch, dict(self._buffers))
-        return step
+    def _padding_of_step(self, x: Tensor, padding_mask: Tensor | None) -> Tensor | None:
+        """The mask in the order of the tokens of x."""
+        if self.ignoring and self.synchronises():
+            return x.new_ones(x.shape[:-1], dtype=torch.bool)
+        if padding_mask is None or padding_mask.dim() == 1 or self.batch_first:
+            return padding_mask
+        return padding_mask.t()
 
     def _contribute_without_gradient(self, step: Step) -> None:
-        """Move the state by a step that no backward can reach,
-
-        once where its forward is repeated.
+        """Move the state by a step that no backward can reach, once where its forward is
+        repeated.
         """
         if torch.compiler.is_compiling():
             step.batch = step.batch._replace(count=counts_now(step.batch.count))
@@ -375,28 +351,21 @@ class RunningNorm(StatefulNorm):
             state = self.state_to_move(step)
             if state is None:
                 return
-            if torch.compiler.is_compiling() or not torch._C._len_torch_dispatch_stack():
-                self._move(step, state)
-            else:
-                with unrecorded():
-                    self._move(step, state)
+            with unrecorded():
+                self.update(step, state)
+            step.mark_taken_in()
 
     def state_to_move(self, step: Step) -> dict[str, Tensor] | None:
         """The state that ``step`` moves: that of its forward.
 
         None: the step must not count, or has counted already.
         """
+        if step.ignored and not self.synchronises():
+            return None
         forward = step.forward
-        if forward is None:  # compiled
-            return self._buffers if not step.ignored or self.synchronises() else None
+        if forward is None:  # compiled, or without a backward
+            return self._buffers
         return forward.buffers if forward.counts and forward.epoch == self.epoch else None
-
-    def _move(self, step: Step, state: dict[str, Tensor]) -> None:
-        self.update(step, state)
-        step.mark_taken_in()
-        if self.collecting and self.observed:
-            values = torch.stack([value.to(torch.float32) for value in self.observe(step)])
-            self._scratch["diagnostics"][len(DIAGNOSTICS) :] = values
 
     def diagnostics_memory(self) -> Tensor | None:
         """Where the operators that move the state write :data:`DIAGNOSTICS`."""
@@ -425,13 +394,11 @@ class RunningNorm(StatefulNorm):
     # Evaluation.
 
     def evaluation_statistics(self) -> tuple[Tensor | None, Tensor]:
-        """What evaluation normalizes by: the mean (None:
-
-        0) and the second moment about it, both (C,).
+        """What evaluation normalizes by: the mean (None: 0) and the second moment about it, both
+        (C,).
         """
-        return None if self.mean_name is None else self._buffers[self.mean_name], self._buffers[
-            self.moment_name
-        ]
+        mean = None if self.mean_name is None else self._buffers[self.mean_name]
+        return mean, self._buffers[self.moment_name]
 
     def evaluation_affine(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Scale and shift, (C,) of ``dtype``: in evaluation y = scale * h + shift, with h the
@@ -439,20 +406,22 @@ class RunningNorm(StatefulNorm):
 
         Without :meth:`token_part`, which is None in evaluation for a norm that :attr:`folds`.
         """
-        mean, moment = (
-            value if value is None else value.to(dtype) for value in self.evaluation_statistics()
-        )
-        given = (value if value is None else value.to(dtype) for value in (self.gain, self.bias))
-        further = [value.to(dtype) for value in self.further_parameters()]
-        weight, bias = self.effective_affine(*given, further, mean, moment)
+        mean, moment = _all_to(dtype, self.evaluation_statistics())
+        weight, bias = _all_to(dtype, (self.gain, self.bias))
+        further = _all_to(dtype, self.further_parameters())
+        weight, bias = self.effective_affine(weight, bias, further, mean, moment)
         scale = torch.rsqrt(moment + self.eps)
-        scale = scale if weight is None else scale * weight
+        if weight is not None:
+            scale = scale * weight
         shift = torch.zeros_like(scale) if bias is None else bias
-        return scale, shift if mean is None else shift - mean * scale
+        if mean is not None:
+            shift = shift - mean * scale
+        return scale, shift
 
     def normalize_by(self, x: Tensor, mean: Tensor | None, moment: Tensor) -> Tensor:
-        if moment.dtype != (dtype := kernels.acc_dtype(x)):
-            mean, moment = None if mean is None else mean.to(dtype), moment.to(dtype)
+        dtype = kernels.acc_dtype(x)
+        if moment.dtype != dtype:
+            mean, moment = _all_to(dtype, (mean, moment))
         weight, bias = self.effective_affine(
             self.gain, self.bias, self.further_parameters(), mean, moment
         )
@@ -460,7 +429,7 @@ class RunningNorm(StatefulNorm):
 
     # Diagnostics.
 
-    #: Which of the diagnostics that the operators write the norm has.
+    #: Which of :data:`DIAGNOSTICS` the norm has.
     reports: tuple[str, ...] = ("nonfinite_steps", "psi_distance")
 
     def diagnostics(self) -> dict[str, Tensor]:
@@ -471,26 +440,31 @@ class RunningNorm(StatefulNorm):
         being the second moment. ``nonfinite_steps``: number of steps that did not count because a
         statistic or gradient was not finite.
         """
-        values = dict(
-            zip((*DIAGNOSTICS, *self.observed), self._scratch["diagnostics"].clone(), strict=True)
-        )
+        values = dict(zip(DIAGNOSTICS, self._scratch["diagnostics"].clone(), strict=True))
         if values["psi_distance"] == -1.0:
             return {}
-        return {name: values[name] for name in (*self.reports, *self.observed)}
+        return {name: values[name] for name in self.reports}
 
 
 def refuse_transforms() -> None:
     """Called in training."""
-    if (
-        torch.compiler.is_exporting()
-        or torch.jit.is_tracing()
-        or torch._C._are_functorch_transforms_active()
-    ):
+    if by_reference():
         raise RuntimeError(
             "torch.export and torch.func (and torch.jit.trace) cannot transform a norm of "
             "pn_fairseq in training mode: "
             "call eval() first"
         )
+
+
+def _any_requires_grad(*tensors: Tensor | None) -> bool:
+    for tensor in tensors:
+        if tensor is not None and tensor.requires_grad:
+            return True
+    return False
+
+
+def _all_to(dtype: torch.dtype, tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
+    return [None if tensor is None else tensor.to(dtype) for tensor in tensors]
 
 
 def running_norms(model: nn.Module) -> list[RunningNorm]:

@@ -114,7 +114,6 @@ _OF_THE_OPERATORS = {
         "effective_affine",
         "exact_gradient",
         "forward_pass",
-        "observe",
         "statistics_of",
         "update",
     )

@@ -49,7 +49,7 @@ class RegularizedBatchNorm(MaskedBatchNorm):
     """
 
     reads = ("running_mean", "running_var")
-    observed = ("penalty",)
+    reports = (*MaskedBatchNorm.reports, "penalty")
 
     def __init__(
         self,
@@ -96,9 +96,10 @@ class RegularizedBatchNorm(MaskedBatchNorm):
             self.lambda_mean * gap_mean.square().sum() + self.lambda_var * gap_sigma.square().sum()
         )
 
-    def observe(self, step: Step) -> tuple[Tensor]:
-        """P."""
-        return (self.penalty(step),)
+    def update(self, step: Step, state: dict[str, Tensor]) -> None:
+        if self.collecting:
+            self.note("penalty", self.penalty(step))
+        super().update(step, state)
 
 
 class RegularizedBatchNormRelease(RegularizedBatchNorm):

@@ -1,6 +1,5 @@
-"""Where the tokens are in the input of a converted norm,
-
-and which of them a padding mask calls padding.
+"""Where the tokens are in the input of a converted norm, and which of them a padding mask calls
+padding.
 """
 
 from torch import Tensor
@@ -14,14 +13,36 @@ LAYOUTS = ("BTC", "TBC", "BCT", "BCHW")
 #: have. "BC" is the layout of SyncBatchNorm.
 CHANNELS_FIRST = {"BCT": (3,), "BCHW": (4,), "BC": (3, 4)}
 
+#: Layouts of tokens -> the dimensions of the batch and of time.
+_SEQUENCES = {"BTC": (0, 1), "TBC": (1, 0)}
+_WITH_HEADS = {"BTHC": (0, 1), "TBHC": (1, 0), "BHTC": (0, 2)}
+
+
+def _fits(mask: PaddingMask, shape: tuple[int, ...], batch: int, time: int) -> bool:
+    """Whether ``mask`` is for tokens of this ``shape``; ``batch`` and ``time`` are dimensions."""
+    return mask.batch == shape[batch] and mask.time(shape[time]) == shape[time]
+
+
+def _spread(mask: PaddingMask, x: Tensor, batch: int, time: int) -> Tensor:
+    """``mask`` in the shape of the tokens of ``x``."""
+    shape = x.shape[:-1]
+    padding = mask.of(shape[time]).to(x.device)
+    if time < batch:
+        padding = padding.t()
+    places = [1] * len(shape)
+    places[batch], places[time] = shape[batch], shape[time]
+    return padding.reshape(places).expand(shape)
+
 
 class Layout:
     """The layout of the input of one norm.
 
     Args:
         own: the layout of the module that was replaced, one of :data:`CHANNELS_FIRST`; None: its
-            channels come last. given: "BTC" or "TBC", of tokens whose channels come last and of
-            rows (N, C); None: read from the first mask. norm: the name of the norm.
+            channels come last.
+        given: "BTC" or "TBC", of tokens whose channels come last and of rows (N, C); None: read
+            from the first mask.
+        norm: the name of the norm.
     """
 
     def __init__(self, own: str | None, given: str | None, norm: str):
@@ -72,67 +93,42 @@ class Layout:
     def _of_heads(self, x: Tensor, mask: PaddingMask, generates: bool) -> Tensor:
         """The mask of tokens (B, T, H, C), (T, B, H, C) or (B, H, T, C)."""
         shape = tuple(x.shape[:-1])
-        possible = {"BTHC": (0, 1), "TBHC": (1, 0), "BHTC": (0, 2)}  # dimensions of B and T
+        possible = list(_WITH_HEADS)
         if self._seen_with_heads is not None:
-            possible = {self._seen_with_heads: possible[self._seen_with_heads]}
+            possible = [self._seen_with_heads]
         elif self.given is not None:
-            possible = {
-                name: where for name, where in possible.items() if name.startswith(self.given[0])
-            }
-        fitting = {}
-        for name, (batch, time) in possible.items():
-            if mask.batch == shape[batch] and mask.time(shape[time]) == shape[time]:
-                fitting[name] = time
+            possible = [name for name in _WITH_HEADS if name[0] == self.given[0]]
+        fitting = [name for name in possible if _fits(mask, shape, *_WITH_HEADS[name])]
         if not fitting:
-            batch, time = next(iter(possible.values()))
+            batch, time = _WITH_HEADS[possible[0]]
             raise ValueError(self._of_another_length(shape[batch], shape[time], mask, generates))
         if len(fitting) > 1:
-            meanings = {
-                "BTHC": "(B, T, heads, C)",
-                "TBHC": "(T, B, heads, C)",
-                "BHTC": "(B, heads, T, C)",
-            }
+            meanings = [f"({', '.join(name)})".replace("H", "heads") for name in fitting]
             raise ValueError(
-                f"{tuple(x.shape)} may be {' or '.join(meanings[name] for name in fitting)}: run a "
-                "batch of another "
-                f"length first, or leave this norm as it is (skip={self.norm!r})"
+                f"{tuple(x.shape)} may be {' or '.join(meanings)}: run a batch of another length "
+                f"first, or leave this norm as it is (skip={self.norm!r})"
             )
-        ((layout, time),) = fitting.items()
-        self._seen_with_heads = layout
-        padding = mask.of(shape[time]).to(x.device)
-        padding = {
-            "BTHC": padding[:, :, None],
-            "TBHC": padding.t()[:, :, None],
-            "BHTC": padding[:, None],
-        }[layout]
-        return padding.expand(shape)
+        self._seen_with_heads = fitting[0]
+        return _spread(mask, x, *_WITH_HEADS[fitting[0]])
 
     def _of_sequences(self, x: Tensor, mask: PaddingMask, generates: bool) -> Tensor | None:
         """The mask of tokens (B, T, ...) or (T, B, ...), or of the real tokens of all, (1, N,
         ...).
         """
         shape = tuple(x.shape[:-1])
-        sizes = {"BTC": shape[:2], "TBC": shape[1::-1]}  # (B, T)
-        fitting = [
-            name
-            for name, (batch, time) in sizes.items()
-            if mask.batch == batch and mask.time(time) == time
-        ]
+        fitting = [name for name, places in _SEQUENCES.items() if _fits(mask, shape, *places)]
         known = "BTC" if self.own else self.given or self._seen
         if known is None and len(fitting) == 2:
             raise ValueError(
                 f"tokens {tuple(x.shape)} may be (B, T, C) or (T, B, C), because B and T of "
-                f"{mask.source} are equal; "
-                "give convert_norms layout='BTC' or layout='TBC'"
+                f"{mask.source} are equal; give convert_norms layout='BTC' or layout='TBC'"
             )
         if not fitting and 1 in shape[:2] and shape[0] * shape[1] == mask.real_tokens:
             return None
         if not fitting or (known is not None and known not in fitting):
             raise ValueError(self._does_not_fit(shape, mask, known, fitting, generates))
-        layout = self._seen = known or fitting[0]
-        padding = mask.of(sizes[layout][1]).to(x.device)
-        padding = padding if layout == "BTC" else padding.t()
-        return padding.reshape(shape[:2] + (1,) * (len(shape) - 2)).expand(shape)
+        self._seen = known or fitting[0]
+        return _spread(mask, x, *_SEQUENCES[self._seen])
 
     def _of_rows(self, x: Tensor, mask: PaddingMask) -> Tensor | None:
         """The mask of rows (N, C): all positions of all sequences, their real tokens, or one

@@ -1,11 +1,9 @@
 """MABN: normalization by moving averages of the statistics of both passes."""
 
-import torch
 from torch import Tensor
 
-from pn_fairseq.norms.base import COUNT
 from pn_fairseq.norms.step import Step
-from pn_fairseq.norms.window import WindowNorm, with_row
+from pn_fairseq.norms.window import WindowNorm
 
 
 class MovingAverageBatchNorm(WindowNorm):
@@ -50,25 +48,4 @@ class MovingAverageBatchNorm(WindowNorm):
 
     def forward_pass(self, step: Step) -> Tensor:
         self.begin(step, step.moments())
-        average = with_row(step.state["psi2_window"], step.own_psi2, step.number).mean(0)
-        step.psi2 = torch.where(step.early, step.own_psi2, average)
-        step.ratio = self.ratio(step)
-        return step.normalize(step.psi2, weight=self._gain(step))
-
-    def backward_pass(self, step: Step) -> tuple[Tensor, Tensor]:
-        gain = self._gain(step)
-        (products, sums), _ = step.gradient_sums(step.psi2, weight=gain)
-        dx, _ = step.gradient(step.psi2, nu=self.average_lambda(step), weight=gain)
-        return dx, torch.stack([step.ratio * products, sums])
-
-    def _gain(self, step: Step) -> Tensor:
-        return step.ratio if step.weight is None else step.ratio * step.weight
-
-    def update(self, step: Step, state: dict[str, Tensor]) -> None:
-        number, running = state[COUNT] + 1, state["running_psi2"]
-        new = {
-            "running_psi2": running + (1 - self.alpha_fwd) * (step.psi2 - running),
-            "psi2_window": with_row(state["psi2_window"], step.own_psi2, number),
-            "lambda_window": with_row(state["lambda_window"], self.own_lambda(step), number),
-        }
-        self.move(step, state, new)
+        return step.normalize(step.psi2, weight=self.gain_of(step))

@@ -2,13 +2,15 @@
 records operators.
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from threading import Lock
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 _lock = Lock()
 
@@ -25,17 +27,15 @@ def inside_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-@contextmanager
-def unrecorded() -> Iterator[None]:
-    """Run operators that selective checkpointing must not take for those of the forward that it
+def unrecorded() -> AbstractContextManager:
+    """For operators that selective checkpointing must not take for those of the forward that it
     records.
     """
-    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
-    if any(type(mode).__name__ == "_CachingTorchDispatchMode" for mode in modes):
-        with _disable_current_modes():
-            yield
-    else:
-        yield
+    if not torch.compiler.is_compiling():
+        for mode in _get_current_dispatch_mode_stack():
+            if type(mode).__name__ == "_CachingTorchDispatchMode":
+                return _disable_current_modes()
+    return nullcontext()
 
 
 def is_captured(tensor: Tensor) -> bool:

@@ -6,7 +6,7 @@ from torch import Tensor
 from pn_fairseq import kernels
 from pn_fairseq.norms.base import COUNT, RunningNorm
 from pn_fairseq.norms.checks import check_alpha, check_whole
-from pn_fairseq.norms.passes import inside_backward, is_captured, one_at_a_time
+from pn_fairseq.norms.passes import is_captured, one_at_a_time
 from pn_fairseq.norms.step import Step
 
 #: More batches than any training has: the warm-up is on at every value of the counter.
@@ -59,12 +59,6 @@ class PowerNorm(RunningNorm):
     mixes_tokens = "at first"
     reports = ("nonfinite_steps", "psi_distance", "guarded_steps", "gamma_max")
 
-    #: Whether :meth:`set_num_updates` says how many updates are completed, and whether the warm-up
-    #: is on. These seldom change, unlike the number: torch.compile compiles a graph for each of
-    #: their values.
-    _told = False
-    _warming = False
-
     #: Without :meth:`set_num_updates`: steps until the module looks whether its own steps have
     #: ended the warm-up.
     _steps_until_look = 1
@@ -79,21 +73,12 @@ class PowerNorm(RunningNorm):
         self.add_state("nu", 0.0)
         self._begin_warmup()
 
-    # TorchScript would compile the property.
-    __jit_unused_properties__ = (*RunningNorm.__jit_unused_properties__, "reads")
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        counts_steps = 0 < self.warmup_batches() < ALWAYS
-        return ("running_psi2", "nu", COUNT) if counts_steps else ("running_psi2", "nu")
-
     def set_num_updates(self, num_updates: int | None) -> None:
         # the t of the cumulative mean counts from here
         if num_updates == 0 and self._num_updates != 0:
             self.num_batches_tracked.zero_()
         super().set_num_updates(num_updates)
-        self._told = num_updates is not None
-        self._warming = (num_updates or 0) < self.psi_warmup_updates
+        self._warm_up((num_updates or 0) < self.psi_warmup_updates)
         self._steps_until_look = 1
 
     def reset_running_stats(self) -> None:
@@ -102,35 +87,31 @@ class PowerNorm(RunningNorm):
 
     def _begin_warmup(self) -> None:
         """With no step in the state."""
-        self._warming = (self._num_updates or 0) < self.psi_warmup_updates
+        self._warm_up((self._num_updates or 0) < self.psi_warmup_updates)
         self._steps_until_look = self.psi_warmup_updates
 
-    def warmup_batches(self) -> int:
-        """The psi warm-up is on while ``num_batches_tracked`` is less than this. A recomputed
-        forward gets what the last forward outside of a backward pass got.
-        """
-        compiling = torch.compiler.is_compiling()
-        if not compiling and self._seen.read and inside_backward():
-            return self._seen.warmup
-        warmup = ALWAYS if self._told else self.psi_warmup_updates
-        warmup = warmup if self._warming else 0
-        if not compiling:
-            self._seen.warmup = warmup
-        return warmup
+    def _warm_up(self, warming: bool) -> None:
+        """Note whether the warm-up is on, and whether its end depends on the steps in the state."""
+        self._warmup, self.reads = 0, ("running_psi2", "nu")
+        if warming and self._told:
+            self._warmup = ALWAYS
+        elif warming:
+            self._warmup, self.reads = self.psi_warmup_updates, (*self.reads, COUNT)
 
     def _look_at_own_steps(self, number: Tensor) -> None:
         """Note when the module's own steps have ended the warm-up. Reading their ``number`` waits
         for the device, so it is read when so many steps have run that they may have ended it.
         """
-        if self._told or not self._warming or torch.compiler.is_compiling():
+        if not 0 < self._warmup < ALWAYS or torch.compiler.is_compiling():
             return
         self._steps_until_look -= 1
         if self._steps_until_look <= 0 and not is_captured(number):
             self._steps_until_look = self.psi_warmup_updates - int(number)
-            self._warming = self._steps_until_look > 0
+            self._warm_up(self._steps_until_look > 0)
 
     def forward_pass(self, step: Step) -> Tensor:
-        step.warmup, step.psi2 = self.warmup_batches(), step.state["running_psi2"]
+        step.warmup = self._warmup if torch.compiler.is_compiling() else self._seen.warmup
+        step.psi2 = step.state["running_psi2"]
         if step.warmup == 0:
             return step.normalize(step.psi2, moments=True)
         batch = step.moments()  # psi_B is needed before the first token is normalized: two passes
@@ -141,10 +122,8 @@ class PowerNorm(RunningNorm):
         return step.normalize(step.psi2)
 
     def backward_pass(self, step: Step) -> tuple[Tensor, Tensor]:
-        if self.synchronises():
-            return step.gradient(step.psi2, nu=step.state["nu"], sums=True)
         with one_at_a_time():
-            state = self.state_to_move(step)
+            state = None if self.synchronises() else self.state_to_move(step)
             if state is None:
                 return step.gradient(step.psi2, nu=step.state["nu"], sums=True)
             gradients = kernels.power_step_(

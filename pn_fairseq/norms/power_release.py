@@ -74,11 +74,10 @@ class PowerNormRelease(PowerNorm):
     #: psi^2 in dx.
     keeps = ("psi2", "moment", "positions", "divisor2")
     reads = ("running_psi2", "nu", COUNT)
-    reports = RunningNorm.reports
-    observed = ("gamma_max",)
+    reports = (*RunningNorm.reports, "gamma_max")
 
-    def warmup_batches(self) -> int:
-        return self.psi_warmup_updates  # (e)
+    def _warm_up(self, warming: bool) -> None:
+        pass  # the state says whether it is on: (e)
 
     def set_num_updates(self, num_updates: int | None) -> None:
         RunningNorm.set_num_updates(self, num_updates)  # (e)
@@ -106,10 +105,10 @@ class PowerNormRelease(PowerNorm):
         step.products = step.products / ratio
         return dx, parameters
 
-    def _gamma(self, step: Step) -> Tensor:
-        return step.moment / (step.psi2 + self.eps)
-
     def update(self, step: Step, state: dict[str, Tensor]) -> None:
+        gamma = step.moment / (step.psi2 + self.eps)
+        if self.collecting:
+            self.note("gamma_max", gamma.max())
         number = (state[COUNT] + 1).to(step.batch.moment.dtype)
         # (b): both steps of a batch in one.
         share = torch.where(
@@ -122,10 +121,6 @@ class PowerNormRelease(PowerNorm):
         new = {
             "running_psi2": psi2 + share * (step.batch.moment - psi2),
             # (d)
-            "nu": nu * (1.0 - rate * self._gamma(step)) + rate * step.products[0] / step.positions,
+            "nu": nu * (1.0 - rate * gamma) + rate * step.products[0] / step.positions,
         }
         self.move(step, state, new)
-
-    def observe(self, step: Step) -> tuple[Tensor]:
-        """The largest Gamma of a channel."""
-        return (self._gamma(step).max(),)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pn_fairseq.norms.base import COUNT, ChannelNorm, RunningNorm, running_norms
 from pn_fairseq.norms.distributed import all_reduce_sum, world_size
+from pn_fairseq.norms.step import Step
 
 
 @contextmanager
@@ -72,12 +73,12 @@ def recalibrating(model: nn.Module) -> Iterator[list[RunningNorm]]:
 
 
 def _average_in(
-    norm: RunningNorm, mean: dict[str, Tensor], x: Tensor, padding_mask: Tensor | None
+    norm: RunningNorm, mean: dict[str, Tensor], x: Tensor, padding: Tensor | None
 ) -> Tensor:
     """y by the statistics of the batch, which enter their ``mean`` over the batches, by buffer
     name.
     """
-    batch = norm.batch_moments(norm.new_step(x.detach(), padding_mask, None, None, (), {}))
+    batch = norm.batch_moments(Step(norm, {}, padding, x.detach(), None, None))
     with torch.no_grad():
         moment, center = norm.statistics_of(batch)
         if norm.unbiased:
@@ -112,21 +113,17 @@ def average_running_stats(model: nn.Module, group=None) -> bool:
         # float64 also holds the counters: ranks that skipped different batches have different ones.
         state = {name: buffer.double() for name, buffer in norm.named_buffers(recurse=False)}
         if norm.mean_name is not None:
-            state[norm.moment_name] = state[norm.moment_name] + state[norm.mean_name].square()
+            state[norm.moment_name] += state[norm.mean_name].square()
         states.append(state)
-    flat = torch.cat([value.flatten() for state in states for value in state.values()])
-    parts = iter(
-        (all_reduce_sum(flat, group) / ranks).split(
-            [v.numel() for state in states for v in state.values()]
-        )
-    )
+    values = [value for state in states for value in state.values()]
+    total = all_reduce_sum(torch.cat([value.flatten() for value in values]), group)
+    parts = (total / ranks).split([value.numel() for value in values])
+    for value, part in zip(values, parts, strict=True):
+        value.copy_(part.view_as(value))
     for norm, state in zip(norms, states, strict=True):
-        averaged = {name: next(parts).view_as(value) for name, value in state.items()}
-        if norm.mean_name is not None:
-            averaged[norm.moment_name] = (
-                averaged[norm.moment_name] - averaged[norm.mean_name].square()
-            )
         norm.epoch += 1
+        if norm.mean_name is not None:
+            state[norm.moment_name] -= state[norm.mean_name].square()
         for name, buffer in norm.named_buffers(recurse=False):
-            buffer.copy_(averaged[name] if buffer.is_floating_point() else averaged[name].round())
+            buffer.copy_(state[name] if buffer.is_floating_point() else state[name].round())
     return True

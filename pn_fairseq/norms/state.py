@@ -24,7 +24,7 @@ class Seen:
     Attributes:
         state: copies of the state, by name; before the first forward of any values.
         read: whether there was such a forward.
-        warmup: :meth:`.PowerNorm.warmup_batches` in that forward.
+        warmup: :attr:`.StatefulNorm._warmup` in that forward.
     """
 
     __slots__ = ("read", "state", "warmup")
@@ -45,6 +45,14 @@ class StatefulNorm(ChannelNorm):
     #: its device.
     follows_updates = False
 
+    #: Whether :meth:`set_num_updates` has told how many updates are completed. It seldom changes:
+    #: torch.compile compiles a graph for each of its values.
+    _told = False
+
+    #: Of PN: the psi warm-up is on while ``num_batches_tracked`` is less than this. It seldom
+    #: changes, either.
+    _warmup = 0
+
     #: One more whenever the state is replaced: a step whose forward came before does not enter the
     #: new state.
     epoch = 0
@@ -54,8 +62,8 @@ class StatefulNorm(ChannelNorm):
         self._initial: dict[str, float] = {}
         self._num_updates: int | None = None
         #: Tensors that follow the device of the norm and are no state: the number of completed
-        #: updates (-1: unknown).
-        self._scratch = {"updates": torch.tensor(-1)} if self.follows_updates else {}
+        #: updates, if it is known.
+        self._scratch = {"updates": torch.tensor(0)} if self.follows_updates else {}
         self._seen = Seen({})
         self.register_buffer(COUNT, torch.zeros((), dtype=torch.int64))
         # a function of this file: a norm can be pickled
@@ -78,28 +86,21 @@ class StatefulNorm(ChannelNorm):
         what the last training forward outside of a backward pass read, though the state may have
         moved since.
         """
-        names = self.reads
-        if names is None:
-            names = tuple(self._buffers)
-        elif not names:
+        names = tuple(self._buffers) if self.reads is None else self.reads
+        if not names:
             return {}
         buffers = [self._buffers[name] for name in names]
         seen = self._seen
         if torch.compiler.is_compiling():
-            return dict(
-                zip(names, look([seen.state[name] for name in names], buffers), strict=True)
-            )
+            copies = look([seen.state[name] for name in names], buffers)
+            return dict(zip(names, copies, strict=True))
         if seen.read and inside_backward():
             refuse_captured_recomputation(buffers[0])
-            return {name: seen.state[name] for name in names}
-        if torch._C._len_torch_dispatch_stack():
-            with unrecorded():
-                copies = copies_of(buffers)
-        else:
-            copies = copies_of(buffers)
-        read = dict(zip(names, copies, strict=True))
+            return dict(seen.state)
+        with unrecorded():
+            read = dict(zip(names, copies_of(buffers), strict=True))
         seen.state.update(read)
-        seen.read = True
+        seen.read, seen.warmup = True, self._warmup
         return read
 
     def check_memory(self) -> None:
@@ -130,15 +131,14 @@ class StatefulNorm(ChannelNorm):
         """Tell the norm that ``num_updates`` optimizer updates are completed; None: it is not
         known.
         """
-        self._num_updates = num_updates
-        if self.follows_updates:
-            self._scratch["updates"].fill_(-1 if num_updates is None else num_updates)
+        self._num_updates, self._told = num_updates, num_updates is not None
+        if self.follows_updates and self._told:
+            self._scratch["updates"].fill_(num_updates)
 
     def completed_updates(self, state: dict[str, Tensor]) -> Tensor:
         """Completed optimizer updates, 0-d int64, for a norm that :attr:`follows_updates`. Without
         :meth:`set_num_updates` the steps that have entered ``state`` are counted."""
-        updates = self._scratch["updates"]
-        return torch.where(updates < 0, state[COUNT], updates)
+        return self._scratch["updates"] if self._told else state[COUNT]
 
     def reset_parameters(self) -> None:
         """Give the parameters and the state their initial values,
@@ -183,9 +183,11 @@ class StatefulNorm(ChannelNorm):
         StatefulNorm.set_num_updates(self, self._num_updates)
 
     def __getstate__(self):
+        state = self.__dict__.copy()
         # A process group cannot be copied, and a copy of a scaler would not follow the scaler.
-        kept = {"process_group": None, "loss_scale": None, "_seen": Seen(dict(self._seen.state))}
-        return {**self.__dict__, **kept}
+        state["process_group"] = state["loss_scale"] = None
+        state["_seen"] = Seen(dict(self._seen.state))
+        return state
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:

@@ -2,7 +2,6 @@
 backward contributes.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -34,14 +33,15 @@ class Forward:
 
     Attributes:
         counts: whether the step still has to enter the state. A step enters once, also where its
-            graph is retained. epoch: :attr:`.StatefulNorm.epoch` at the forward. buffers: the
-            buffers of the module at the forward, by name.
+            graph is retained.
+        epoch: :attr:`.StatefulNorm.epoch` at the forward.
+        buffers: the buffers of the module at the forward, by name.
     """
 
     __slots__ = ("buffers", "counts", "epoch")
 
-    def __init__(self, counts: bool, epoch: int, buffers: dict[str, Tensor]):
-        self.counts, self.epoch, self.buffers = counts, epoch, buffers
+    def __init__(self, norm):
+        self.counts, self.epoch, self.buffers = True, norm.epoch, dict(norm._buffers)
 
 
 class Step:
@@ -69,7 +69,7 @@ class Step:
         products: (2, C), sums over the real tokens of dx_hat * x_hat and of dx_hat; in ``update``
             over all ranks. Divide them by ``batch.count`` for means. Zeros where no backward runs.
         has_gradient: whether a backward runs.
-        forward: :class:`Forward`; None in a compiled graph.
+        forward: :class:`Forward`; None in a compiled graph, and where no backward runs.
         taken_in: whether the state has moved by this step.
     """
 
@@ -92,15 +92,15 @@ class Step:
     def __init__(
         self,
         norm,
-        x: Tensor,
+        state: dict[str, Tensor],
         padding: Tensor | None,
-        weight,
-        bias,
-        further: Sequence[Tensor],
-        state: dict,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        *further: Tensor,
     ):
-        self.norm, self.x, self.padding = norm, x, padding
-        self.weight, self.bias, self.further, self.state = weight, bias, further, state
+        self.norm, self.state, self.padding, self.x = norm, state, padding, x
+        self.weight, self.bias, self.further = weight, bias, further
         self.ignored = norm.ignoring
 
     def _mask(self) -> Tensor | None:
@@ -293,61 +293,36 @@ class Training(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, padding_mask, norm, read, *tensors):
-        num_further = len(tensors) - len(read)
-        further, copies = tensors[:num_further], tensors[num_further:]
-        step = norm.new_step(
-            x, padding_mask, weight, bias, further, dict(zip(read, copies, strict=True))
-        )
+    def forward(ctx, norm, state, padding, x, weight, bias, *further):
+        step = Step(norm, state, padding, x, weight, bias, *further)
         y = norm.forward_pass(step)
-        kept = [getattr(step, name) for name in norm.keeps]
-        ctx.norm, ctx.read, ctx.num_further = norm, read, num_further
-        ctx.forward, ctx.ignored, ctx.reduced = step.forward, step.ignored, step.batch.reduced
-        ctx.constants = [None if isinstance(value, Tensor) else value for value in kept]
-        ctx.save_for_backward(
-            x,
-            weight,
-            bias,
-            step.padding,
-            step.inv_rms,
-            step.batch.mean,
-            step.batch.moment,
-            step.batch.count,
-            *tensors,
-            *[value if isinstance(value, Tensor) else None for value in kept],
-        )
+        ctx.norm, ctx.ignored = norm, step.ignored
+        ctx.forward = None if torch.compiler.is_compiling() else Forward(norm)
+        # Vectors of the channels stay here, past hooks on saved tensors.
+        ctx.state, ctx.batch = state, step.batch
+        ctx.kept = [getattr(step, name) for name in norm.keeps]
+        ctx.save_for_backward(step.inv_rms, padding, x, weight, bias, *further)
         return y
 
     @staticmethod
     def backward(ctx, dy):
         kernels.refuse_second_derivative()
-        norm, step = ctx.norm, _step_of_backward(ctx, dy)
+        norm = ctx.norm
+        inv_rms, padding, x, weight, bias, *further = ctx.saved_tensors
+        step = Step(norm, ctx.state, padding, x, weight, bias, *further)
+        step.dy, step.loss_scale = dy, norm.current_loss_scale()
+        step.inv_rms, step.batch = inv_rms, ctx.batch
+        step.forward, step.ignored = ctx.forward, ctx.ignored
+        for name, value in zip(norm.keeps, ctx.kept, strict=True):
+            setattr(step, name, value)
         dx, parameters, *gradients = norm.backward_pass(step)
         if not step.taken_in:
             norm.contribute(step)
-        gradients = [
-            value.to(parameter.dtype)
-            for value, parameter in zip(gradients, step.further, strict=True)
-        ]
-        gradients += [None] * len(ctx.read)
-        if step.weight is None:
-            return dx, None, None, None, None, None, *gradients
-        if parameters.dtype != step.weight.dtype:
-            parameters = parameters.to(step.weight.dtype)
-        dweight, dbias = parameters.unbind()
-        return dx, dweight, dbias, None, None, None, *gradients
-
-
-def _step_of_backward(ctx, dy: Tensor) -> Step:
-    norm, read, num_further = ctx.norm, ctx.read, ctx.num_further
-    x, weight, bias, padding, inv_rms, mean, moment, count, *rest = ctx.saved_tensors
-    copies, kept = rest[num_further : num_further + len(read)], rest[num_further + len(read) :]
-    step = Step(
-        norm, x, padding, weight, bias, rest[:num_further], dict(zip(read, copies, strict=True))
-    )
-    step.inv_rms, step.batch = inv_rms, Moments(mean, moment, count, ctx.reduced)
-    step.forward, step.ignored = ctx.forward, ctx.ignored
-    for name, tensor, constant in zip(norm.keeps, kept, ctx.constants, strict=True):
-        setattr(step, name, constant if tensor is None else tensor)
-    step.dy, step.loss_scale = dy, norm.current_loss_scale()
-    return step
+        for index, parameter in enumerate(further):
+            gradients[index] = gradients[index].to(parameter.dtype)
+        dweight = dbias = None
+        if weight is not None:
+            if parameters.dtype != weight.dtype:
+                parameters = parameters.to(weight.dtype)
+            dweight, dbias = parameters.unbind()
+        return None, None, None, dx, dweight, dbias, *gradients

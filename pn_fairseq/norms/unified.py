@@ -1,12 +1,11 @@
 """UN: unified normalization, by moving averages of the statistics of both passes."""
 
-import torch
 from torch import Tensor
 
 from pn_fairseq.norms.base import COUNT
 from pn_fairseq.norms.checks import check_alpha
 from pn_fairseq.norms.step import Step
-from pn_fairseq.norms.window import WindowNorm, with_row
+from pn_fairseq.norms.window import WindowNorm
 
 
 class UnifiedNorm(WindowNorm):
@@ -48,8 +47,8 @@ class UnifiedNorm(WindowNorm):
     and ``lambda_window`` (window, C), initially 0; ``num_batches_tracked``, int64.
     """
 
-    #: ``skip``: whether the step is skipped, 0-d.
-    keeps = (*WindowNorm.keeps, "skip")
+    geometric = True
+    scales_gradient_of_weight = False
 
     def __init__(
         self,
@@ -66,49 +65,7 @@ class UnifiedNorm(WindowNorm):
 
     def forward_pass(self, step: Step) -> Tensor:
         self.begin(step, step.moments())
-        return self._normalize(step)
-
-    def _normalize(self, step: Step) -> Tensor:
-        window = with_row(step.state["psi2_window"], step.own_psi2, step.number)
-        geometric = window.log().mean(0).exp()
-        step.skip = self._skip(step, window, geometric)
-        step.psi2 = torch.where(step.early | step.skip, step.own_psi2, geometric)
-        step.ratio = torch.where(step.skip, 1.0, self.ratio(step))
         return step.normalize(step.psi2)
-
-    def _skip(self, step: Step, window: Tensor, geometric: Tensor) -> Tensor:
-        """Whether the step is skipped, 0-d."""
-        if self.window == 1:
-            return torch.ones_like(step.early)
-        if not self.outlier_filtration:
-            return torch.zeros_like(step.early)
-        bound = step.state["psi2_window"].sqrt().var() * self.window
-        return (window.mean(0) - geometric > bound).any() & ~step.early
-
-    def backward_pass(self, step: Step) -> tuple[Tensor, Tensor]:
-        gain = step.ratio if step.weight is None else step.ratio * step.weight
-        parameters, _ = step.gradient_sums(step.psi2, weight=gain)
-        average = self.average_lambda(step)
-        nu = self.alpha_bwd * step.state["nu"].to(average.dtype) + (1 - self.alpha_bwd) * average
-        dx, _ = step.gradient(
-            step.psi2, nu=torch.where(step.skip, self.own_lambda(step), nu), weight=gain
-        )
-        return dx, parameters
-
-    def average_lambda(self, step: Step) -> Tensor:
-        return torch.where(step.skip, self.own_lambda(step), super().average_lambda(step))
-
-    def update(self, step: Step, state: dict[str, Tensor]) -> None:
-        number, running, nu = state[COUNT] + 1, state["running_psi2"], state["nu"]
-        psi2 = torch.where(step.skip, running, step.own_psi2)
-        lambda_ = torch.where(step.skip, nu, self.own_lambda(step))
-        new = {
-            "running_psi2": self.alpha_fwd * running + (1 - self.alpha_fwd) * step.psi2,
-            "nu": self.alpha_bwd * nu + (1 - self.alpha_bwd) * self.average_lambda(step),
-            "psi2_window": with_row(state["psi2_window"], psi2, number),
-            "lambda_window": with_row(state["lambda_window"], lambda_, number),
-        }
-        self.move(step, state, new)
 
 
 class UnifiedNormRelease(UnifiedNorm):
@@ -125,6 +82,8 @@ class UnifiedNormRelease(UnifiedNorm):
     state.
     """
 
+    scales_gradient_of_weight = True  # (b)
+
     def completed_updates(self, state: dict[str, Tensor]) -> Tensor:
         return state[COUNT]  # (c)
 
@@ -134,9 +93,8 @@ class UnifiedNormRelease(UnifiedNorm):
         step.padding_counts = False
         step.moments()  # the number of real tokens decides whether the step is taken in
         self.begin(step, everywhere)  # (a)
-        return self._normalize(step)
+        return step.normalize(step.psi2)
 
     def backward_pass(self, step: Step) -> tuple[Tensor, Tensor]:
         step.padding_counts = True
-        dx, (products, sums) = super().backward_pass(step)
-        return dx, torch.stack([step.ratio * products, sums])  # (b)
+        return super().backward_pass(step)

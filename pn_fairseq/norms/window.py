@@ -1,10 +1,11 @@
 """What MABN and UN share: statistics over the last batches, which they keep in ring buffers."""
 
-import torch
 from torch import Tensor
 
+from pn_fairseq import kernels
 from pn_fairseq.norms.base import COUNT, RunningNorm
 from pn_fairseq.norms.checks import check_whole
+from pn_fairseq.norms.passes import one_at_a_time
 from pn_fairseq.norms.step import Moments, Step
 
 
@@ -34,13 +35,24 @@ class WindowNorm(RunningNorm):
     gradient_state = ("nu", "lambda_window")
     follows_updates = True
 
-    #: ``number``, ``updates``: of this step and of its optimizer update, from 1; ``early``: whether
-    #: it is early. ``own_psi2``, ``counted``: psi_B^2, and the number of tokens that it is over.
-    #: ``psi2``, ``ratio``: psi^2 in D, and r.
-    keeps = ("number", "updates", "early", "own_psi2", "counted", "psi2", "ratio")
+    #: ``own_psi2``, ``counted``: psi_B^2, and the number of tokens that it is over. ``psi2``,
+    #: ``ratio``: psi^2 in D, and r; ``marks``: whether the step is early and whether it is skipped.
+    keeps = ("own_psi2", "counted", "psi2", "ratio", "marks")
+
+    #: Decay of nu, in a norm that has it.
+    alpha_bwd = 0.0
 
     #: The ratio r is 1 for at least so many updates.
     ratio_warmup = 1000
+
+    #: Whether psi^2 is the geometric mean of the window, and the arithmetic one otherwise.
+    geometric = False
+
+    #: Whether steps with outliers are skipped; see :class:`UnifiedNorm`.
+    outlier_filtration = False
+
+    #: Whether the gradient of weight has the factor r.
+    scales_gradient_of_weight = True
 
     def __init__(self, num_features: int, window: int = 16, psi_warmup_updates: int = 0, **common):
         super().__init__(num_features, **common)
@@ -51,32 +63,66 @@ class WindowNorm(RunningNorm):
         self.add_state("lambda_window", 0.0, self.window)
 
     def begin(self, step: Step, batch: Moments) -> None:
-        """Note the statistics ``batch``, the number of the step, and whether it is early."""
-        step.number = step.state[COUNT] + 1
-        step.updates = self.completed_updates(step.state) + 1
-        step.early = (step.number <= self.window) | (step.updates < self.psi_warmup_updates)
-        step.own_psi2, step.counted = batch.moment, batch.count.clamp(min=1.0)
-
-    def ratio(self, step: Step) -> Tensor:
-        r"""r = sqrt(psi^2 + eps) / sqrt(running psi^2 + eps) in [1/5, 5]; 1 at first."""
-        running = step.state["running_psi2"].to(step.psi2.dtype)
-        ratio = ((step.psi2 + self.eps) / (running + self.eps)).sqrt().clamp(1 / 5, 5)
-        return torch.where(
-            step.updates <= max(self.ratio_warmup, self.psi_warmup_updates), 1.0, ratio
+        """Note the statistics ``batch``, and what the step normalizes by."""
+        step.own_psi2, step.counted = batch.moment, batch.count
+        step.psi2, step.ratio, step.marks = kernels.window_statistics(
+            step.state["psi2_window"],
+            step.state["running_psi2"],
+            step.state[COUNT],
+            self.completed_updates(step.state),
+            step.own_psi2,
+            None,
+            self.psi_warmup_updates,
+            max(self.ratio_warmup, self.psi_warmup_updates),
+            self.eps,
+            self.geometric,
+            self.outlier_filtration,
         )
 
-    def own_lambda(self, step: Step) -> Tensor:
-        """lambda_B; 0 without a backward."""
-        return step.products[0] / step.counted
+    def gain_of(self, step: Step) -> Tensor:
+        """r weight, (C,)."""
+        return step.ratio if step.weight is None else step.ratio * step.weight
 
-    def average_lambda(self, step: Step) -> Tensor:
-        """The mean of lambda over the last steps; early: that of this step."""
-        own = self.own_lambda(step)
-        average = with_row(step.state["lambda_window"], own, step.number).mean(0)
-        return torch.where(step.early, own, average)
+    def backward_pass(self, step: Step) -> tuple[Tensor, Tensor]:
+        gain = self.gain_of(step)
+        parameters, _ = step.gradient_sums(step.psi2, weight=gain)
+        if self.scales_gradient_of_weight:
+            parameters[0].mul_(step.ratio)
+        with one_at_a_time():
+            state = self.state_to_move(step)
+            if state is not None:
+                correction = self.update(step, state)
+            else:  # dx needs the correction, and the state must not move
+                copies = {name: value.clone() for name, value in step.state.items()}
+                correction = self._move_window(step, copies, None)
+            step.mark_taken_in()
+        dx, _ = step.gradient(step.psi2, nu=correction, weight=gain)
+        return dx, parameters
 
+    def update(self, step: Step, state: dict[str, Tensor]) -> Tensor:
+        """Move the ``state``, and return what x_hat is multiplied by in dx, (C,)."""
+        return self._move_window(step, state, self.diagnostics_memory())
 
-def with_row(window: Tensor, row: Tensor, number: Tensor) -> Tensor:
-    """The ring buffer ``window``, (M, C), after step ``number`` with the value ``row``, (C,)."""
-    rows = torch.arange(len(window), device=window.device)
-    return torch.where((rows == number % len(window))[:, None], row, window)
+    def _move_window(
+        self, step: Step, state: dict[str, Tensor], diagnostics: Tensor | None
+    ) -> Tensor:
+        return kernels.window_update_(
+            state["running_psi2"],
+            state.get("nu"),
+            state["psi2_window"],
+            state["lambda_window"],
+            state[COUNT],
+            diagnostics,
+            step.state.get("nu"),
+            step.state["lambda_window"],
+            step.state[COUNT],
+            step.psi2,
+            step.own_psi2,
+            step.marks,
+            step.products,
+            step.batch.count,
+            step.counted,
+            self.alpha_fwd,
+            self.alpha_bwd,
+            step.has_gradient,
+        )

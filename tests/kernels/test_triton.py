@@ -127,6 +127,9 @@ FORWARD, BACKWARD = (
     ["norm_backward", "finish_gradient_sums", "norm_backward"],
 )
 
+#: Copies of the state of UN, one for each buffer. MABN has no nu.
+CLONES = ["clone"] * 5
+
 
 @pytest.mark.parametrize(
     ("name", "forward", "backward"),
@@ -135,6 +138,16 @@ FORWARD, BACKWARD = (
         ("power", ["stack", *FORWARD], ["norm_backward", "power_update_"]),
         ("power-v", [*FORWARD, "norm_forward"], [*BACKWARD, "running_average_"]),
         ("batch", [*FORWARD, "norm_forward"], [*BACKWARD, "running_average_"]),
+        (
+            "unified",
+            [*CLONES, *FORWARD, "window_statistics", "norm_forward"],
+            ["mul", *BACKWARD[:2], "window_update_", "norm_backward"],
+        ),
+        (
+            "mabn",
+            [*CLONES[1:], *FORWARD, "window_statistics", "mul", "norm_forward"],
+            ["mul", *BACKWARD[:2], "mul_", "window_update_", "norm_backward"],
+        ),
         *(
             (
                 name,
