@@ -90,6 +90,12 @@ def _channels(GROUPS, GROUP_SIZE, BLOCK_G: constexpr, BLOCK_K: constexpr):
 
 
 @triton.jit
+def _tiles(BLOCK_N):
+    """The first token of this program, and how far it is from tile to tile."""
+    return tl.program_id(0) * BLOCK_N, tl.num_programs(0) * BLOCK_N
+
+
+@triton.jit
 def _tile(start, rows, inside, BLOCK_N: constexpr):
     """The tokens of a tile, which of these there are, (BLOCK_N,), and which of its elements."""
     row = start + tl.arange(0, BLOCK_N)
@@ -135,9 +141,22 @@ def _real(padding, row, valid, inner, outer_stride, inner_stride):
 
 
 @triton.jit
+def _over_tokens(values):
+    """The sum over the tokens of a tile, (1, BLOCK_G, BLOCK_K)."""
+    return tl.sum(values, 0, keep_dims=True)
+
+
+@triton.jit
+def _group_mean(values, GROUP_SIZE):
+    """The mean over the channels of each group of a tile, (BLOCK_N, BLOCK_G, 1)."""
+    return tl.sum(values, 2, keep_dims=True) / GROUP_SIZE
+
+
+@triton.jit
 def _used(dy):
     """Which tokens of a tile the loss depends on, (BLOCK_N, 1, 1)."""
-    return (tl.sum(tl.sum((dy != 0).to(tl.int32), 2), 1) != 0)[:, None, None]
+    different = (dy != 0).to(tl.int32)
+    return (tl.sum(tl.sum(different, 2), 1) != 0)[:, None, None]
 
 
 @triton.jit
@@ -146,7 +165,8 @@ def _of_groups(row, valid, GROUPS, BLOCK_G: constexpr):
     BLOCK_G).
     """
     group = tl.arange(0, BLOCK_G)[None, :]
-    return row.to(tl.int64)[:, None] * GROUPS + group, valid[:, None] & (group < GROUPS)
+    places = row.to(tl.int64)[:, None] * GROUPS + group
+    return places, valid[:, None] & (group < GROUPS)
 
 
 @triton.jit
@@ -173,11 +193,11 @@ def _add_tile(h, real, count, mean, squares):
     """
     keep = real[:, None, None]
     added = tl.sum(real.to(h.dtype), 0)
-    tile_mean = tl.sum(tl.where(keep, h, 0.0), 0, keep_dims=True) / tl.maximum(added, 1.0)
+    tile_mean = _over_tokens(tl.where(keep, h, 0.0)) / tl.maximum(added, 1.0)
     deviation = tl.where(keep, h - tile_mean, 0.0)
     share = added / tl.maximum(count + added, 1.0)
     difference = tile_mean - mean
-    squares += tl.sum(deviation * deviation, 0, keep_dims=True)
+    squares += _over_tokens(deviation * deviation)
     if added > 0:
         squares += difference * difference * (count * share)
         mean += difference * share
@@ -231,14 +251,16 @@ def norm_forward(
     """
     C: constexpr = GROUPS * GROUP_SIZE
     channel, inside = _channels(GROUPS, GROUP_SIZE, BLOCK_G, BLOCK_K)
+    first, stride = _tiles(BLOCK_N)
     center = _vector(mean, channel, inside, 0.0, ACC)
     shift = _vector(bias, channel, inside, 0.0, ACC)
     scale = _vector(weight, channel, inside, 1.0, ACC)
     scale = _divide(scale, _divisor(moment, channel, inside, EPS, ACC))
     count = tl.zeros([], ACC)
-    batch_mean = tl.zeros(channel.shape, ACC)
-    squares = tl.zeros(channel.shape, ACC)
-    for start in range(tl.program_id(0) * BLOCK_N, rows, tl.num_programs(0) * BLOCK_N):
+    zeros = tl.zeros(channel.shape, ACC)
+    batch_mean = zeros
+    squares = zeros
+    for start in range(first, rows, stride):
         row, valid, exists = _tile(start, rows, inside, BLOCK_N)
         h = _read(x, row, channel, exists, inner, x_outer, x_inner, C, ACC)
         if inv_rms is not None:
@@ -249,7 +271,7 @@ def norm_forward(
                 count, batch_mean, squares = _add_tile(h, real, count, batch_mean, squares)
             else:
                 count += tl.sum(real.to(ACC), 0)
-                squares += tl.sum(tl.where(real[:, None, None], h * h, 0.0), 0, keep_dims=True)
+                squares += _over_tokens(tl.where(real[:, None, None], h * h, 0.0))
         if y is not None:
             _write(y, (h - center) * scale + shift, row, channel, exists, C)
     if partials is not None:
@@ -298,6 +320,7 @@ def norm_backward(
     """
     C: constexpr = GROUPS * GROUP_SIZE
     channel, inside = _channels(GROUPS, GROUP_SIZE, BLOCK_G, BLOCK_K)
+    first, stride = _tiles(BLOCK_N)
     center = _vector(mean, channel, inside, 0.0, ACC)
     divisor = _divisor(moment, channel, inside, EPS, ACC)
     scale = _divide(_vector(weight, channel, inside, 1.0, ACC), divisor)
@@ -305,11 +328,12 @@ def norm_backward(
     factor = _divide(_divide(_number(loss_scale, ACC), tokens), divisor)
     slope = _divide(_vector(nu, channel, inside, 0.0, ACC) * factor, divisor)
     shift = _vector(offset, channel, inside, 0.0, ACC) * factor
-    products = tl.zeros(channel.shape, ACC)
-    plain = tl.zeros(channel.shape, ACC)
-    real_products = tl.zeros(channel.shape, ACC)
-    real_plain = tl.zeros(channel.shape, ACC)
-    for start in range(tl.program_id(0) * BLOCK_N, rows, tl.num_programs(0) * BLOCK_N):
+    zeros = tl.zeros(channel.shape, ACC)
+    products = zeros
+    plain = zeros
+    real_products = zeros
+    real_plain = zeros
+    for start in range(first, rows, stride):
         row, valid, exists = _tile(start, rows, inside, BLOCK_N)
         real = _real(padding, row, valid, inner, padding_outer, padding_inner)[:, None, None]
         dh = _read(dy, row, channel, exists, inner, dy_outer, dy_inner, C, ACC)
@@ -322,17 +346,17 @@ def norm_backward(
             used = used | real
         if partials is not None:
             product = tl.where(used, dh * (h - center), 0.0)
-            products += tl.sum(product, 0, keep_dims=True)
-            plain += tl.sum(dh, 0, keep_dims=True)
+            products += _over_tokens(product)
+            plain += _over_tokens(dh)
             if padding is not None:
-                real_products += tl.sum(tl.where(real, product, 0.0), 0, keep_dims=True)
-                real_plain += tl.sum(tl.where(real, dh, 0.0), 0, keep_dims=True)
+                real_products += _over_tokens(tl.where(real, product, 0.0))
+                real_plain += _over_tokens(tl.where(real, dh, 0.0))
         if dx is not None:
             dh = dh * scale
             if nu is not None:
                 dh = dh - tl.where(real, slope * (h - center) + shift, 0.0)
             if inv_rms is not None:
-                projection = tl.sum(dh * h, 2, keep_dims=True) / GROUP_SIZE
+                projection = _group_mean(dh * h, GROUP_SIZE)
                 dh = (dh - h * projection) * scales
             _write(dx, tl.where(used, dh, 0.0), row, channel, exists, C)
     if partials is not None:
@@ -374,10 +398,11 @@ def standardize(
     C: constexpr = GROUPS * GROUP_SIZE
     TINY: constexpr = TINY_64 if ACC == tl.float64 else TINY_32
     channel, inside = _channels(GROUPS, GROUP_SIZE, BLOCK_G, BLOCK_K)
+    first, stride = _tiles(BLOCK_N)
     scale = _vector(weight, channel, inside, 1.0, ACC)
     shift = _vector(bias, channel, inside, 0.0, ACC)
     plane = rows.to(tl.int64) * GROUPS
-    for start in range(tl.program_id(0) * BLOCK_N, rows, tl.num_programs(0) * BLOCK_N):
+    for start in range(first, rows, stride):
         row, valid, exists = _tile(start, rows, inside, BLOCK_N)
         z = _read(x, row, channel, exists, inner, x_outer, x_inner, C, ACC)
         mean = tl.zeros([BLOCK_N, BLOCK_G], ACC)
@@ -429,11 +454,13 @@ def standardize_gradient(
     """
     C: constexpr = GROUPS * GROUP_SIZE
     channel, inside = _channels(GROUPS, GROUP_SIZE, BLOCK_G, BLOCK_K)
+    first, stride = _tiles(BLOCK_N)
     scale = _vector(weight, channel, inside, 1.0, ACC)
-    products = tl.zeros(channel.shape, ACC)
-    plain = tl.zeros(channel.shape, ACC)
+    zeros = tl.zeros(channel.shape, ACC)
+    products = zeros
+    plain = zeros
     plane = rows.to(tl.int64) * GROUPS
-    for start in range(tl.program_id(0) * BLOCK_N, rows, tl.num_programs(0) * BLOCK_N):
+    for start in range(first, rows, stride):
         row, valid, exists = _tile(start, rows, inside, BLOCK_N)
         places, there = _of_groups(row, valid, GROUPS, BLOCK_G)
         grad = _read(dy, row, channel, exists, inner, dy_outer, dy_inner, C, ACC)
@@ -444,16 +471,16 @@ def standardize_gradient(
         z = tl.where(used, (h - mean) * inverse, 0.0)
         curve = GAIN + GAIN_SLOPE * z
         if partials is not None:
-            products += tl.sum(grad * (z * curve), 0, keep_dims=True)
-            plain += tl.sum(grad, 0, keep_dims=True)
+            products += _over_tokens(grad * (z * curve))
+            plain += _over_tokens(grad)
         if dx is not None:
             dz = grad * scale * curve  # 0 beyond the channels
             through = dz
             if THROUGH_MEAN:
-                through = through - tl.sum(dz, 2, keep_dims=True) / GROUP_SIZE
+                through = through - _group_mean(dz, GROUP_SIZE)
             if THROUGH_DIVISOR:
                 share = tl.load(stats + 2 * plane + places, mask=there, other=0.0)[:, :, None]
-                through = through - z * (share * (tl.sum(dz * z, 2, keep_dims=True) / GROUP_SIZE))
+                through = through - z * (share * _group_mean(dz * z, GROUP_SIZE))
             _write(dx, tl.where(used, through * inverse, 0.0), row, channel, exists, C)
     if partials is not None:
         _write_partial(partials, 0, channel, inside, products, C)
@@ -507,9 +534,10 @@ def squash(
     """y = weight f(alpha x + shift) + bias with f = tanh, or erf."""
     C: constexpr = GROUPS * GROUP_SIZE
     channel, inside = _channels(GROUPS, GROUP_SIZE, BLOCK_G, BLOCK_K)
+    first, stride = _tiles(BLOCK_N)
     scale = _vector(weight, channel, inside, 1.0, ACC)
     offset = _vector(bias, channel, inside, 0.0, ACC)
-    for start in range(tl.program_id(0) * BLOCK_N, rows, tl.num_programs(0) * BLOCK_N):
+    for start in range(first, rows, stride):
         row, _, exists = _tile(start, rows, inside, BLOCK_N)
         h = _read(x, row, channel, exists, inner, x_outer, x_inner, C, ACC)
         value, _ = _squashed(h, alpha, shift, ERF)
@@ -543,12 +571,14 @@ def squash_gradient(
     """dx, and each program's sums over its tokens."""
     C: constexpr = GROUPS * GROUP_SIZE
     channel, inside = _channels(GROUPS, GROUP_SIZE, BLOCK_G, BLOCK_K)
+    first, stride = _tiles(BLOCK_N)
     scale = _vector(weight, channel, inside, 1.0, ACC) * tl.load(alpha).to(ACC)
-    products = tl.zeros(channel.shape, ACC)
-    plain = tl.zeros(channel.shape, ACC)
-    stretched = tl.zeros(channel.shape, ACC)
-    shifted = tl.zeros(channel.shape, ACC)
-    for start in range(tl.program_id(0) * BLOCK_N, rows, tl.num_programs(0) * BLOCK_N):
+    zeros = tl.zeros(channel.shape, ACC)
+    products = zeros
+    plain = zeros
+    stretched = zeros
+    shifted = zeros
+    for start in range(first, rows, stride):
         row, _, exists = _tile(start, rows, inside, BLOCK_N)
         grad = _read(dy, row, channel, exists, inner, dy_outer, dy_inner, C, ACC)
         h = _read(x, row, channel, exists, inner, x_outer, x_inner, C, ACC)
@@ -557,10 +587,10 @@ def squash_gradient(
         slope = 1.1283791670955126 * tl.exp(-argument * argument) if ERF else 1.0 - value * value
         dh = grad * slope
         if partials is not None:
-            products += tl.sum(grad * value, 0, keep_dims=True)
-            plain += tl.sum(grad, 0, keep_dims=True)
-            stretched += tl.sum(dh * h, 0, keep_dims=True)
-            shifted += tl.sum(dh, 0, keep_dims=True)
+            products += _over_tokens(grad * value)
+            plain += _over_tokens(grad)
+            stretched += _over_tokens(dh * h)
+            shifted += _over_tokens(dh)
         if dx is not None:
             _write(dx, dh * scale, row, channel, exists, C)
     if partials is not None:
@@ -715,7 +745,8 @@ def finish_gradient_sums(
 @triton.jit
 def _all_finite(values):
     """In float32. Values beyond C have to be finite."""
-    return tl.min((tl.abs(values.to(tl.float32)) < INFINITY).to(tl.int32), 0) == 1
+    finite = tl.abs(values.to(tl.float32)) < INFINITY
+    return tl.min(finite.to(tl.int32), 0) == 1
 
 
 @triton.jit
@@ -969,9 +1000,10 @@ def window_statistics(
     updates = batches if completed is None else tl.load(completed)
     early = (batches + 1 <= M) | (updates + 1 < WARMUP)
     own = _vector(batch_psi2, channel, inside, 1.0, ACC)
-    average = tl.zeros(own.shape, ACC)
-    logarithms = tl.zeros(own.shape, ACC)
-    roots = tl.zeros(own.shape, ACC)  # of the window before this step
+    zeros = tl.zeros(own.shape, ACC)
+    average = zeros
+    logarithms = zeros
+    roots = zeros  # of the window before this step
     for number in range(M):
         before = _vector(psi2_window + number * C, channel, inside, 1.0, ACC)
         value = tl.where(number == (batches + 1) % M, own, before)
@@ -984,7 +1016,7 @@ def window_statistics(
         skip = skip == 0
     elif FILTRATION:
         mean = tl.sum(roots, 0) / (M * C)
-        squares = tl.zeros(own.shape, ACC)
+        squares = zeros
         for number in range(M):
             root = tl.sqrt(_vector(psi2_window + number * C, channel, inside, 1.0, ACC)) - mean
             squares += tl.where(inside, root * root, 0.0)
