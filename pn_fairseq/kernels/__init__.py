@@ -1,12 +1,9 @@
 """The arithmetic of the norms: operators (:mod:`.ops`), their definition (:mod:`.reference`), fused
 implementations.
 
-=============
-===============================================================================================
-``reference``  plain PyTorch, any device, always available ``triton``     Triton for CUDA, if triton
-is installed (torch for CUDA installs it) ``cpp``        C++ for CPUs, compiled when the package is
-installed if there is a compiler =============
-===============================================================================================
+- ``reference``: plain PyTorch, any device, always available
+- ``triton``: Triton for CUDA, if triton is installed (torch for CUDA installs it)
+- ``cpp``: C++ for CPUs, compiled when the package is installed if there is a compiler
 
 The fastest that the machine can run is used. ``PN_FAIRSEQ_KERNELS`` forces one. It is an error if
 that one cannot run, without a fallback. The first use of a GPU compares its results with the

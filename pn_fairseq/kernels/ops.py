@@ -1,26 +1,25 @@
 """The operators ``torch.ops.pn_fairseq.*``, and functions with a gradient made of them.
 
 :mod:`.reference` defines the arguments and the results of each and serves every device; C++ and
-  Triton compute the same
-on CPU and CUDA. They trust their arguments: the norms check what users give them, once. Tokens and
-masks may have any strides, and the usual ones, such as those of a transposed batch, are read
-without a copy. Results are contiguous, as the results of torch's LayerNorm. An operator whose name
-ends in ``_`` changes state, which is contiguous, in place; the others are pure.
+Triton compute the same on CPU and CUDA. They trust their arguments: the norms check what users give
+them, once. Tokens and masks may have any strides, and the usual ones, such as those of a transposed
+batch, are read without a copy. Results are contiguous, as the results of torch's LayerNorm. An
+operator whose name ends in ``_`` changes state, which is contiguous, in place; the others are pure.
 
-===================
-==============================================================================================
-``normalize``        y from given statistics, optionally with the second moment of the batch from
-the same pass ``moments``          statistics of the batch ``gradient``         dx from given
-vectors, optionally with the sums over tokens from the same pass ``gradient_sums``    sums over
-tokens of a backward pass ``running_average_`` moves the running statistics of a norm that keeps
-averages ``power_update_``    moves the state of PN ``power_step_``      the backward of PN:
-``gradient`` and ``power_update_`` ``batch_normalize``  ``moments`` and ``normalize``
-``batch_step_``      its backward: ``gradient_sums``, ``gradient`` and ``running_average_``
-``window_statistics`` what a forward of UN or MABN normalizes by; ``window_update_`` moves their
-state ``standardize``      y by the statistics of each token; ``standardize_gradient`` is its
-backward ``squash``           y by tanh or erf, channel by channel; ``squash_gradient`` is its
-backward ===================
-==============================================================================================
+- ``normalize``: y from given statistics, optionally with the second moment of the batch from the
+  same pass
+- ``moments``: statistics of the batch
+- ``gradient``: dx from given vectors, optionally with the sums over tokens from the same pass
+- ``gradient_sums``: sums over tokens of a backward pass
+- ``running_average_``: moves the running statistics of a norm that keeps averages
+- ``power_update_``: moves the state of PN
+- ``power_step_``: the backward of PN: ``gradient`` and ``power_update_``
+- ``batch_normalize``: ``moments`` and ``normalize``
+- ``batch_step_``: its backward: ``gradient_sums``, ``gradient`` and ``running_average_``
+- ``window_statistics``: what a forward of UN or MABN normalizes by; ``window_update_`` moves their
+  state
+- ``standardize``: y by the statistics of each token; ``standardize_gradient`` is its backward
+- ``squash``: y by tanh or erf, channel by channel; ``squash_gradient`` is its backward
 """
 
 import inspect
@@ -88,9 +87,11 @@ squash_gradient = _operator(reference.squash_gradient)
 COMPILED: dict[str, Callable] = {}
 
 
-def _with_gradient(name: str, function: type[torch.autograd.Function]) -> Callable:
-    """The autograd function in C++, or in Python, which torch.compile can look into."""
-    if torch.compiler.is_compiling() or name not in COMPILED:
+def _with_gradient(name: str, function: type[torch.autograd.Function], x: Tensor) -> Callable:
+    """The autograd function in C++, which takes the memory of plain tensors; or in Python, which
+    torch.compile can look into, and whose operators a subclass of tensors such as DTensor replaces.
+    """
+    if torch.compiler.is_compiling() or name not in COMPILED or type(x) is not Tensor:
         return function.apply
     return COMPILED[name]
 
@@ -165,7 +166,7 @@ def evaluate(
     # the autograd function would cost as much as the operator on a few tokens
     if not torch.is_grad_enabled():
         return normalize(x, weight, bias, mean, moment, None, None, groups, eps, False)[0]
-    return _with_gradient("evaluate", _Normalize)(x, weight, bias, mean, moment, groups, eps)
+    return _with_gradient("evaluate", _Normalize, x)(x, weight, bias, mean, moment, groups, eps)
 
 
 class _Standardize(torch.autograd.Function):
@@ -219,7 +220,7 @@ def standardized(
         return reference.standardize(x, weight, bias, groups, *divisor_and_gains, *through)[0]
     if not torch.is_grad_enabled():
         return standardize(x, weight, bias, groups, *divisor_and_gains)[0]
-    return _with_gradient("standardized", _Standardize)(
+    return _with_gradient("standardized", _Standardize, x)(
         x, weight, bias, groups, *divisor_and_gains, *through
     )
 
@@ -256,4 +257,4 @@ def squashed(
         return reference.squash(x, weight, bias, alpha, shift, erf)
     if not torch.is_grad_enabled():
         return squash(x, weight, bias, alpha, shift, erf)
-    return _with_gradient("squashed", _Squash)(x, weight, bias, alpha, shift, erf)
+    return _with_gradient("squashed", _Squash, x)(x, weight, bias, alpha, shift, erf)

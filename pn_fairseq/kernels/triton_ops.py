@@ -11,6 +11,7 @@ With ``TRITON_INTERPRET=1`` in the environment before triton is imported, the sa
 on the CPU, slowly: tests do that.
 """
 
+import inspect
 import warnings
 from functools import cache, lru_cache, wraps
 
@@ -22,7 +23,6 @@ from triton.compiler import CompiledKernel
 
 from pn_fairseq.kernels import triton_kernels as kernels
 from pn_fairseq.kernels.ops import CHANGED, OPERATORS
-from pn_fairseq.kernels.reference import acc_dtype
 
 #: Channels that one program can hold, with groups and their number rounded up to powers of two.
 MAX_CHANNELS = 8192
@@ -48,14 +48,8 @@ MIN_TILES = 4
 #: Programs, and channels, that a program of a finishing kernel adds up at a time.
 BLOCK_P, BLOCK_C = 128, 32
 
-#: Channels of the state that are read at a time.
-STATE_CHANNELS = 4096
-
 #: Whether the kernels compute on the CPU.
 INTERPRETED = not isinstance(kernels.norm_forward, triton.runtime.JITFunction)
-
-_FINISH = {"num_warps": 8, "num_stages": 1, "enable_fp_fusion": True}
-
 
 #: Whether a compiled kernel takes its constants as well, in order.
 LAUNCHES_COMPILED = not INTERPRETED and tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
@@ -162,11 +156,9 @@ def _launch(
 
 @lru_cache
 def _multiprocessors(device: torch.device) -> int:
-    return (
-        torch.cuda.get_device_properties(device).multi_processor_count
-        if device.type == "cuda"
-        else 1
-    )
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _quotient(number: int, divisor: int) -> int:
@@ -174,40 +166,31 @@ def _quotient(number: int, divisor: int) -> int:
     return -(-number // divisor)
 
 
-def _tile(channels: int, groups: int, acc: torch.dtype) -> dict:
-    """How a tile holds the channels, how many tokens it has, and how many warps work on it."""
-    groups = max(groups, 1)
-    block_g, block_k = triton.next_power_of_2(groups), triton.next_power_of_2(channels // groups)
-    width = block_g * block_k
+def _check_width(width: int, row: str) -> None:
+    """Raise unless one program can hold a ``row`` of ``width`` numbers."""
     if width > MAX_CHANNELS:
-        whole = (
-            f"{channels} channels in {groups} group(s) make a row of {width} numbers, with powers "
-            f"of two"
+        raise _DoesNotFit(
+            f"{row} make a row of {width} numbers, with powers of two, and Triton's kernels take "
+            f"{MAX_CHANNELS}"
         )
-        raise _DoesNotFit(f"{whole}, and Triton's kernels take {MAX_CHANNELS}")
-    warps = min(max(width // 256, 1), 16)
-    return {
-        "GROUPS": groups,
-        "GROUP_SIZE": channels // groups,
-        "BLOCK_N": max(ELEMENTS * 32 * warps // width, 1),
-        "BLOCK_G": block_g,
-        "BLOCK_K": block_k,
-        "ACC": tl.float64 if acc is torch.float64 else tl.float32,
-        "num_warps": warps,
-        "num_stages": 1,
-        "enable_fp_fusion": True,
-    }
+
+
+def _warps(width: int) -> int:
+    return min(max(width // 256, 1), 16)
 
 
 class _Tokens:
     """The tokens of a shape as a pass over them sees them; ``threads`` fill a multiprocessor.
 
     Attributes:
+        acc: the accumulation dtype.
         rows: number of tokens.
-        programs: number of programs that share them. It depends on the shape and the GPU only.
-        tile: constants of the kernel.
         width: channels of a tile, those included that a mask leaves out.
-        blocks: number of programs that finish the sums.
+        tile: constants of the kernel: how a tile holds the channels, how many tokens it has, and
+            how many warps work on it.
+        programs: number of programs that share the tokens. It depends on the shape and the GPU
+            only.
+        blocks: number of programs that finish the sums, and ``finishing`` their constants.
         key: what all kernels are compiled for.
     """
 
@@ -221,21 +204,36 @@ class _Tokens:
             raise _DoesNotFit(
                 f"{self.rows} tokens are more than the {MAX_TOKENS} that Triton's kernels take"
             )
-        self.tile = _tile(self.channels, groups, self.acc)
-        self.width = self.tile["BLOCK_G"] * self.tile["BLOCK_K"]
-        processors = _multiprocessors(device)
-        tiles = _quotient(self.rows, self.tile["BLOCK_N"])
-        resident = processors * max(threads // (32 * self.tile["num_warps"]), 1)
-        self.programs = max(
-            min(resident, max(_quotient(tiles, MIN_TILES), min(tiles, processors))), 1
-        )
-        self.blocks = _quotient(self.channels, BLOCK_C)
-        of_state = {
-            "BLOCK_Q": triton.next_power_of_2(self.blocks),
-            "BLOCK_S": min(triton.next_power_of_2(self.channels), 1024),
+        spans = max(groups, 1)
+        block_g = triton.next_power_of_2(spans)
+        block_k = triton.next_power_of_2(self.channels // spans)
+        self.width = block_g * block_k
+        _check_width(self.width, f"{self.channels} channels in {spans} group(s)")
+        warps = _warps(self.width)
+        block_n = max(ELEMENTS * 32 * warps // self.width, 1)
+        self.tile = {
+            "GROUPS": spans,
+            "GROUP_SIZE": self.channels // spans,
+            "BLOCK_N": block_n,
+            "BLOCK_G": block_g,
+            "BLOCK_K": block_k,
+            "ACC": tl.float64 if self.acc is torch.float64 else tl.float32,
+            "num_warps": warps,
+            "num_stages": 1,
         }
-        self.finishing = {"C": self.channels, "BLOCK_P": BLOCK_P, "BLOCK_C": BLOCK_C, **_FINISH}
-        self.finishing_state = self.finishing | of_state
+        processors = _multiprocessors(device)
+        resident = processors * max(threads // (32 * warps), 1)
+        tiles = _quotient(self.rows, block_n)
+        wanted = max(_quotient(tiles, MIN_TILES), min(tiles, processors))
+        self.programs = max(min(resident, wanted), 1)
+        self.blocks = _quotient(self.channels, BLOCK_C)
+        self.finishing = {
+            "C": self.channels,
+            "BLOCK_P": BLOCK_P,
+            "BLOCK_C": BLOCK_C,
+            "num_warps": 8,
+            "num_stages": 1,
+        }
         self.key = device, self.channels, groups, self.acc
 
     def new(self, *shape: int) -> Tensor:
@@ -245,58 +243,35 @@ class _Tokens:
         """Room for the sums of the programs, for one or two numbers of each, and for ``more``."""
         return self.new(self.programs * (slots * self.channels + 2) + more)
 
-    def launch(self, name: str, tensors, strides, **flags) -> None:
+    def launch(self, name: str, tensors, strides, flags: dict) -> None:
         """Launch a kernel that reads the tokens."""
-        numbers = (self.rows, *strides)
-        _launch(
-            name, (self.programs, 1, 1), tensors, numbers, self.tile, flags, self.key, strides[1:]
-        )
+        grid, numbers = (self.programs, 1, 1), (self.rows, *strides)
+        _launch(name, grid, tensors, numbers, self.tile, flags, self.key, strides[1:])
 
-    def finish(self, name: str, rows: int, tensors, *numbers, **flags) -> None:
+    def finish(self, name: str, rows: int, tensors, flags: dict) -> None:
         """Launch a kernel that adds up what the programs have left."""
-        constants = self.finishing_state if name == "power_update_" else self.finishing
-        _launch(
-            name,
-            (self.blocks, rows, 1),
-            tensors,
-            (self.programs, *numbers),
-            constants,
-            flags,
-            self.key,
-        )
+        grid, numbers = (self.blocks, rows, 1), (self.programs,)
+        _launch(name, grid, tensors, numbers, self.finishing, flags, self.key)
 
-    def passes(
-        self, dx: Tensor | None, partials: Tensor | None
-    ) -> list[tuple[Tensor | None, Tensor | None]]:
-        """What each pass of a gradient writes: one has no registers for both with many channels."""
-        if dx is None or partials is None or self.width <= MAX_FUSED_CHANNELS:
-            return [(dx, partials)]
-        return [(dx, None), (None, partials)]
-
-    def moments(self, partials: Tensor, centered: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """mean (None unless ``centered``), moment and count."""
-        mean, moment, count = (
-            self.new(self.channels) if centered else None,
-            self.new(self.channels),
-            self.new(),
-        )
-        self.finish("finish_moments", 1, (partials, mean, moment, count))
-        return mean, moment, count
+    def moments(self, partials: Tensor, mean: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The moment and the count; also writes the ``mean``, if there is memory for it."""
+        moment, count = self.new(self.channels), self.new()
+        self.finish("finish_moments", 1, (partials, mean, moment, count), {})
+        return moment, count
 
     def gradient_sums(
-        self, partials: Tensor, weight, moment, loss_scale, eps: float, masked: bool, dtype=None
-    ) -> tuple[Tensor, Tensor]:
-        """``parameters``, in ``dtype`` if it is given, and ``products``."""
-        products = self.new(2, self.channels)
-        parameters = torch.empty_like(products, dtype=dtype)
-        tensors = partials, weight, moment, loss_scale, parameters, products, None
-        self.finish("finish_gradient_sums", 2, tensors, EPS=eps, MASKED=masked)
-        return parameters, products
+        self, partials, products, weight=None, moment=None, loss_scale=None, scalars=None, **rest
+    ) -> Tensor:
+        """``parameters``; also writes ``products`` and ``scalars``, if there is memory for them.
 
-    def parameter_sums(self, partials: Tensor, scalars: Tensor | None = None) -> Tensor:
-        parameters = self.new(2, self.channels)
-        tensors = partials, None, None, None, parameters, None, scalars
-        self.finish("finish_gradient_sums", 2, tensors, EPS=0.0, MASKED=False)
+        ``rest``: the type of the result and the flags of the kernel, unless they are these.
+        """
+        parameters = torch.empty(
+            (2, self.channels), dtype=rest.pop("dtype", self.acc), device=self.device
+        )
+        tensors = partials, weight, moment, loss_scale, parameters, products, scalars
+        flags = {"EPS": 0.0, "MASKED": False} | rest
+        self.finish("finish_gradient_sums", 2, tensors, flags)
         return parameters
 
 
@@ -307,256 +282,188 @@ def _tokens(x: Tensor, groups: int, threads: int) -> _Tokens:
     return _tokens_of(x.shape, x.dtype, x.device, groups, threads)
 
 
+def _passes(tokens: _Tokens, dx: Tensor | None, partials: Tensor | None) -> list[tuple]:
+    """What each pass of a gradient writes: one has no registers for both with many channels."""
+    if dx is None or partials is None or tokens.width <= MAX_FUSED_CHANNELS:
+        return [(dx, partials)]
+    return [(dx, None), (None, partials)]
+
+
 def _like(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def _nothing(x: Tensor) -> Tensor:
-    """A result that was not asked for."""
-    return torch.empty(0, dtype=acc_dtype(x), device=x.device)
+def _masked(padding: Tensor | None) -> dict:
+    return {"MASKED": padding is not None}
 
 
-def _normalize(x, weight, bias, mean, moment, padding, inv_rms, groups, eps, sums):
-    tokens = _tokens(x, groups, FORWARD_THREADS)
-    y, padding = _like(x), padding if sums else None
-    scales = tokens.new(*x.shape[:-1], groups) if inv_rms is None else inv_rms
-    partials = tokens.partials(1) if sums else None
-    tensors = x, y, scales if groups else None, weight, bias, mean, moment, padding, partials
-    flags = {"EPS": eps, "GIVEN": inv_rms is not None, "CENTERED": False}
-    tokens.launch("norm_forward", tensors, _strides(x, padding), **flags)
-    if not sums:
-        return y, scales, None, None
-    _, batch_moment, count = tokens.moments(partials, centered=False)
-    return y, scales, batch_moment, count
+@cache
+def _numbers_of(name: str) -> list[str]:
+    """The arguments of an operator that are numbers, as its kernel names them."""
+    annotations = inspect.get_annotations(OPERATORS[name])
+    return [each.upper() for each, kind in annotations.items() if kind in (int, float, bool)]
+
+
+def _flags(name: str, numbers) -> dict:
+    return dict(zip(_numbers_of(name), numbers, strict=False))
 
 
 @_operator
 def normalize(x, weight, bias, mean, moment, padding, inv_rms, groups, eps, sums):
-    y, scales, batch_moment, count = _normalize(
-        x, weight, bias, mean, moment, padding, inv_rms, groups, eps, sums
-    )
-    if inv_rms is None and sums:
-        return y, scales, batch_moment, count
-    nothing = _nothing(x)
-    scales = scales if inv_rms is None else nothing
-    return (y, scales, batch_moment, count) if sums else (y, scales, nothing, nothing)
-
-
-def _moments(x, padding, groups, eps, centered):
     tokens = _tokens(x, groups, FORWARD_THREADS)
-    inv_rms = tokens.new(*x.shape[:-1], groups)
-    partials = tokens.partials(2 if centered else 1)
-    tensors = x, None, inv_rms if groups else None, None, None, None, None, padding, partials
-    flags = {"EPS": eps, "GIVEN": False, "CENTERED": centered}
-    tokens.launch("norm_forward", tensors, _strides(x, padding), **flags)
-    return inv_rms, *tokens.moments(partials, centered)
+    y, nothing, given = _like(x), tokens.new(0), inv_rms is not None
+    scales = inv_rms if given else tokens.new(*x.shape[:-1], groups)
+    padding = padding if sums else None
+    partials = tokens.partials(1) if sums else None
+    used = scales if groups else None
+    tensors = x, y, used, weight, bias, mean, moment, padding, partials
+    flags = {"EPS": eps, "GIVEN": given, "CENTERED": False}
+    tokens.launch("norm_forward", tensors, _strides(x, padding), flags)
+    new_scales = nothing if given else scales
+    if not sums:
+        return y, new_scales, nothing, nothing
+    return y, new_scales, *tokens.moments(partials, None)
 
 
 @_operator
 def moments(x, padding, groups, eps, centered):
-    inv_rms, mean, moment, count = _moments(x, padding, groups, eps, centered)
-    return inv_rms, mean if centered else _nothing(x), moment, count
+    tokens = _tokens(x, groups, FORWARD_THREADS)
+    inv_rms = tokens.new(*x.shape[:-1], groups)
+    partials = tokens.partials(2 if centered else 1)
+    vectors = None, None, None, None
+    tensors = x, None, inv_rms if groups else None, *vectors, padding, partials
+    flags = {"EPS": eps, "GIVEN": False, "CENTERED": centered}
+    tokens.launch("norm_forward", tensors, _strides(x, padding), flags)
+    mean = tokens.new(tokens.channels if centered else 0)
+    return inv_rms, mean, *tokens.moments(partials, mean if centered else None)
 
 
 @_operator
 def batch_normalize(x, weight, bias, padding, groups, eps, centered):
-    inv_rms, mean, moment, count = _moments(x, padding, groups, eps, centered)
-    y, *_ = _normalize(x, weight, bias, mean, moment, None, inv_rms, groups, eps, False)
-    return y, inv_rms, mean if centered else _nothing(x), moment, count
+    inv_rms, mean, moment, count = moments.__wrapped__(x, padding, groups, eps, centered)
+    statistics = mean if centered else None, moment
+    rest = None, inv_rms, groups, eps, False
+    y, *_ = normalize.__wrapped__(x, weight, bias, *statistics, *rest)
+    return y, inv_rms, mean, moment, count
 
 
-def _backward(
-    dy, x, dx, partials, padding, weight, mean, moment, corrections, inv_rms, groups, eps
-):
-    """Write dx, and what the programs have summed up, if there is memory for them. ``corrections``:
-    nu, offset, count and loss scale.
+def _backward(tokens, dy, x, dx, partials, padding, vectors, corrections, inv_rms, eps) -> None:
+    """Write dx, and what the programs have summed up, if there is memory for them. ``vectors``:
+    weight, mean and moment; ``corrections``: nu, offset, count and loss scale.
     """
-    tokens = _tokens(x, groups, BACKWARD_THREADS)
-    for out, sums_out in tokens.passes(dx, partials):
-        tensors = (
-            dy,
-            x,
-            out,
-            inv_rms if groups else None,
-            weight,
-            mean,
-            moment,
-            *corrections,
-            padding,
-            sums_out,
-        )
-        tokens.launch("norm_backward", tensors, _strides(dy, x, padding), EPS=eps)
-
-
-def _sums(dy, x, dx, padding, weight, mean, moment, corrections, inv_rms, groups, eps, dtype=None):
-    """``parameters`` and ``products``; and dx from the same pass, if there is memory for it."""
-    tokens = _tokens(x, groups, BACKWARD_THREADS)
-    partials = tokens.partials(2 if padding is None else 4)
-    _backward(dy, x, dx, partials, padding, weight, mean, moment, corrections, inv_rms, groups, eps)
-    return tokens.gradient_sums(
-        partials, weight, moment, corrections[3], eps, padding is not None, dtype
-    )
+    strides = _strides(dy, x, padding)
+    for out, sums in _passes(tokens, dx, partials):
+        tensors = dy, x, out, inv_rms, *vectors, *corrections, padding, sums
+        tokens.launch("norm_backward", tensors, strides, {"EPS": eps})
 
 
 @_operator
 def gradient(
     dy, x, padding, weight, mean, moment, nu, offset, count, loss_scale, inv_rms, groups, eps, sums
 ):
-    dx, corrections = _like(x), (nu, offset, count, loss_scale)
-    if sums:
-        return dx, *_sums(
-            dy, x, dx, padding, weight, mean, moment, corrections, inv_rms, groups, eps
-        )
-    _backward(dy, x, dx, None, padding, weight, mean, moment, corrections, inv_rms, groups, eps)
-    nothing = _nothing(x)
-    return dx, nothing, nothing
+    tokens, dx = _tokens(x, groups, BACKWARD_THREADS), _like(x)
+    partials = tokens.partials(2 if padding is None else 4) if sums else None
+    vectors, corrections = (weight, mean, moment), (nu, offset, count, loss_scale)
+    scales = inv_rms if groups else None
+    _backward(tokens, dy, x, dx, partials, padding, vectors, corrections, scales, eps)
+    if not sums:
+        nothing = tokens.new(0)
+        return dx, nothing, nothing
+    products = tokens.new(2, tokens.channels)
+    given = partials, products, weight, moment, loss_scale
+    return dx, tokens.gradient_sums(*given, EPS=eps, **_masked(padding)), products
+
+
+def _sums(dy, x, padding, weight, mean, moment, loss_scale, inv_rms, groups, eps, dtype=None):
+    tokens = _tokens(x, groups, BACKWARD_THREADS)
+    partials = tokens.partials(2 if padding is None else 4)
+    vectors, corrections = (weight, mean, moment), (None, None, None, loss_scale)
+    scales = inv_rms if groups else None
+    _backward(tokens, dy, x, None, partials, padding, vectors, corrections, scales, eps)
+    products = tokens.new(2, tokens.channels)
+    given = partials, products, weight, moment, loss_scale
+    rest = {"dtype": dtype or tokens.acc, "EPS": eps}
+    return tokens.gradient_sums(*given, **rest, **_masked(padding)), products
+
+
+gradient_sums = _operator(wraps(OPERATORS["gradient_sums"])(_sums))
 
 
 @_operator
-def gradient_sums(dy, x, padding, weight, mean, moment, loss_scale, inv_rms, groups, eps):
-    corrections = None, None, None, loss_scale
-    return _sums(dy, x, None, padding, weight, mean, moment, corrections, inv_rms, groups, eps)
-
-
-@_operator
-def standardize(
-    x,
-    weight,
-    bias,
-    groups,
-    centered,
-    square_factor,
-    eps_in_root,
-    eps_outside,
-    min_divisor,
-    gain,
-    gain_slope,
-):
+def standardize(x, weight, bias, groups, *numbers):
     tokens = _tokens(x, groups, FORWARD_THREADS)
     y, stats = _like(x), tokens.new(3, *x.shape[:-1], groups)
-    divisor = {
-        "SQUARE_FACTOR": square_factor,
-        "EPS_IN_ROOT": eps_in_root,
-        "EPS_OUTSIDE": eps_outside,
-    }
-    flags = {
-        "CENTERED": centered,
-        **divisor,
-        "MIN_DIVISOR": min_divisor,
-        "GAIN": gain,
-        "GAIN_SLOPE": gain_slope,
-    }
-    tokens.launch("standardize", (x, y, stats, weight, bias), _strides(x), **flags)
+    flags = _flags("standardize", (groups, *numbers))
+    tokens.launch("standardize", (x, y, stats, weight, bias), _strides(x), flags)
     return y, stats
 
 
 @_operator
-def standardize_gradient(
-    dy, x, weight, stats, groups, gain, gain_slope, through_mean, through_divisor, sums
-):
-    tokens = _tokens(x, groups, BACKWARD_THREADS)
-    dx, partials = _like(x), tokens.partials(2) if sums else None
-    flags = {
-        "GAIN": gain,
-        "GAIN_SLOPE": gain_slope,
-        "THROUGH_MEAN": through_mean,
-        "THROUGH_DIVISOR": through_divisor,
-    }
-    for out, sums_out in tokens.passes(dx, partials):
-        tokens.launch(
-            "standardize_gradient", (dy, x, out, weight, stats, sums_out), _strides(dy, x), **flags
-        )
-    return dx, tokens.parameter_sums(partials) if sums else tokens.new(0)
+def standardize_gradient(dy, x, weight, stats, groups, *numbers):
+    tokens, dx = _tokens(x, groups, BACKWARD_THREADS), _like(x)
+    *numbers, sums = numbers
+    partials = tokens.partials(2) if sums else None
+    flags = _flags("standardize_gradient", (groups, *numbers))
+    for out, sums_out in _passes(tokens, dx, partials):
+        tensors = dy, x, out, weight, stats, sums_out
+        tokens.launch("standardize_gradient", tensors, _strides(dy, x), flags)
+    return dx, tokens.gradient_sums(partials, None) if sums else tokens.new(0)
 
 
 @_operator
 def squash(x, weight, bias, alpha, shift, erf):
-    y = _like(x)
-    _tokens(x, 1, FORWARD_THREADS).launch(
-        "squash", (x, y, weight, bias, alpha, shift), _strides(x), ERF=erf
-    )
+    tokens, y = _tokens(x, 1, FORWARD_THREADS), _like(x)
+    tokens.launch("squash", (x, y, weight, bias, alpha, shift), _strides(x), {"ERF": erf})
     return y
 
 
 @_operator
 def squash_gradient(dy, x, weight, alpha, shift, erf):
-    tokens = _tokens(x, 1, BACKWARD_THREADS)
-    dx, scalars = _like(x), tokens.new(2)
-    partials = tokens.partials(2)
-    for out, sums_out in tokens.passes(dx, partials):
-        tokens.launch(
-            "squash_gradient",
-            (dy, x, out, weight, alpha, shift, sums_out),
-            _strides(dy, x),
-            ERF=erf,
-        )
-    return dx, tokens.parameter_sums(partials, scalars), scalars
+    tokens, dx = _tokens(x, 1, BACKWARD_THREADS), _like(x)
+    partials, scalars = tokens.partials(2), tokens.new(2)
+    for out, sums in _passes(tokens, dx, partials):
+        tensors = dy, x, out, weight, alpha, shift, sums
+        tokens.launch("squash_gradient", tensors, _strides(dy, x), {"ERF": erf})
+    return dx, tokens.gradient_sums(partials, None, scalars=scalars), scalars
 
 
-def _state_block(channels: int) -> tuple[int, int]:
-    """Channels of the state that are read at a time, and warps for them."""
-    block = min(triton.next_power_of_2(channels), STATE_CHANNELS)
-    return block, max(block // 256, 1)
-
-
-def _average(
-    moment,
-    mean,
-    num_batches,
-    diagnostics,
-    batch_moment,
-    batch_mean,
-    products,
-    count,
-    alpha,
-    unbiased,
-):
-    tensors = moment, mean, num_batches, diagnostics, batch_moment, batch_mean, products, count
-    channels = moment.numel()
-    block, warps = _state_block(channels)
-    flags = {"SHARE": 1.0 - alpha, "UNBIASED": unbiased, "C": channels}
-    constants = {"BLOCK_C": block, "num_warps": warps, "num_stages": 1}
-    _launch("running_average_", (1, 1, 1), tensors, (), constants, flags, moment.device)
-
-
-running_average_ = _operator(wraps(OPERATORS["running_average_"])(_average))
-
-
-def _power_flags(eps, alpha_fwd, alpha_bwd, has_gradient, masked) -> dict:
-    shares = {"EPS": eps, "SHARE_FWD": 1.0 - alpha_fwd, "SHARE_BWD": 1.0 - alpha_bwd}
-    return {**shares, "HAS_GRADIENT": has_gradient, "MASKED": masked}
-
-
-#: A warm-up of more batches is one of all batches: 31 bits, so that there is one type of this
-#: argument.
-_LONGEST_WARMUP = 2**31 - 1
+def _on_state(name: str, tensors, numbers, **window: int) -> None:
+    """Launch the kernel of an operator on the state. ``tensors``: its own, and its results;
+    ``window``: the rows ``M`` of the ring buffers.
+    """
+    channels = tensors[0].size(-1)
+    width = triton.next_power_of_2(channels)
+    _check_width(width, f"{channels} channels")
+    flags = _flags(name, numbers)
+    constants = {"C": channels, "BLOCK_C": width, "num_warps": _warps(width), "num_stages": 1}
+    key = tensors[0].device, channels, *window.values()
+    _launch(name, (1, 1, 1), tensors, (), constants | window, flags, *key)
 
 
 @_operator
-def power_update_(
-    psi2,
-    nu,
-    num_batches,
-    diagnostics,
-    batch_psi2,
-    used_psi2,
-    products,
-    count,
-    eps,
-    warmup,
-    alpha_fwd,
-    alpha_bwd,
-    has_gradient,
-):
-    state, batch = (psi2, nu, num_batches, diagnostics), (batch_psi2, used_psi2, products, count)
-    channels = psi2.numel()
-    block, warps = _state_block(channels)
-    flags = _power_flags(eps, alpha_fwd, alpha_bwd, has_gradient, False)
-    blocks = {"C": channels, "BLOCK_P": 1, "BLOCK_C": block, "BLOCK_Q": 1, "BLOCK_S": block}
-    constants = {**blocks, "num_warps": warps, "num_stages": 1}
-    numbers = 0, min(warmup, _LONGEST_WARMUP)
-    tensors = *state, *batch, None, None, None, None
-    _launch("power_update_", (1, 1, 1), tensors, numbers, constants, flags, psi2.device, channels)
+def running_average_(*arguments):
+    _on_state("running_average_", arguments[:8], arguments[8:])
+
+
+@_operator
+def power_update_(*arguments):
+    _on_state("power_update_", arguments[:8], arguments[8:])
+
+
+@_operator
+def window_statistics(*arguments):
+    window, batch_psi2 = arguments[0], arguments[4]
+    marks = torch.empty(2, dtype=torch.bool, device=window.device)
+    results = torch.empty_like(batch_psi2), torch.empty_like(batch_psi2), marks
+    _on_state("window_statistics", (*arguments[:6], *results), arguments[6:], M=len(window))
+    return results
+
+
+@_operator
+def window_update_(*arguments):
+    window, correction = arguments[2], torch.empty_like(arguments[9])
+    _on_state("window_update_", (*arguments[:15], correction), arguments[15:], M=len(window))
+    return correction
 
 
 @_operator
@@ -577,25 +484,19 @@ def power_step_(
     count,
     groups,
     eps,
-    warmup,
-    alpha_fwd,
-    alpha_bwd,
+    *numbers,
 ):
     tokens, dx = _tokens(x, groups, BACKWARD_THREADS), _like(x)
-    partials = tokens.partials(2 if padding is None else 4, 1 + 3 * tokens.blocks + tokens.channels)
+    partials = tokens.partials(2 if padding is None else 4, 1 + 2 * tokens.channels)
+    vectors, corrections = (weight, None, used_psi2), (nu, None, None, loss_scale)
+    scales = inv_rms if groups else None
+    _backward(tokens, dy, x, dx, partials, padding, vectors, corrections, scales, eps)
     dtype = tokens.acc if weight is None else weight.dtype
     parameters = torch.empty((2, tokens.channels), dtype=dtype, device=x.device)
-    corrections = nu, None, None, loss_scale
-    _backward(
-        dy, x, dx, partials, padding, weight, None, used_psi2, corrections, inv_rms, groups, eps
-    )
-    state, batch = (
-        (psi2, running_nu, num_batches, diagnostics),
-        (batch_psi2, used_psi2, None, count),
-    )
-    flags = _power_flags(eps, alpha_fwd, alpha_bwd, True, padding is not None)
-    tensors = *state, *batch, partials, weight, loss_scale, parameters
-    tokens.finish("power_update_", 1, tensors, min(warmup, _LONGEST_WARMUP), **flags)
+    state = psi2, running_nu, num_batches, diagnostics
+    tensors = partials, weight, loss_scale, parameters, *state, batch_psi2, used_psi2, count
+    flags = _flags("power_update_", (eps, *numbers)) | _masked(padding) | {"BLOCK": tokens.width}
+    tokens.finish("finish_power_step", 2, tensors, flags)
     return dx, parameters
 
 
@@ -616,102 +517,14 @@ def batch_step_(
     diagnostics,
     groups,
     eps,
-    alpha,
-    unbiased,
+    *numbers,
 ):
-    given, rest = (padding, weight, mean, moment), (inv_rms, groups, eps)
+    given, rest = (dy, x, padding, weight, mean, moment), (inv_rms, groups, eps)
     dtype = None if weight is None else weight.dtype
-    parameters, products = _sums(dy, x, None, *given, (None, None, None, loss_scale), *rest, dtype)
+    parameters, products = _sums(*given, loss_scale, *rest, dtype)
     nu, offset = products.unbind()
-    dx = _like(x)
-    _backward(
-        dy, x, dx, None, *given, (nu, None if mean is None else offset, count, loss_scale), *rest
-    )
+    corrections = nu, None if mean is None else offset, count, loss_scale
+    dx, *_ = gradient.__wrapped__(*given, *corrections, *rest, False)
     state = running_moment, running_mean, num_batches, diagnostics
-    _average(*state, moment, mean, products, count, alpha, unbiased)
+    _on_state("running_average_", (*state, moment, mean, products, count), numbers)
     return dx, parameters
-
-
-def _of_window(name: str, tensors, flags: dict, window: Tensor) -> None:
-    """Launch a kernel on the state of a norm with ring buffers."""
-    rows, channels = window.shape
-    block, warps = _state_block(channels)
-    constants = {
-        "M": rows,
-        "C": channels,
-        "BLOCK_C": min(block, 1024),
-        "num_warps": min(warps, 4),
-        "num_stages": 1,
-    }
-    _launch(name, (1, 1, 1), tensors, (), constants, flags, window.device, rows, channels)
-
-
-@_operator
-def window_statistics(
-    psi2_window,
-    running_psi2,
-    num_batches,
-    completed,
-    batch_psi2,
-    weight,
-    warmup,
-    ratio_warmup,
-    eps,
-    geometric,
-    filtration,
-):
-    psi2, gain = torch.empty_like(batch_psi2), torch.empty_like(batch_psi2)
-    marks = torch.empty(2, dtype=torch.bool, device=psi2.device)
-    tensors = (
-        psi2_window,
-        running_psi2,
-        num_batches,
-        completed,
-        batch_psi2,
-        weight,
-        psi2,
-        gain,
-        marks,
-    )
-    flags = {"WARMUP": warmup, "RATIO_WARMUP": ratio_warmup, "EPS": eps}
-    _of_window(
-        "window_statistics",
-        tensors,
-        {**flags, "GEOMETRIC": geometric, "FILTRATION": filtration},
-        psi2_window,
-    )
-    return psi2, gain, marks
-
-
-@_operator
-def window_update_(
-    running_psi2,
-    nu,
-    psi2_window,
-    lambda_window,
-    num_batches,
-    diagnostics,
-    seen_nu,
-    seen_lambda,
-    seen_batches,
-    psi2,
-    batch_psi2,
-    marks,
-    products,
-    count,
-    counted_tokens,
-    alpha_fwd,
-    alpha_bwd,
-    has_gradient,
-):
-    correction = torch.empty_like(psi2)
-    state = running_psi2, nu, psi2_window, lambda_window, num_batches, diagnostics
-    of_step = psi2, batch_psi2, marks, products, count, counted_tokens
-    flags = {
-        "SHARE_FWD": 1.0 - alpha_fwd,
-        "SHARE_BWD": 1.0 - alpha_bwd,
-        "HAS_GRADIENT": has_gradient,
-    }
-    tensors = *state, seen_nu, seen_lambda, seen_batches, *of_step, correction
-    _of_window("window_update_", tensors, flags, psi2_window)
-    return correction

@@ -13,8 +13,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from pn_fairseq.kernels.ops import COMPILED
-
 
 def is_distributed(x: Tensor) -> bool:
     """Whether ``x`` is a DTensor.
@@ -28,7 +26,6 @@ def is_distributed(x: Tensor) -> bool:
 @cache
 def register() -> None:
     """Tell DTensor the rules, once."""
-    COMPILED.clear()  # the autograd functions in C++ take the memory of plain tensors
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.experimental import register_sharding
 

@@ -35,7 +35,6 @@ def _several_programs(monkeypatch):
 
     for name in ("ELEMENTS", "MIN_TILES", "BLOCK_P"):
         monkeypatch.setattr(triton_ops, name, 2)
-    monkeypatch.setattr(triton_ops, "STATE_CHANNELS", 8)
     monkeypatch.setattr(triton_ops, "BLOCK_C", 4)
     monkeypatch.setattr(triton_ops, "_multiprocessors", lambda device: 2)
     triton_ops._tokens_of.cache_clear()

@@ -38,12 +38,14 @@ def on_a_rank(rank, world):
     from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
     mesh, found = init_device_mesh("cpu", (world,)), {}
+    of_plain_tensors = norm_of("rms")(tensors()[0]).grad_fn.name()
     for name in PER_TOKEN:
         for dimension in (0, 1):
             x, dy = (distribute_tensor(tensor, mesh, [Shard(dimension)]) for tensor in tensors())
             norm = parallelize_module(norm_of(name), mesh, SequenceParallel(sequence_dim=dimension))
             found[name, dimension] = [tensor.full_tensor() for tensor in step(norm, x, dy)]
             assert norm.eval()(x).full_tensor().equal(found[name, dimension][0])
+    assert norm_of("rms")(tensors()[0]).grad_fn.name() == of_plain_tensors
     norm = parallelize_module(
         convert_norms(nn.Sequential(nn.LayerNorm(C)), "batch"), mesh, {"0": SequenceParallel()}
     )

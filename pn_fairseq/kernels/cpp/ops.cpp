@@ -85,11 +85,14 @@ at::ScalarType acc_dtype(const Tensor& x) { return x.scalar_type() == at::kDoubl
 
 Tensor new_acc(const Tensor& x, at::IntArrayRef sizes) { return at::empty(sizes, x.options().dtype(acc_dtype(x))); }
 
-Tensor new_inv_rms(const Tensor& x, int64_t groups) {
+// The shape (..., groups) of a number for each token and group.
+std::vector<int64_t> sizes_of_groups(const Tensor& x, int64_t groups) {
   std::vector<int64_t> sizes = x.sizes().vec();
   sizes.back() = groups;
-  return new_acc(x, sizes);
+  return sizes;
 }
+
+Tensor new_inv_rms(const Tensor& x, int64_t groups) { return new_acc(x, sizes_of_groups(x, groups)); }
 
 int64_t rows_of(const Tensor& x) { return x.size(-1) ? x.numel() / x.size(-1) : 0; }
 
@@ -435,8 +438,7 @@ std::tuple<Tensor, Tensor> standardize(
     double eps_in_root, double eps_outside, double min_divisor, double gain, double gain_slope) {
   TORCH_CHECK_VALUE(groups > 0, "groups=", groups, " has to be greater than 0");
   check_sizes(x, groups, std::nullopt, std::nullopt, std::nullopt, {&weight, &bias});
-  std::vector<int64_t> sizes = x.sizes().vec();
-  sizes.back() = groups;
+  std::vector<int64_t> sizes = sizes_of_groups(x, groups);
   sizes.insert(sizes.begin(), 3);
   const Tensor y = new_like(x), stats = new_acc(x, sizes);
   for_type_of(x, [&](auto* storage, auto accumulator, const auto& passes) {
