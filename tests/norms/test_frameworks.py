@@ -229,7 +229,8 @@ def whisper():
 
     def call(m, x):
         sound = x.masked_fill(MASK[..., None], 0.0).repeat_interleave(2, 1).transpose(1, 2)
-        tokens, mask = tokens_of(x).flip(0), (~MASK).long().flip(0)
+        tokens = tokens_of(x).flip(0)
+        mask = (~MASK).long().flip(0)
         with padding(MASK, only="encoder.*"):
             y = m(
                 input_features=sound, decoder_input_ids=tokens, decoder_attention_mask=mask
@@ -328,7 +329,8 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_framework(name, norm):
     statistics, effect = errors(CASES[name], norm)
-    assert statistics < 1e-5 and effect < 1e-4
+    assert statistics < 1e-5
+    assert effect < 1e-4
 
 
 def options_of(norm: str) -> dict:
@@ -361,7 +363,8 @@ def errors(case: Case, norm: str) -> tuple[float, float]:
         each.register_forward_pre_hook(
             lambda module, args: seen[module].append(args[0].detach().double())
         )
-    target, effect = torch.randn(B, T, 40), 0.0
+    target = torch.randn(B, T, 40)
+    effect = 0.0
     for _ in range(STEPS):
         x = torch.randn(B, T, C)
         results = []
@@ -393,7 +396,8 @@ def trainer_errors(case: Case, norm: str) -> tuple[float, float]:
         model.activation_checkpointing_enable(
             {"use_reentrant": False, "context_fn": padding.context_fn}
         )
-        seen, recomputed = {each: [] for each in running_norms(model)}, set()
+        seen = {each: [] for each in running_norms(model)}
+        recomputed = set()
 
         def see(module, args):
             if torch._C._current_graph_task_id() == -1:
@@ -449,13 +453,15 @@ def table() -> str:
 def expected_state(norm, inputs, real):
     """Statistics of evaluation after the inputs, by a loop over real tokens in float64."""
     name = norm.moment_name
-    mean, moment = torch.zeros(C, dtype=torch.float64), torch.ones(C, dtype=torch.float64)
+    mean = torch.zeros(C, dtype=torch.float64)
+    moment = torch.ones(C, dtype=torch.float64)
     for x in inputs:
         x = x.transpose(1, 2) if norm.layout.own else x
         tokens = [x[b, t] for b in range(B) for t in range(T) if real[b, t]]
         count = len(tokens)
         if norm.mean_name is None:
-            batch_mean, batch = mean, sum(token.square() for token in tokens) / count
+            batch_mean = mean
+            batch = sum(token.square() for token in tokens) / count
         else:
             batch_mean = sum(tokens) / count
             batch = sum((token - batch_mean).square() for token in tokens) / (count - 1)

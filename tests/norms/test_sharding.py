@@ -37,7 +37,8 @@ def on_a_rank(rank, world):
     from torch.distributed.tensor import Shard, distribute_tensor
     from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
-    mesh, found = init_device_mesh("cpu", (world,)), {}
+    mesh = init_device_mesh("cpu", (world,))
+    found = {}
     for name in PER_TOKEN:
         for dimension in (0, 1):
             x, dy = (distribute_tensor(tensor, mesh, [Shard(dimension)]) for tensor in tensors())
