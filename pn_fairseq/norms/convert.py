@@ -135,16 +135,15 @@ def convert(
     parts = {norm.name: norm for norm in made.values() if norm is not model}
     warn_of_future_tokens(model, parts, stacklevel=4)
     for module in model.modules():
-        if isinstance(module, nn.TransformerEncoder) and converted_norms(module):
+        if isinstance(module, nn.TransformerEncoder) and named_norms(module, ConvertedNorm):
             # it would read weight and bias of norms that may have none
             module.use_nested_tensor = False
     return model
 
 
-def converted_norms(model: nn.Module) -> dict[str, ConvertedNorm]:
-    """The norms of a converted model, by their names in it."""
-    modules = model.named_modules()
-    return {name: module for name, module in modules if isinstance(module, ConvertedNorm)}
+def named_norms(model: nn.Module, kind: type = ChannelNorm) -> dict[str, ChannelNorm]:
+    """The norms of this package in ``model`` that are of ``kind``, by their names in it."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, kind)}
 
 
 #: Classes that keep a list of a model's parameters. A norm that came later would have parameters
@@ -178,19 +177,12 @@ def norm_parameter_names(
         replaced: only norms that :func:`convert_norms` put in the place of modules of this class or
             these classes, as ``isinstance`` finds them. By default all norms of this package.
     """
-    if replaced is None:
-        modules = model.named_modules()
-        norms = {name: module for name, module in modules if isinstance(module, ChannelNorm)}
-    else:
-        kinds = (replaced,) if isinstance(replaced, type) else replaced
-        norms = {
-            name: norm
-            for name, norm in converted_norms(model).items()
-            if norm.took_the_place_of(kinds)
-        }
+    kinds = (replaced,) if isinstance(replaced, type) else replaced
     names = []
-    for prefix, norm in norms.items():
-        names += [f"{prefix}.{name}".lstrip(".") for name, _ in norm.named_parameters()]
+    for prefix, norm in named_norms(model).items():
+        is_converted = isinstance(norm, ConvertedNorm)
+        if kinds is None or (is_converted and norm.took_the_place_of(kinds)):
+            names += [f"{prefix}.{name}".lstrip(".") for name, _ in norm.named_parameters()]
     return names
 
 
@@ -239,7 +231,7 @@ def norm_report(model: nn.Module) -> list[ReplacedNorm]:
     ``print(*norm_report(model), sep="\n")``.
     """
     report = []
-    for name, norm in converted_norms(model).items():
+    for name, norm in named_norms(model, ConvertedNorm).items():
         last = norm.mask_history.last
         report.append(
             ReplacedNorm(

@@ -12,10 +12,9 @@ from .converted import MASK, B, ByVariance, C, FeedForward, T, randomized
 
 
 def test_training_cannot_be_exported():
+    model = convert_norms(FeedForward(), "power")
     with pytest.raises(RuntimeError, match=r"torch.export .* call eval\(\) first"):
-        torch.export.export(
-            convert_norms(FeedForward(), "power"), (torch.randn(B, T, C),), strict=False
-        )
+        torch.export.export(model, (torch.randn(B, T, C),), strict=False)
     assert not open_scopes  # a model that is compiled next would run in them
 
 
@@ -74,13 +73,13 @@ def test_folding(norm):
 def test_folding_torchs_encoder(norm_first, only):
     """Its layers read eps of their norms, and have a fast path that computes LayerNorm."""
     layer = nn.TransformerEncoderLayer(C, 2, 32, batch_first=True, norm_first=norm_first)
-    model = convert_norms(
-        nn.TransformerEncoder(layer, 1, enable_nested_tensor=False), "batch", only=only
-    )
+    model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+    convert_norms(model, "batch", only=only)
     model = randomized(model).eval()
     x = torch.randn(B, T, C)
     expected = model(x)
-    assert fold_norms(model, x) == ([("layers.0.norm2", "layers.0.linear1")] if norm_first else [])
+    folded = [("layers.0.norm2", "layers.0.linear1")] if norm_first else []
+    assert fold_norms(model, x) == folded
     torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
     with torch.no_grad():
         torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
@@ -93,7 +92,8 @@ def test_torchs_encoder_reads_no_gain_that_is_stored_in_another_way(offset, gain
     """
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(C, 2, 32, batch_first=True), 2)
     for layer in model.layers:
-        layer.norm1, layer.norm2 = (ByVariance(offset, gain) for _ in range(2))
+        layer.norm1 = ByVariance(offset, gain)
+        layer.norm2 = ByVariance(offset, gain)
     convert_norms(model, "layer").eval()
     x = torch.randn(B, T, C)
     for mask in (None, MASK):
@@ -101,6 +101,10 @@ def test_torchs_encoder_reads_no_gain_that_is_stored_in_another_way(offset, gain
         with torch.no_grad():
             found = model(x, src_key_padding_mask=mask)
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def before(linear):
+    return nn.Sequential(nn.ReLU(), nn.LayerNorm(C), linear)
 
 
 class InADict(nn.Sequential):
@@ -125,12 +129,8 @@ class Tied(nn.Sequential):
     "make",
     [
         Tied,
-        lambda: nn.Sequential(
-            nn.ReLU(), nn.LayerNorm(C), nn.utils.parametrizations.weight_norm(nn.Linear(C, C))
-        ),
-        lambda: nn.Sequential(
-            nn.ReLU(), nn.LayerNorm(C), prune.identity(nn.Linear(C, C), "weight")
-        ),
+        lambda: before(nn.utils.parametrizations.weight_norm(nn.Linear(C, C))),
+        lambda: before(prune.identity(nn.Linear(C, C), "weight")),
         lambda: ReadsItsNorm(nn.ReLU(), nn.LayerNorm(C), nn.Linear(C, C)),
     ],
     ids=["tied", "weight norm", "pruned", "read"],
