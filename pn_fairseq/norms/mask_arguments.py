@@ -86,13 +86,13 @@ class ArgumentHook:
         forms: argument that may hold a mask -> its form, see :func:`mask_forms`.
         norms: those that it serves, of one :class:`Conversion`.
         named: whether the caller named ``forms``. If all of them are masks of a source, they count
-            whatever else the module gets.
+            whatever else the module gets. A list or array in such an argument is an error.
     """
 
     def __init__(
         self, module: str, parameters: list, forms: dict, norms: list, named: bool = False
     ):
-        self.module, self.forms = module or "the model", forms
+        self.module, self.forms, self.named = module or "the model", forms, named
         self.conversion = norms[0].conversion.id
         self.writes_zeros = any(norm.zero_padding for norm in norms)
         self.handle = handle_of(self)
@@ -176,14 +176,18 @@ class ArgumentHook:
             value, form = form(value), "mask"
         if value is None:
             return None
+        source = f"argument {name} of {self.module}"
         if not isinstance(value, Tensor):
+            is_array = isinstance(value, list) or hasattr(value, "__array__")
+            if self.named and is_array:
+                return PaddingMask(form, value, source)  # raises the error that says so
             return NotImplemented
         mask = without_dimensions_of_1(value)
         if form != "lengths" and mask.dim() != 2:
             return NotImplemented  # which query sees which key, (B, H, Q, K)
         if form == "valid" and value.dim() > 2 and value.is_floating_point():
             form = "additive"  # what attention_mask has become inside Hugging Face's models
-        return PaddingMask(form, value, f"argument {name} of {self.module}")
+        return PaddingMask(form, value, source)
 
 
 def _is_of_source(name: str) -> bool:

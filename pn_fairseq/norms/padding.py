@@ -204,6 +204,18 @@ class PaddingMask:
         return f"{self.source} is {tuple(self.value.shape)}"
 
 
+def patterns_of(given: str | Iterable[str] | None) -> tuple[str, ...] | None:
+    """The patterns of ``only=`` and ``skip=``; None: the argument is not given."""
+    if given is None:
+        return None
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+def matches(names: Iterable[str], patterns: Iterable[str]) -> bool:
+    """Whether one of ``names`` fits one of ``patterns``."""
+    return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
+
+
 class Scope(AbstractContextManager):
     """What holds while a ``with`` block or the forward of a module runs."""
 
@@ -247,9 +259,8 @@ class Block(Scope):
 
     def is_for(self, name: str) -> bool:
         """Whether the norm ``name``, which looks for its mask, has it here."""
-        answer = self.only is None or any(fnmatchcase(name, pattern) for pattern in self.only)
-        self.asked[name] = answer
-        return answer
+        self.asked[name] = self.only is None or matches([name], self.only)
+        return self.asked[name]
 
 
 class AllIsKnown(Scope):
@@ -325,9 +336,7 @@ class padding(AbstractContextManager):
         self._mask = None
         for form in masks:
             self._mask = PaddingMask(form, values[form], f"padding({form}=...)")
-        if only is not None:
-            only = (only,) if isinstance(only, str) else tuple(only)
-        self._only = only
+        self._only = patterns_of(only)
         self._blocks: list[Block] = []
 
     def __enter__(self) -> padding:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Iterable
-from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 
 from pn_fairseq.norms.base import ChannelNorm
 from pn_fairseq.norms.converted import BATCH_NORMS, EPS_NAMES, eps_of, gain_of
-from pn_fairseq.norms.padding import ARGUMENT_FORMS
+from pn_fairseq.norms.padding import ARGUMENT_FORMS, matches, patterns_of
 
 
 def norms_to_replace(
@@ -27,24 +26,20 @@ def norms_to_replace(
     Raises:
         ValueError: there is none, a pattern matches none, or the weight of a norm would be lost.
     """
-    only, skip = _patterns(only), _patterns(skip)
+    only, skip = patterns_of(only), patterns_of(skip) or ()
     # the model may be in the making in `with torch.device("meta")`, as in transformers
     with torch.device("cpu"):
         offsets = {module: _offset(module, layout) for module in names}
     norms = {module: offset for module, offset in offsets.items() if offset is not None}
-
-    def matches(module: nn.Module, patterns: list[str]) -> bool:
-        return any(fnmatchcase(name, pattern) for name in names[module] for pattern in patterns)
-
-    for pattern in [*(only or ()), *(skip or ())]:
-        if not any(matches(module, [pattern]) for module in norms):
+    for pattern in (*(only or ()), *skip):
+        if not any(matches(names[module], [pattern]) for module in norms):
             known = ", ".join(names[module][0] or "the model" for module in norms)
             known = f"norms: {known}" if known else _why_none(names)
             raise ValueError(f"the pattern {pattern!r} matches no norm of the model; {known}")
     chosen, reasons = {}, {}
     for module, offset in norms.items():
-        is_wanted = only is None or matches(module, only)
-        if not is_wanted or matches(module, skip or []):
+        is_wanted = only is None or matches(names[module], only)
+        if not is_wanted or matches(names[module], skip):
             continue
         if isinstance(offset, str):
             reasons[module] = offset
@@ -72,12 +67,6 @@ def norms_to_replace(
                 "over the last dimension: give 'BTC' or 'TBC'"
             )
     return chosen
-
-
-def _patterns(given) -> list[str] | None:
-    if given is None:
-        return None
-    return [given] if isinstance(given, str) else list(given)
 
 
 def _refuse_what_would_be_lost(module: nn.Module, label: str) -> None:

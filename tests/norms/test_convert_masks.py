@@ -313,6 +313,17 @@ def test_masks_of_another_form_than_the_tokens(given, message):
         model(torch.randn(B, T, C))
 
 
+@pytest.mark.parametrize("given", [[7, 4, 2], np.array([7, 4, 2])])
+def test_an_argument_that_the_caller_names_is_a_tensor(given):
+    """Not so one of a known name, which may mean something else."""
+    model = convert_norms(FeedForward(), "batch", mask_from="lengths")
+    message = r"norm: argument lengths of the model: expected a tensor, got .*lengths=torch.tensor"
+    with pytest.raises(ValueError, match=message):
+        model(torch.randn(B, T, C), given)
+    with pytest.warns(UserWarning, match="no padding mask has reached it"):
+        convert_norms(FeedForward(), "batch")(torch.randn(B, T, C), given)
+
+
 @pytest.mark.parametrize("form", ["additive", "mask"])
 def test_wrong_additive_mask(form):
     with (
