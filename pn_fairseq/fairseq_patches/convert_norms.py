@@ -27,7 +27,7 @@ from pn_fairseq.fairseq_patches.run_settings import learning_rate_warmup
 from pn_fairseq.norms import RunningNorm, build_norm, convert_norms, running_norms
 from pn_fairseq.norms.convert import convert
 from pn_fairseq.norms.converted import ConvertedNorm
-from pn_fairseq.norms.options import read_pairs, typed, unknown_option
+from pn_fairseq.norms.options import check_option, read_pairs, typed
 from pn_fairseq.norms.padding import current_backward, padding
 from pn_fairseq.norms.registry import find_norm
 
@@ -74,9 +74,7 @@ def parse(text: str) -> tuple[str, str, dict]:
     options = {}
     try:
         for key, value in (read_pairs(pairs) if pairs else {}).items():
-            if key not in known:
-                raise unknown_option(key, known, f"{norm} has")
-            options[key] = typed(key, value, known[key])
+            options[key] = typed(key, value, check_option(key, known, f"{norm} has"))
     except ValueError as error:
         raise ValueError(f"{text!r}: {error}") from None
     return pattern, norm, options

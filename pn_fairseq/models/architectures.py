@@ -122,10 +122,8 @@ MODELS = {
 }
 
 for _model, (_stem, _fill, _sizes, _own_size) in MODELS.items():
-    _all = {_model: ("power", _own_size)}
+    register_model_architecture(_model, _model)(partial(_fill, norm="power", size=_own_size))
     for _norm, _entry in NORMS.items():
-        _all |= {
-            f"{_stem}_{_entry.short}_{_name}": (_norm, _size) for _name, _size in _sizes.items()
-        }
-    for _name, (_norm, _size) in _all.items():
-        register_model_architecture(_model, _name)(partial(_fill, norm=_norm, size=_size))
+        for _name, _size in _sizes.items():
+            _register = register_model_architecture(_model, f"{_stem}_{_entry.short}_{_name}")
+            _register(partial(_fill, norm=_norm, size=_size))

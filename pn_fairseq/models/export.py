@@ -32,23 +32,22 @@ class Positions(nn.Module):
         tokens = torch.full((1, length + 1), self.padding_idx + 1)
         tokens[0, 0] = self.padding_idx
         rows = embedding(tokens)[0].detach()
-        self.register_buffer(
-            "table", torch.cat([rows.new_zeros(self.padding_idx, rows.size(1)), rows])
-        )
+        before = rows.new_zeros(self.padding_idx, rows.size(1))
+        self.register_buffer("table", torch.cat([before, rows]))
 
     def forward(self, tokens: Tensor, incremental_state: dict | None = None) -> Tensor:
+        sentences, length = tokens.shape
         if incremental_state is not None:
-            return self.table.narrow(0, self.padding_idx + tokens.size(1), 1).expand(
-                tokens.size(0), 1, -1
-            )
+            row = self.table.narrow(0, self.padding_idx + length, 1)
+            return row.expand(sentences, 1, -1)
         real = tokens.ne(self.padding_idx).long()
-        return nn.functional.embedding(real.cumsum(1) * real + self.padding_idx, self.table)
+        positions = real.cumsum(1) * real + self.padding_idx
+        return nn.functional.embedding(positions, self.table)
 
 
 class EncoderGraph(nn.Module):
-    """The encoder,
-
-    and the keys and values that the attention of each decoder layer makes of its output.
+    """The encoder, and the keys and values that the attention of each decoder layer makes of its
+    output.
     """
 
     def __init__(self, model: TransformerPNModel):
@@ -63,19 +62,13 @@ class EncoderGraph(nn.Module):
         """
         result = self.encoder.forward_scriptable(tokens)
         memory = result["encoder_out"][0]
-
-        def heads(projected: Tensor, attention: nn.Module) -> Tensor:
-            return projected.unflatten(2, (attention.num_heads, attention.head_dim)).permute(
-                1, 2, 0, 3
-            )
-
-        keys, values = (
-            torch.stack(
-                [heads(getattr(layer, name)(memory), layer) for layer in self.attentions]
-            ).contiguous()
-            for name in ("k_proj", "v_proj")
-        )
-        return keys, values, result["encoder_padding_mask"][0]
+        keys, values = [], []
+        for attention in self.attentions:
+            sizes = (attention.num_heads, attention.head_dim)
+            for projection, heads in ((attention.k_proj, keys), (attention.v_proj, values)):
+                heads.append(projection(memory).unflatten(2, sizes).permute(1, 2, 0, 3))
+        padding = result["encoder_padding_mask"][0]
+        return torch.stack(keys).contiguous(), torch.stack(values).contiguous(), padding
 
 
 class DecoderGraph(nn.Module):
@@ -98,12 +91,12 @@ class DecoderGraph(nn.Module):
         C / heads) of the t tokens before it, t >= 0. Logits (B, V) of the next token; keys and
         values of t + 1 tokens.
         """
-        # only its length counts
-        prefix = torch.cat([token.new_zeros(token.size(0), keys.size(3)), token], 1)
+        past = token.new_zeros(token.size(0), keys.size(3))
+        prefix = torch.cat([past, token], 1)  # only its length counts
         state: dict = {}
-        for layer, memory_key, memory_value, key, value in zip(
-            self.decoder.layers, memory_keys, memory_values, keys, values, strict=True
-        ):
+        layers = self.decoder.layers
+        inputs = (layers, memory_keys, memory_values, keys, values)
+        for layer, memory_key, memory_value, key, value in zip(*inputs, strict=True):
             of_memory = {
                 "prev_key": memory_key,
                 "prev_value": memory_value,
@@ -112,13 +105,11 @@ class DecoderGraph(nn.Module):
             layer.encoder_attn._set_input_buffer(state, of_memory)
             layer.self_attn._set_input_buffer(state, {"prev_key": key, "prev_value": value})
         memory = memory_keys[0].permute(2, 0, 1, 3).flatten(2)  # only its shape counts
-        logits, _ = self.decoder(
-            prefix, {"encoder_out": [memory], "encoder_padding_mask": [padding]}, state
-        )
-        cached = [layer.self_attn._get_input_buffer(state) for layer in self.decoder.layers]
-        new_keys, new_values = (
-            torch.stack([layer[name] for layer in cached]) for name in ("prev_key", "prev_value")
-        )
+        encoder_out = {"encoder_out": [memory], "encoder_padding_mask": [padding]}
+        logits, _ = self.decoder(prefix, encoder_out, state)
+        cached = [layer.self_attn._get_input_buffer(state) for layer in layers]
+        new_keys = torch.stack([layer["prev_key"] for layer in cached])
+        new_values = torch.stack([layer["prev_value"] for layer in cached])
         return logits[:, -1], new_keys, new_values
 
 
@@ -130,51 +121,50 @@ def exportable(state: dict, name: str) -> tuple[TransformerPNModel, TransformerP
         CheckpointError: it is not a checkpoint of ``transformer_pn``, or has something that the
             graphs have not.
     """
-    without_checkpointing = {"checkpoint_activations": False, "offload_activations": False}
-    settings = changed(model_settings_of(state, name), **without_checkpointing)
-    model = model_of(settings, state["model"], name)
+    model = _without_checkpointing(state, name)
     if not isinstance(model, TransformerPNModel):
         raise CheckpointError(
             f"{name}: its model is not one of transformer_pn's, which can be exported"
         )
-    for lacks, option in (
-        (model.decoder.adaptive_softmax is not None, "--adaptive-softmax-cutoff"),
-        (any(layer.encoder_attn is None for layer in model.decoder.layers), "--no-cross-attention"),
-    ):
-        if lacks:
-            raise CheckpointError(
-                f"{name}: a model that was trained with {option} cannot be exported"
-            )
+    option = ""
+    if model.decoder.adaptive_softmax is not None:
+        option = "--adaptive-softmax-cutoff"
+    elif any(layer.encoder_attn is None for layer in model.decoder.layers):
+        option = "--no-cross-attention"
+    if option:
+        raise CheckpointError(f"{name}: a model that was trained with {option} cannot be exported")
     try:
         state, outcomes, _ = fold_checkpoint(state, name)
-        settings = changed(model_settings_of(state, name), **without_checkpointing)
-        line = (
-            f"{sum('folded into' in outcome for outcome in outcomes)} of {len(outcomes)} norms "
-            f"folded"
-        )
+        number = sum("folded into" in outcome for outcome in outcomes)
+        line = f"{number} of {len(outcomes)} norms folded"
     except CheckpointError as reason:
         line = f"no norms folded: {reason}"
-    folded = model_of(settings, state["model"], name).requires_grad_(False)
+    folded = _without_checkpointing(state, name).requires_grad_(False)
     for side, length in zip((folded.encoder, folded.decoder), folded.max_positions(), strict=True):
         if side.embed_positions is not None:
             side.embed_positions = Positions(side.embed_positions, length)
     return model, folded, line
 
 
+def _without_checkpointing(state: dict, name: str) -> nn.Module:
+    """The model of the checkpoint ``state``, which computes no activations twice."""
+    settings = model_settings_of(state, name)
+    settings = changed(settings, checkpoint_activations=False, offload_activations=False)
+    return model_of(settings, state["model"], name)
+
+
 @torch.no_grad()
 def export_graphs(model: TransformerPNModel) -> tuple[ExportedProgram, ExportedProgram]:
-    """Encoder and decoder step of a model from :func:`exportable`,
-
-    for all numbers of sentences and all lengths.
+    """Encoder and decoder step of a model from :func:`exportable`, for all numbers of sentences and
+    all lengths.
     """
     encoder, decoder = EncoderGraph(model).eval(), DecoderGraph(model).eval()
     tokens = torch.full((3, 5), 4)
     memory = encoder(tokens)
     layers, batch, heads, _, channels = memory[0].shape
     past = torch.zeros(layers, batch, heads, 2, channels)
-    auto = Dim.AUTO
-    of_batch, of_state = {0: auto, 1: auto}, {1: auto, 3: auto}
-    shapes = ({0: auto}, of_state, of_state, of_batch, of_state, of_state)
+    of_batch, of_state = {0: Dim.AUTO, 1: Dim.AUTO}, {1: Dim.AUTO, 3: Dim.AUTO}
+    shapes = ({0: Dim.AUTO}, of_state, of_state, of_batch, of_state, of_state)
     inputs = (tokens[:, :1], *memory, past, past.clone())
     return (
         torch.export.export(encoder, (tokens,), dynamic_shapes=(of_batch,), strict=True),

@@ -21,6 +21,7 @@ from pn_fairseq.models.from_checkpoint import (
 from pn_fairseq.models.normed_model import FOLDED_MARK
 from pn_fairseq.models.transformer_pn import TransformerPNModel
 from pn_fairseq.norms.base import ChannelNorm, RunningNorm
+from pn_fairseq.norms.convert import named_norms
 from pn_fairseq.norms.fold import folded_linear
 
 #: Accepted difference of logits, as part of the largest logit. Folding in exact arithmetic would
@@ -59,8 +60,8 @@ class Difference:
     def __str__(self) -> str:
         return (
             f"maximum logit difference {self.logits:.2g} (largest logit {self.largest:.3g}, random "
-            "tokens, float32); "
-            f"the same greedy choice at {self.same_choice} of {self.positions} positions"
+            f"tokens, float32); the same greedy choice at {self.same_choice} of {self.positions} "
+            "positions"
         )
 
 
@@ -73,19 +74,17 @@ def projections_after(model: TransformerPNModel) -> dict[str, list[str]]:
     after = {}
     for side in ("encoder", "decoder"):
         for number, layer in getattr(model, side).layers.named_children():
+            prefix = f"{side}.layers.{number}"
             for norm, projections in _IN_LAYER.items():
                 if _folds(getattr(layer, norm, None)):
-                    prefix = f"{side}.layers.{number}"
-                    after[f"{prefix}.{norm}"] = [
-                        f"{prefix}.{projection}" for projection in projections
-                    ]
+                    names = [f"{prefix}.{projection}" for projection in projections]
+                    after[f"{prefix}.{norm}"] = names
     if _folds(model.encoder.layer_norm):
-        after["encoder.layer_norm"] = [
-            f"decoder.layers.{number}.encoder_attn.{projection}_proj"
-            for number, layer in model.decoder.layers.named_children()
-            if layer.encoder_attn is not None
-            for projection in "kv"
-        ]
+        readers = after["encoder.layer_norm"] = []
+        for number, layer in model.decoder.layers.named_children():
+            if layer.encoder_attn is not None:
+                prefix = f"decoder.layers.{number}.encoder_attn"
+                readers += [f"{prefix}.k_proj", f"{prefix}.v_proj"]
     if _folds(model.decoder.layer_norm) and model.decoder.last_norm_folds:
         after["decoder.layer_norm"] = ["decoder.output_projection"]
     return after
@@ -141,9 +140,11 @@ def compare(
     prev, prev_lengths = draw(model.decoder.dictionary)
     real = position < prev_lengths
     prev = prev.masked_fill(~real, model.decoder.padding_idx)
-    first, second = (
-        decode(src, src_lengths.flatten(), prev)[0][real].double() for decode in (model, other)
-    )
+    logits = []
+    for decode in (model, other):
+        everywhere, *_ = decode(src, src_lengths.flatten(), prev)
+        logits.append(everywhere[real].double())
+    first, second = logits
     return Difference(
         logits=(first - second).abs().max().item(),
         largest=first.abs().max().item(),
@@ -184,9 +185,7 @@ def fold_checkpoint(state: dict, name: str) -> tuple[dict, list[str], Difference
                 f"{name}: {side}_norm_placement={placement}: such norms cannot be folded"
             )
     after = projections_after(model)
-    norms = {
-        key: module for key, module in model.named_modules() if isinstance(module, ChannelNorm)
-    }
+    norms = named_norms(model)
     if not after:
         kinds = ", ".join(sorted({type(norm).__name__ for norm in norms.values()}))
         raise CheckpointError(f"{name}: there is nothing to fold, all of its norms are {kinds}")
@@ -195,25 +194,23 @@ def fold_checkpoint(state: dict, name: str) -> tuple[dict, list[str], Difference
     except TypeError as error:
         raise CheckpointError(f"{name}: cannot be folded, {error}") from error
 
-    weights = {
-        key: file.get(key, value) for key, value in model.state_dict().items() if key not in gone
-    }
+    weights = {}
+    for key, value in model.state_dict().items():
+        if key not in gone:
+            weights[key] = file.get(key, value)
     for key, value in folded.items():
-        weights[key] = value.to(
-            torch.promote_types(file[key].dtype if key in file else torch.float32, torch.float32)
-        )
+        stored = file[key].dtype if key in file else torch.float32
+        weights[key] = value.to(torch.promote_types(stored, torch.float32))
     weights[FOLDED_MARK] = torch.ones((), dtype=torch.int64)
-    difference = compare(model, model_of(changed(settings, **{FOLDED_MARK: True}), weights, name))
+    other = model_of(changed(settings, **{FOLDED_MARK: True}), weights, name)
+    difference = compare(model, other)
     if not difference.accepted:
         raise CheckpointError(
             f"{name}: cannot be folded in float32: {difference}; at most {TOLERANCE:g} of the "
             "largest logit is accepted"
         )
-    return (
-        _new_state(state, weights),
-        [_outcome(key, norm, after.get(key)) for key, norm in norms.items()],
-        difference,
-    )
+    outcomes = [_outcome(key, norm, after.get(key)) for key, norm in norms.items()]
+    return _new_state(state, weights), outcomes, difference
 
 
 def _check(settings, state: dict, name: str) -> None:
@@ -230,7 +227,8 @@ def _check(settings, state: dict, name: str) -> None:
             "folded"
         )
     for key in ("encoder_layers_to_keep", "decoder_layers_to_keep"):
-        if kept := getattr(settings, key, None):
+        kept = getattr(settings, key, None)
+        if kept:
             raise CheckpointError(
                 f"{name}: its settings prune layers ({key} is {kept}); fold the whole model and "
                 "prune when it decodes"
@@ -241,17 +239,19 @@ def _outcome(name: str, norm: ChannelNorm, projections: list[str] | None) -> str
     kind = type(norm).__name__
     if projections is None:
         return f"{name}: {kind} stays"
+    line = f"{name}: {kind} folded into {', '.join(projections)}"
     groups = norm.layer_scale.groups
-    rest = f"; layer-scale ({groups} group{'s' * (groups > 1)}) stays" if groups else ""
-    return f"{name}: {kind} folded into {', '.join(projections)}{rest}"
+    if not groups:
+        return line
+    return f"{line}; layer-scale ({groups} group{'s' if groups > 1 else ''}) stays"
 
 
 def _new_state(state: dict, weights: dict[str, Tensor]) -> dict:
     """``state`` with other weights, marked, and without what only training needs."""
-    new = {key: value for key, value in state.items() if key != "last_optimizer_state"}
-    new["model"] = weights
-    if isinstance(new.get("extra_state"), dict):
-        new["extra_state"] = {
-            key: value for key, value in new["extra_state"].items() if not key.startswith("ema")
-        }
+    new = {**state, "model": weights}
+    new.pop("last_optimizer_state", None)
+    extra = new.get("extra_state")
+    if isinstance(extra, dict):
+        kept = {key: value for key, value in extra.items() if not key.startswith("ema")}
+        new["extra_state"] = kept
     return with_model_settings(new, **{FOLDED_MARK: True})

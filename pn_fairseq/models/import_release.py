@@ -64,11 +64,10 @@ def import_release(state: dict, name: str, alpha_fwd: float = 0.9, alpha_bwd: fl
     # A file made smaller for sharing may lack it, and fairseq wants this much.
     history = state.get("optimizer_history") or [{"lr_scheduler_state": {}, "num_updates": 0}]
     extra = state.get("extra_state") or {}
-    imported = {
-        "args": args,
-        "optimizer_history": history[-1:],
-        "extra_state": {key: extra[key] for key in ("train_iterator", "val_loss") if key in extra},
-    }
+    imported = {"args": args, "optimizer_history": history[-1:], "extra_state": {}}
+    for key in ("train_iterator", "val_loss"):
+        if key in extra:
+            imported["extra_state"][key] = extra[key]
     try:
         # what fairseq does to the file that it loads
         checkpoint_utils._upgrade_state_dict(copy.deepcopy(imported))
@@ -87,21 +86,22 @@ def _convert_settings(state: dict, name: str, alpha_fwd: float, alpha_bwd: float
     args = Namespace(**vars(state["args"]))
     # Everything else is checked by the shapes of tensors, which do not depend on the number of
     # heads.
-    wanted = [
-        f"{side}_{what}" for side in _SIDES for what in ("norm_self", "norm_ff", "attention_heads")
-    ]
-    if missing := [key for key in ("arch", *wanted) if getattr(args, key, None) is None]:
+    wanted = ["arch"]
+    for side in _SIDES:
+        wanted += [f"{side}_norm_self", f"{side}_norm_ff", f"{side}_attention_heads"]
+    missing = [key for key in wanted if getattr(args, key, None) is None]
+    if missing:
         raise CheckpointError(
             f"{name}: is not a checkpoint of the authors' release ({_counted(missing)} missing in "
             "its args)"
         )
-    size = next(
-        (size for beginning, size in _SIZES.items() if args.arch.startswith(beginning)), None
-    )
+    size = None
+    for beginning, ours in _SIZES.items():
+        if size is None and args.arch.startswith(beginning):
+            size = ours
     if size is None:
-        raise CheckpointError(
-            f"{name}: unknown architecture {args.arch}; known: {', '.join(f'{b}*' for b in _SIZES)}"
-        )
+        known = ", ".join(f"{beginning}*" for beginning in _SIZES)
+        raise CheckpointError(f"{name}: unknown architecture {args.arch}; known: {known}")
     settings = vars(args)
     for side in _SIDES:
         norm, ff = settings.pop(f"{side}_norm_self"), settings.pop(f"{side}_norm_ff")
@@ -154,14 +154,14 @@ def _split_projections(model: dict[str, Tensor]) -> dict[str, Tensor]:
         prefix, _, last = key.rpartition(".")
         kind = last.removeprefix("in_proj_")
         targets = [f"{prefix}.{projection}.{kind}" for projection in _PROJECTIONS]
-        stacked = (
-            last in ("in_proj_weight", "in_proj_bias") and value.dim() and value.size(0) % 3 == 0
-        )
-        if stacked and not any(target in model for target in targets):
-            # Copies: three views would each be saved with the storage of all.
-            split.update(zip(targets, (part.clone() for part in value.chunk(3)), strict=True))
-        else:
+        is_stacked = last in ("in_proj_weight", "in_proj_bias")
+        is_stacked = is_stacked and value.dim() and value.size(0) % 3 == 0
+        if not is_stacked or any(target in model for target in targets):
             split[key] = value
+            continue
+        for target, part in zip(targets, value.chunk(3), strict=True):
+            # A copy: three views would each be saved with the storage of all.
+            split[target] = part.clone()
     return split
 
 
@@ -171,21 +171,19 @@ def _convert_weights(
     expected = model.state_dict()
     theirs = _names_in_release(model, file)
     # fairseq 0.8 saves one unused number for sinusoidal positions.
-    unread = {f"{side}.embed_positions._float_tensor" for side in _SIDES}
-    shapes = {ours: _release_shape(ours, old, expected[ours].shape) for ours, old in theirs.items()}
-    problems = {
-        "missing": [old for old in theirs.values() if old not in file],
-        "unknown": [key for key in file if key not in {*theirs.values(), *unread}],
-        "of another shape": [
-            f"{old} {list(file[old].shape)} instead of {list(shapes[ours])}"
-            for ours, old in theirs.items()
-            if old in file and tuple(file[old].shape) != shapes[ours]
-        ],
-    }
-    if any(problems.values()):
-        text = "; ".join(f"{_counted(items)} {kind}" for kind, items in problems.items() if items)
+    read = {*theirs.values(), *(f"{side}.embed_positions._float_tensor" for side in _SIDES)}
+    problems = {"missing": [], "unknown": [key for key in file if key not in read]}
+    others = problems["of another shape"] = []
+    for ours, old in theirs.items():
+        shape = _release_shape(ours, old, expected[ours].shape)
+        if old not in file:
+            problems["missing"].append(old)
+        elif tuple(file[old].shape) != shape:
+            others.append(f"{old} {list(file[old].shape)} instead of {list(shape)}")
+    texts = [f"{_counted(items)} {kind}" for kind, items in problems.items() if items]
+    if texts:
         raise CheckpointError(
-            f"{name}: its tensors do not fit the model that its args describe: {text}"
+            f"{name}: its tensors do not fit the model that its args describe: {'; '.join(texts)}"
         )
 
     weights = {}
@@ -193,9 +191,9 @@ def _convert_weights(
         value = file[old]
         if old.endswith((".running_phi", ".ema_gz")):
             value = value.flatten().to(torch.float64)
-            value = ((1.0 - alpha_bwd) * value if old.endswith(".ema_gz") else value).to(
-                torch.float32
-            )
+            if old.endswith(".ema_gz"):
+                value = (1.0 - alpha_bwd) * value
+            value = value.to(torch.float32)
         elif old.endswith(".iters"):
             value = value.flatten()[0].to(torch.int64)
         elif old.endswith(".version") and value.item() < 3:
@@ -210,9 +208,8 @@ def _names_in_release(model: nn.Module, file: dict[str, Tensor]) -> dict[str, st
     names = {key: key for key in model.state_dict()}
     for prefix, module in model.named_modules():
         if isinstance(module, PowerNormRelease):
-            names.update(
-                (f"{prefix}.{ours}", f"{prefix}.{old}") for ours, old in _STATISTICS.items()
-            )
+            for ours, old in _STATISTICS.items():
+                names[f"{prefix}.{ours}"] = f"{prefix}.{old}"
     # A module of its own since 0.9; before, a bare parameter, or nothing if the embeddings are
     # shared.
     output = "decoder.output_projection.weight"
@@ -244,4 +241,5 @@ def _check_ties(
 
 
 def _counted(items: list[str], limit: int = 5) -> str:
-    return f"{len(items)} ({', '.join(items[:limit] + ['...'] * (len(items) > limit))})"
+    more = ["..."] if len(items) > limit else []
+    return f"{len(items)} ({', '.join(items[:limit] + more)})"

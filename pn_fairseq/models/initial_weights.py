@@ -41,7 +41,8 @@ def initial_weights(args) -> Iterator[None]:
     After the block they continue as if nothing had been drawn. Without the setting the block
     changes nothing.
     """
-    if (seed := safe_getattr(args, "init_seed")) is None:
+    seed = safe_getattr(args, "init_seed")
+    if seed is None:
         yield
         return
     with torch.random.fork_rng(devices=[]):
@@ -60,8 +61,11 @@ def init_attention(cfg, attentions: Iterable[nn.Module]) -> None:
     Raises:
         ValueError: the setting has another value.
     """
-    if (given := cfg.attention_init) not in (None, *ATTENTION_INIT):
+    given = cfg.attention_init
+    if given not in (None, *ATTENTION_INIT):
         raise ValueError(f"attention_init={given!r} must be one of {', '.join(ATTENTION_INIT)}")
-    for attention in attentions if given == "torch" else ():
+    if given != "torch":
+        return
+    for attention in attentions:
         for linear in (attention.q_proj, attention.k_proj, attention.v_proj, attention.out_proj):
             linear.reset_parameters()

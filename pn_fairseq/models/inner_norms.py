@@ -32,7 +32,8 @@ class NormedInput(nn.Module):
         self.norm, self.linear = norm, linear
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(self.norm(x, current_scope().queries if self.norm.training else None))
+        mask = current_scope().queries if self.norm.training else None
+        return self.linear(self.norm(x, mask))
 
 
 class HeadNorm(nn.Module):
@@ -43,21 +44,19 @@ class HeadNorm(nn.Module):
 
     def __init__(self, linear: nn.Module, norm: nn.Module, heads: int, scaling: float, side: str):
         super().__init__()
-        self.linear, self.norm, self.heads, self.scaling, self.side = (
-            linear,
-            norm,
-            heads,
-            scaling,
-            side,
-        )
+        self.linear, self.norm = linear, norm
+        self.heads, self.scaling, self.side = heads, scaling, side
 
     def forward(self, x: Tensor) -> Tensor:
         projected = self.linear(x)
         length, batch, channels = projected.shape
-        heads = projected.view(length, batch * self.heads, channels // self.heads)
+        sequences = batch * self.heads
+        heads = projected.view(length, sequences, channels // self.heads)
         mask = getattr(current_scope(), self.side) if self.norm.training else None
-        mask = None if mask is None else mask.repeat_interleave(self.heads, dim=0)
-        return (self.norm(heads, mask) * self.scaling).view(length, batch, channels)
+        if mask is not None:
+            mask = mask.repeat_interleave(self.heads, dim=0)
+        y = self.norm(heads, mask) * self.scaling
+        return y.view(length, batch, channels)
 
 
 def inner_masks(
@@ -66,11 +65,11 @@ def inner_masks(
     """Holds while ``module``, an attention or a projection, runs on tokens with the padding
     ``mask`` (B, T); ``keys`` is the padding of an attention's keys.
     """
-    for candidate in (
-        module,
-        *(getattr(module, name, None) for name in ("q_proj", "k_proj", "out_proj")),
-    ):
-        if isinstance(candidate, (NormedInput, HeadNorm)) and candidate.norm.training:
+    parts = [module]
+    for name in ("q_proj", "k_proj", "out_proj"):
+        parts.append(getattr(module, name, None))
+    for part in parts:
+        if isinstance(part, (NormedInput, HeadNorm)) and part.norm.training:
             return InnerMasks(mask, keys)
     return nullcontext()
 
@@ -83,13 +82,10 @@ def add_qk_norm(attention: MultiheadAttention, build: Callable[[int], nn.Module]
     first, stands in N_q and in N_k. (They have one gain, with another initial value.) Today's
     language models use ``rms``.
     """
-    for name, side, scaling in (("q_proj", "queries", attention.scaling), ("k_proj", "keys", 1.0)):
-        norm = build(attention.head_dim)
-        setattr(
-            attention,
-            name,
-            HeadNorm(getattr(attention, name), norm, attention.num_heads, scaling, side),
-        )
+    heads, head_dim = attention.num_heads, attention.head_dim
+    queries = HeadNorm(attention.q_proj, build(head_dim), heads, attention.scaling, "queries")
+    attention.q_proj = queries
+    attention.k_proj = HeadNorm(attention.k_proj, build(head_dim), heads, 1.0, "keys")
     attention.scaling = 1.0
     # else torch's own function reads the weights of q_proj and k_proj
     attention.skip_embed_dim_check = True

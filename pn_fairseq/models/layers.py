@@ -21,9 +21,8 @@ def wrap_layer(layer: nn.Module, cfg) -> nn.Module:
     if cfg.checkpoint_activations:
         layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
     # FSDP always wraps a checkpointed layer, also a small one.
-    return fsdp_wrap(
-        layer, min_num_params=0 if cfg.checkpoint_activations else cfg.min_params_to_wrap
-    )
+    smallest = 0 if cfg.checkpoint_activations else cfg.min_params_to_wrap
+    return fsdp_wrap(layer, min_num_params=smallest)
 
 
 def mask_of(tokens: Tensor, padding_idx: int) -> Tensor | None:
@@ -49,8 +48,10 @@ def placement_of(cfg, side: str, number: int = 1, cross_attention: bool = True) 
 
     ``cross_attention=False``: the model has only a decoder.
     """
-    depth = Depth(side, cfg.encoder.layers if cross_attention else 0, cfg.decoder.layers)
-    return find_placement(getattr(cfg.norms, f"{side}_norm_placement"))(depth, number)
+    encoder_layers = cfg.encoder.layers if cross_attention else 0
+    depth = Depth(side, encoder_layers, cfg.decoder.layers)
+    placement = find_placement(getattr(cfg.norms, f"{side}_norm_placement"))
+    return placement(depth, number)
 
 
 class NormedLayer:
@@ -65,18 +66,19 @@ class NormedLayer:
         """Replace fairseq's norms, and initialize the attention, of layer ``number`` of the
         "encoder" or "decoder".
         """
-        attentions = {name: getattr(self, name, None) for name in ("self_attn", "encoder_attn")}
-        attentions = {
-            name: attention for name, attention in attentions.items() if attention is not None
-        }
+        attentions = {}
+        for name in ("self_attn", "encoder_attn"):
+            if getattr(self, name, None) is not None:
+                attentions[name] = getattr(self, name)
         init_attention(cfg, attentions.values())
         build = partial(cfg.norms.build, side, heads=getattr(cfg, side).attention_heads)
         for sublayer in (*attentions, "final"):
             setattr(self, f"{sublayer}_layer_norm", build(self.embed_dim))
         self.placement = placement_of(cfg, side, number, cross_attention)
         self.placement.equip(self, partial(build, folds=False))
-        for attention in attentions.values() if cfg.norms.qk_norm else ():
-            add_qk_norm(attention, cfg.norms.build_qk_norm)
+        if cfg.norms.qk_norm:
+            for attention in attentions.values():
+                add_qk_norm(attention, cfg.norms.build_qk_norm)
 
     def attend(
         self, name: str, x: Tensor, mask: Tensor | None, entry: Tensor, memory=None, **options
@@ -90,26 +92,24 @@ class NormedLayer:
         h = self.placement.before(self, name, x, mask)
         keys, key_mask = (h, mask) if memory is None else memory
         with inner_masks(attention, mask, key_mask):
-            h, weights = attention(
-                query=h, key=keys, value=keys, key_padding_mask=key_mask, **options
-            )
-        return self.placement.after(self, name, x, self.dropout_module(h), mask, entry), weights
+            h, weights = attention(h, keys, keys, key_padding_mask=key_mask, **options)
+        h = self.dropout_module(h)
+        return self.placement.after(self, name, x, h, mask, entry), weights
 
     def feed_forward(self, x: Tensor, mask: Tensor | None, entry: Tensor) -> tuple[Tensor, Tensor]:
         """The stream after the feed-forward network, and the network's output."""
         h = self.placement.before(self, "final", x, mask)
-        h = self.activation_dropout_module(self.activation_fn(self.fc1(h)))
+        h = self.activation_fn(self.fc1(h))
+        h = self.activation_dropout_module(h)
         with inner_masks(self.fc2, mask):
             output = self.fc2(h)
-        return self.placement.after(
-            self, "final", x, self.dropout_module(output), mask, entry
-        ), output
+        h = self.dropout_module(output)
+        return self.placement.after(self, "final", x, h, mask, entry), output
 
 
 class TransformerPNEncoderLayer(NormedLayer, TransformerEncoderLayerBase):
-    """fairseq's encoder layer with its norms built by ``cfg.norms``;
-
-    ``number`` is 1 for the first layer.
+    """fairseq's encoder layer with its norms built by ``cfg.norms``; ``number`` is 1 for the first
+    layer.
     """
 
     def __init__(self, cfg, return_fc: bool = False, number: int = 1):
@@ -125,9 +125,8 @@ class TransformerPNEncoderLayer(NormedLayer, TransformerEncoderLayerBase):
 
 
 class TransformerPNDecoderLayer(NormedLayer, TransformerDecoderLayerBase):
-    """fairseq's decoder layer with its norms built by ``cfg.norms``;
-
-    ``number`` is 1 for the first layer.
+    """fairseq's decoder layer with its norms built by ``cfg.norms``; ``number`` is 1 for the first
+    layer.
     """
 
     def __init__(self, cfg, no_encoder_attn: bool = False, number: int = 1):
@@ -152,14 +151,12 @@ class TransformerPNDecoderLayer(NormedLayer, TransformerDecoderLayerBase):
         """
         need_attn = need_attn or need_head_weights or (not self.training and self.need_attn)
         entry, mask, state = x, self_attn_padding_mask, {"incremental_state": incremental_state}
-        x, attn = self.attend(
-            "self_attn", x, mask, entry, need_weights=False, attn_mask=self_attn_mask, **state
-        )
+        causal = {"need_weights": False, "attn_mask": self_attn_mask}
+        x, attn = self.attend("self_attn", x, mask, entry, **causal, **state)
         if self.encoder_attn is not None and encoder_out is not None:
-            weights = {"need_weights": need_attn, "need_head_weights": need_head_weights}
             memory = (encoder_out, encoder_padding_mask)
-            x, attn = self.attend(
-                "encoder_attn", x, mask, entry, memory, static_kv=True, **weights, **state
-            )
+            weights = {"need_weights": need_attn, "need_head_weights": need_head_weights}
+            options = {"static_kv": True, **weights, **state}
+            x, attn = self.attend("encoder_attn", x, mask, entry, memory, **options)
         x, _ = self.feed_forward(x, mask, entry)
         return x, attn, None

@@ -170,19 +170,20 @@ class NormOptions:
 
         ``encoder=False``: the flags of a model that has only a decoder.
         """
+        scaled = "an encoder norm, and a decoder norm whose own default is not 0"
         names = {
             "norms": f"{', '.join(NORMS)}; 'pn norms' describes them",
             "placements": ", ".join(PLACEMENTS),
             "of_decoder": "layer" if encoder else "the architecture's",
-            "scaled": "an encoder norm, and a decoder norm whose own default is not 0"
-            if encoder
-            else "each norm",
+            "scaled": scaled if encoder else "each norm",
         }
         for option in fields(NormOptions):
-            if option.metadata and (encoder or not option.name.startswith("encoder")):
-                argument = dict(option.metadata)
-                text = argument.pop("help").format(**names, default=option.default)
-                parser.add_argument(f"--{option.name.replace('_', '-')}", help=text, **argument)
+            is_flag = bool(option.metadata)
+            if not is_flag or (option.name.startswith("encoder") and not encoder):
+                continue
+            argument = dict(option.metadata)
+            text = argument.pop("help").format(**names, default=option.default)
+            parser.add_argument(f"--{option.name.replace('_', '-')}", help=text, **argument)
 
     def names(self) -> dict[str, NormEntry]:
         """The norms of the model: their names and entries in the registry."""
@@ -208,43 +209,31 @@ class NormOptions:
         Raises:
             ValueError: a norm or an option of norms is unknown, or a value does not fit.
         """
-        resolved = {}
-        given = {key.name: safe_getattr(args, key.name) for key in fields(cls)}
-        options = cls(**{name: value for name, value in given.items() if value is not None})
+        given = {}
+        for option in fields(cls):
+            value = safe_getattr(args, option.name, None)
+            if value is not None:
+                given[option.name] = value
         if not encoder:
-            options = replace(options, encoder_norm=None, encoder_norm_last=None)
+            given |= {"encoder_norm": None, "encoder_norm_last": None}
+        options = cls(**given)
+        options._check_probe()
         if options.norm_sync not in SYNC:
             raise ValueError(f"norm_sync={options.norm_sync!r} must be one of {', '.join(SYNC)}")
+        resolved = {}
         if options.psi_warmup_updates is None:
             resolved["psi_warmup_updates"] = learning_rate_warmup(args)
-        if int(options.norm_probe_interval) < 1:
-            raise ValueError(
-                f"--norm-probe-interval {options.norm_probe_interval} must be at least 1"
-            )
-        if options.norm_probe_layers and not options.norm_probe:
-            raise ValueError("--norm-probe-layers needs --norm-probe FILE")
+        # Absolute in the checkpoint, which is also loaded from other folders; hydra works in a
+        # folder of the run.
         if options.norm_probe:
             resolved["norm_probe"] = to_absolute_path(options.norm_probe)
         if options.norm_module:
-            # Absolute in the checkpoint, which is also loaded from other folders; hydra works in a
-            # folder of the run.
             paths = [to_absolute_path(path) for path in options.norm_module.split(",") if path]
             resolved["norm_module"] = ",".join(paths)
             for path in paths:
                 load_norms(path)
         for side in ("encoder", "decoder"):
-            name = getattr(options, f"{side}_norm_placement")
-            placement = find_placement(name)
-            if getattr(options, f"{side}_norm_last") and not placement.last_norm:
-                raise ValueError(
-                    f"--{side}-norm-last: {name} has no norm after the last layer; leave the flag "
-                    "out"
-                )
-            if getattr(args, f"{side}_layers_to_keep", None) and not placement.prunes:
-                raise ValueError(
-                    f"--{side}-layers-to-keep: layers of {name} compute something else in a "
-                    "smaller model"
-                )
+            options._check_placement(side, getattr(args, f"{side}_layers_to_keep", None))
         resolved["norm_options"] = options.resolved_options(args)
         with writable(args):
             for name, value in resolved.items():
@@ -252,6 +241,25 @@ class NormOptions:
         if options.norm_stats_interval is None:
             resolved["norm_stats_interval"] = dashboard_interval(args)  # not in the checkpoint
         return replace(options, **resolved)
+
+    def _check_probe(self) -> None:
+        if int(self.norm_probe_interval) < 1:
+            raise ValueError(f"--norm-probe-interval {self.norm_probe_interval} must be at least 1")
+        if self.norm_probe_layers and not self.norm_probe:
+            raise ValueError("--norm-probe-layers needs --norm-probe FILE")
+
+    def _check_placement(self, side: str, layers_to_keep) -> None:
+        name = getattr(self, f"{side}_norm_placement")
+        placement = find_placement(name)
+        if getattr(self, f"{side}_norm_last") and not placement.last_norm:
+            raise ValueError(
+                f"--{side}-norm-last: {name} has no norm after the last layer; leave the flag out"
+            )
+        if layers_to_keep and not placement.prunes:
+            raise ValueError(
+                f"--{side}-layers-to-keep: layers of {name} compute something else in a smaller "
+                "model"
+            )
 
     def resolved_options(self, args) -> dict[str, object]:
         """The options of the norms, with the schedules that depend on the run unless they are
@@ -265,24 +273,20 @@ class NormOptions:
                 is needed.
         """
         given, norms = self.norm_options or {}, self.names()
-        options = parse_options(
-            OmegaConf.to_container(given, resolve=True) if OmegaConf.is_config(given) else given,
-            norms,
-        )
-        warmup, updates = (
-            learning_rate_warmup(args),
-            int(run_setting(args, "optimization", "max_update")),
-        )
+        if OmegaConf.is_config(given):
+            given = OmegaConf.to_container(given, resolve=True)
+        options = parse_options(given, norms)
+        warmup = learning_rate_warmup(args)
+        updates = int(run_setting(args, "optimization", "max_update"))
         for name, entry in norms.items():
             for option in entry.own_options.keys() - options_of(name, options).keys():
                 default = entry.default(option, self.norm_variant)
                 if default is inspect.Parameter.empty:
                     raise ValueError(f"the norm {name} needs the norm option {option}")
-                value = (
-                    default.value(None, warmup, updates) if isinstance(default, FromRun) else None
-                )
-                if value is not None:
-                    options[option] = value
+                if isinstance(default, FromRun):
+                    value = default.value(None, warmup, updates)
+                    if value is not None:
+                        options[option] = value
         return options
 
     def build(
@@ -294,23 +298,22 @@ class NormOptions:
         ``last``: it is the norm after the last layer. ``folds``: it can be fused with the layers
         after it.
         """
-        name = (getattr(self, f"{side}_norm_last") if last else None) or getattr(
-            self, f"{side}_norm"
-        )
-        beside_encoder = side == "decoder" and self.encoder_norm is not None
-        groups = (
-            0
-            if beside_encoder and not self._default_groups(name, heads)
-            else self.layer_scale_groups
-        )
+        name = getattr(self, f"{side}_norm")
+        if last:
+            name = getattr(self, f"{side}_norm_last") or name
+        groups = self.layer_scale_groups
+        if side == "decoder" and self.encoder_norm is not None:
+            own = self._default(find_norm(name), "layer_scale_groups", heads)
+            groups = groups if own else 0
         return self._build(name, num_features, heads, groups, last and side == "encoder", folds)
 
     def build_qk_norm(self, head_dim: int) -> ChannelNorm:
         """A norm over the channels of one attention head, without layer-scale."""
         return self._build(self.qk_norm, head_dim, 1, 0, folds=False)
 
-    def _default_groups(self, name: str, heads: int) -> int:
-        default = find_norm(name).default("layer_scale_groups", self.norm_variant)
+    def _default(self, entry: NormEntry, option: str, heads: int) -> object:
+        """The default of an option that depends on no schedule of the run."""
+        default = entry.default(option, self.norm_variant)
         return default.value(heads, 0, 0) if isinstance(default, FromRun) else default
 
     def _build(
@@ -323,7 +326,9 @@ class NormOptions:
         folds: bool = True,
     ) -> ChannelNorm | LayerScale:
         entry = find_norm(name)
-        given = {key: getattr(self, flag[2:].replace("-", "_")) for key, flag in SHARED.items()}
+        given = {}
+        for option, name_of_flag in SHARED.items():
+            given[option] = getattr(self, name_of_flag[2:].replace("-", "_"))
         given["layer_scale_groups"] = groups
         given["sync"] = None if self.norm_sync == "auto" else self.norm_sync == "on"
         given |= options_of(name, self.norm_options or {})
@@ -331,12 +336,12 @@ class NormOptions:
         for option in entry.options:
             value = given.get(option)
             if value is None and option not in FIXED:
-                default = entry.default(option, self.norm_variant)
-                value = default.value(heads, 0, 0) if isinstance(default, FromRun) else default
+                value = self._default(entry, option, heads)
             if last:
                 value = entry.defaults.get(f"{self.norm_variant}.last.{option}", value)
             if value is not None:
                 options[option] = value
         norm = build_norm(name, num_features, variant=self.norm_variant, **options)
-        folded = self.norms_folded and folds and isinstance(norm, RunningNorm) and norm.folds
-        return norm.layer_scale if folded else norm
+        if folds and self.norms_folded and isinstance(norm, RunningNorm) and norm.folds:
+            return norm.layer_scale
+        return norm

@@ -5,10 +5,11 @@ Hooks from outside the norms compute them, in updates that are recorded and the 
 times there are no hooks.
 """
 
+import fnmatch
 from collections import deque
 from dataclasses import dataclass, field
-from fnmatch import fnmatch
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from pn_fairseq.common import probe_files
 from pn_fairseq.common.errors import one_line_errors
 from pn_fairseq.fairseq_patches import SWITCH, patches_enabled
 from pn_fairseq.norms import NORMS, ChannelNorm, RunningNorm
+from pn_fairseq.norms.convert import named_norms
 from pn_fairseq.norms.converted import ConvertedNorm
 from pn_fairseq.norms.distributed import all_reduce_sum, world_size
 
@@ -32,6 +34,9 @@ ALPHA = 0.9
 #: The vectors over channels that a use of a norm adds to: sums over real tokens of h, h^2, dy and
 #: dy * h.
 _SUMS = 4
+
+#: What precedes the sums of the norms: see :meth:`NormProbe._flat`.
+_SCALARS = 4
 
 
 @dataclass
@@ -103,21 +108,21 @@ class NormProbe:
 
     def __init__(self, model: nn.Module, folder: str, interval: int, layers: str | None = None):
         self.folder, self.interval = Path(folder), interval
-        names = {
-            name.replace("_fsdp_wrapped_module.", "").replace("_fpw_module.", ""): module
-            for name, module in model.named_modules()
-            if isinstance(module, ChannelNorm)
-        }
+        names = {}
+        for name, norm in named_norms(model).items():
+            plain = name.replace("_fsdp_wrapped_module.", "").replace("_fpw_module.", "")
+            names[plain] = norm
         if layers is None:
             layers = "encoder.*" if any(name.startswith("encoder.") for name in names) else "*"
         self.norms: dict[str, ChannelNorm] = {}
-        for pattern in map(str.strip, layers.split(",")):
-            matching = {name: norm for name, norm in names.items() if fnmatch(name, pattern)}
+        for pattern in layers.split(","):
+            matching = fnmatch.filter(names, pattern.strip())
             if not matching:
                 raise ValueError(
-                    f"--norm-probe-layers {pattern} fits no norm; the model has {', '.join(names)}"
+                    f"--norm-probe-layers {pattern.strip()} fits no norm; the model has "
+                    f"{', '.join(names)}"
                 )
-            self.norms |= matching
+            self.norms |= {name: names[name] for name in matching}
         for name, norm in self.norms.items():
             if isinstance(norm, ConvertedNorm) and norm.layout.name != "BCHW":
                 raise ValueError(
@@ -178,9 +183,8 @@ class NormProbe:
             criterion.register_forward_hook(at_loss),
         ]
         for name, norm in self.norms.items():
-            self._handles.append(
-                norm.register_forward_hook(partial(self._at_forward, name), with_kwargs=True)
-            )
+            hook = partial(self._at_forward, name)
+            self._handles.append(norm.register_forward_hook(hook, with_kwargs=True))
 
     def end(self, completed: int) -> None:
         """After an update: every rank calls it. An update that was skipped leaves ``completed`` as
@@ -224,51 +228,44 @@ class NormProbe:
     # Recording.
 
     def _record(self, update: int, forwards: list[_Forward]) -> None:
-        everything = [forward for past in [*self._window, forwards] for forward in past]
-        device = (
-            next(iter(forwards[0].sums.values())).device
-            if forwards[0].sums
-            else forwards[0].loss.device
-        )
+        everything = [*chain(*self._window), *forwards]
+        device = forwards[0].loss.device
+        for sums in forwards[0].sums.values():
+            device = sums.device
         own = torch.cat([self._flat(forward, device) for forward in everything])
         total = all_reduce_sum(own) if world_size() > 1 else own
         if not _first_rank():
             return
         own_table, table = (_numpy(flat).reshape(len(everything), -1) for flat in (own, total))
-        rows, start = [], 4
+        window = [len(past) for past in self._window]
+        rows, start = [], _SCALARS
         for name, norm in self.norms.items():
             end = start + 1 + _SUMS * norm.num_features
-            own_statistics = isinstance(norm, RunningNorm) and not norm.synchronises()
-            source = own_table if own_statistics else table
-            sums, scalars = source[:, start:end], source[:, :4]
-            rows += self._rows(
-                name, norm, forwards, sums, scalars, [len(past) for past in self._window]
-            )
+            source = table
+            if isinstance(norm, RunningNorm) and not norm.synchronises():
+                source = own_table
+            sums, scalars = source[:, start:end], source[:, :_SCALARS]
+            rows += self._rows(name, norm, forwards, sums, scalars, window)
             start = end
-        probe_files.write_update(
-            self.folder, update, [{"update": update, **row} for row in rows], self._training
-        )
+        rows = [{"update": update, **row} for row in rows]
+        probe_files.write_update(self.folder, update, rows, self._training)
 
     def _flat(self, forward: _Forward, device) -> Tensor:
         """Whether the batch counts, its sample size, loss and loss scale; the sums of all norms,
         0 without a run.
         """
-        scale = (
-            torch.zeros((), dtype=torch.float64, device=device)
-            if forward.scale is None
-            else forward.scale
-        )
-        counts = (scale != 0).double()
-        scalars = [counts, forward.sample_size * counts, forward.loss.double() * counts, scale]
-        sums = [
-            forward.sums[name]
-            if name in forward.sums
-            else torch.zeros(1 + _SUMS * norm.num_features, device=device)
-            for name, norm in self.norms.items()
-        ]
-        return torch.cat(
-            [torch.stack([torch.as_tensor(s, device=device).double() for s in scalars]), *sums]
-        )
+        scale = 0.0 if forward.scale is None else forward.scale
+        counts = float(scale != 0)
+        values = [counts, forward.sample_size * counts, forward.loss * counts, scale]
+        parts = []
+        for value in values:
+            parts.append(torch.as_tensor(value, device=device).double().view(1))
+        for name, norm in self.norms.items():
+            sums = forward.sums.get(name)
+            if sums is None:
+                sums = torch.zeros(1 + _SUMS * norm.num_features, device=device)
+            parts.append(sums.double())
+        return torch.cat(parts)
 
     def _rows(self, name, norm, forwards, sums, scalars, window: list[int]) -> list[dict]:
         """The rows of one norm; ``sums`` and ``scalars`` begin with the forwards of the updates
@@ -276,38 +273,27 @@ class NormProbe:
         """
         past = sum(window)
         decay = norm.alpha_fwd if isinstance(norm, RunningNorm) else ALPHA
-        own = [forward.states.get(name) for forward in forwards]
-        batches = [
-            (index, sums[past + index], scalars[past + index]) for index in range(len(forwards))
-        ]
+        states = [forward.states.get(name) for forward in forwards]
+        before = sums[:past]
+        batches = []
+        for index, state in enumerate(states):
+            end = past + index
+            batches.append((index, state, sums[:end], sums[end], scalars[end]))
         if len(forwards) > 1:
-            batches.append((None, sums[past:].sum(0), scalars[past:].sum(0)))
+            state = next((state for state in states if state is not None), None)
+            if window:  # each update before, as one batch
+                before = np.add.reduceat(before, np.cumsum([0, *window[:-1]]))
+            batches.append((None, state, before, sums[past:].sum(0), scalars[past:].sum(0)))
         rows = []
-        for index, batch, (counts, sample_size, loss, scale) in batches:
-            state = (
-                own[index]
-                if index is not None
-                else next((kept for kept in own if kept is not None), None)
-            )
+        for index, state, before, batch, (counts, sample_size, loss, scale) in batches:
             if state is None or not batch[0] or not sample_size:
                 continue  # layer-drop, or no real token
             state = {key: _numpy(value) for key, value in state.items()}
-            before = sums[: past + (index or 0)]
-            if index is None and window:  # also each update before, as one batch
-                before = np.add.reduceat(before, np.cumsum([0, *window[:-1]]))
-            average = _average(before, decay)
-            row = quantities(batch, state, average, norm.eps, sample_size)
-            row |= {
-                "forward": index,
-                "norm": name,
-                "kind": _kind(norm),
-                "channels": norm.num_features,
-            }
-            row |= {
-                "sample_size": sample_size,
-                "loss": loss / sample_size,
-                "loss_scale": scale / counts,
-            }
+            row = quantities(batch, state, _average(before, decay), norm.eps, sample_size)
+            row["forward"], row["norm"] = index, name
+            row["kind"], row["channels"] = _kind(norm), norm.num_features
+            row["sample_size"], row["loss"] = sample_size, loss / sample_size
+            row["loss_scale"] = scale / counts
             rows.append(row)
         return rows
 
@@ -326,34 +312,33 @@ def quantities(batch, state: dict, average: dict, eps: float, sample_size: float
     count = batch[0]
     mean_h, psi2, mean_dy, mean_dyh = batch[1:].reshape(_SUMS, -1) / count
     now = {"mu": mean_h, "sigma2": np.maximum(psi2 - mean_h**2, 0.0), "psi2": psi2}
-    running = average | {key: value for key, value in state.items() if key in now}
-    vectors = {f"{key}_distance": running[key] - now[key] for key in now if key in running}
-    sigma, psi = (np.sqrt(now[key] + eps) for key in ("sigma2", "psi2"))
-    gradients = {
-        "g_mu": mean_dy,
-        "g_sigma2": (mean_dyh - mean_h * mean_dy) / sigma,
-        "g_psi2": mean_dyh / psi,
-    }
-    vectors |= {key: value / sample_size for key, value in gradients.items()}
-    row = {"tokens": count, "running": ",".join(key for key in now if key in state)}
+    kept = {key: value for key, value in state.items() if key in now}
+    running = average | kept
+    sigma, psi = np.sqrt(now["sigma2"] + eps), np.sqrt(psi2 + eps)
+    vectors = {}
+    for key, value in now.items():
+        if key in running:
+            vectors[f"{key}_distance"] = running[key] - value
+    vectors["g_mu"] = mean_dy / sample_size
+    vectors["g_sigma2"] = (mean_dyh - mean_h * mean_dy) / sigma / sample_size
+    vectors["g_psi2"] = mean_dyh / psi / sample_size
+    row = {"tokens": count, "running": ",".join(key for key in now if key in kept)}
     for key, vector in vectors.items():
-        row[f"{key}_l1"], row[f"{key}_l2"] = (
-            np.abs(vector).mean(),
-            np.linalg.norm(vector) / len(vector),
-        )
+        row[f"{key}_l1"] = np.abs(vector).mean()
+        row[f"{key}_l2"] = np.linalg.norm(vector) / len(vector)
     if "mu" in running:
-        row["tid_mean"] = (np.abs(running["mu"] - now["mu"]) / sigma).mean()
+        row["tid_mean"] = (np.abs(running["mu"] - mean_h) / sigma).mean()
     if "sigma2" in running:
-        row["tid_var"] = np.abs(np.sqrt(running["sigma2"] + eps) / sigma - 1).mean()
+        running_sigma = np.sqrt(running["sigma2"] + eps)
+        row["tid_var"] = np.abs(running_sigma / sigma - 1).mean()
     if "gain" in state:
         row["gamma_over_psi_batch"] = state["gain"] / psi
     if "psi2" in running:
-        ratio = psi / np.sqrt(running["psi2"] + eps)
-        row["psi_batch_over_psi"] = ratio
+        moment = running["psi2"] + eps
+        row["psi_batch_over_psi"] = psi / np.sqrt(moment)
         if "nu" in state:
-            per_token = state["nu"] / sample_size
-            gamma = psi2 / (running["psi2"] + eps)
-            row["nu_xhat_l2"] = np.sqrt((per_token**2 * gamma).sum()) / len(gamma)
+            square = (state["nu"] / sample_size) ** 2 * psi2 / moment
+            row["nu_xhat_l2"] = np.sqrt(square.sum()) / len(moment)
     return row
 
 
@@ -365,27 +350,25 @@ def _at_gradient(
     Changes no gradient.
     """
     if mask is not None:  # from (B, T) to the order of x
-        mask = (mask.t() if mask.dim() == 2 and not norm.batch_first else mask).contiguous()
+        if mask.dim() == 2 and not norm.batch_first:
+            mask = mask.t()
+        mask = mask.contiguous()
     groups, eps = norm.layer_scale_groups, norm.eps
     inv_rms, mean, variance, count = kernels.moments(x, mask, groups, eps, True)
-    wide_mean, wide_count = mean.double(), count.double()
-    sums = [
-        wide_count[None],
-        wide_mean * wide_count,
-        (variance.double() + wide_mean.square()) * wide_count,
-    ]
-    scale = forward.scale
+    wide_mean, wide_variance, wide_count = mean.double(), variance.double(), count.double()
+    psi2 = wide_variance + wide_mean.square()
+    sum_dy = sum_dyh = torch.zeros_like(wide_mean)
     if forward.recorded:
         dy = _channels_last(norm, dy.detach().to(x.dtype))
         _, products = kernels.gradient_sums(
             dy, x, mask, None, mean, variance, None, inv_rms, groups, eps
         )
-        dy_xhat, sum_dy = products.double() / torch.where(scale == 0, 1.0, scale)
-        sums += [sum_dy, dy_xhat * (variance.double() + eps).sqrt() + wide_mean * sum_dy]
-    else:
-        sums += [torch.zeros_like(wide_mean)] * 2
-    flat = torch.cat(sums) * (scale != 0)
-    forward.sums[name] = forward.sums[name] + flat if name in forward.sums else flat
+        scale = torch.where(forward.scale == 0, 1.0, forward.scale)
+        dy_xhat, sum_dy = products.double() / scale
+        sum_dyh = dy_xhat * (wide_variance + eps).sqrt() + wide_mean * sum_dy
+    sums = [wide_count[None], wide_mean * wide_count, psi2 * wide_count, sum_dy, sum_dyh]
+    flat = torch.cat(sums) * (forward.scale != 0)
+    forward.sums[name] = forward.sums.get(name, 0) + flat
 
 
 def _channels_last(norm: ChannelNorm, x: Tensor) -> Tensor:
@@ -420,21 +403,24 @@ def _average(sums: np.ndarray, decay: float) -> dict[str, np.ndarray]:
         return {}
     weights = decay ** np.arange(len(sums) - 1, -1, -1)
     weights = (weights / weights.sum())[:, None]
-    mean_h, psi2 = (sums[:, 1:].reshape(len(sums), _SUMS, -1)[:, :2] / sums[:, :1, None]).swapaxes(
-        0, 1
-    )
-    variance = psi2 - mean_h**2
+    counts, totals = sums[:, :1], sums[:, 1:].reshape(len(sums), _SUMS, -1)
+    mean_h, psi2 = totals[:, 0] / counts, totals[:, 1] / counts
     return {
-        key: (weights * value).sum(0)
-        for key, value in (("mu", mean_h), ("sigma2", variance), ("psi2", psi2))
+        "mu": (weights * mean_h).sum(0),
+        "sigma2": (weights * (psi2 - mean_h**2)).sum(0),
+        "psi2": (weights * psi2).sum(0),
     }
 
 
 def _kind(norm: ChannelNorm) -> str:
-    classes = {
-        cls: name for name, entry in NORMS.items() for cls in (entry.cls, *entry.variants.values())
-    }
-    return next((classes[cls] for cls in type(norm).__mro__ if cls in classes), type(norm).__name__)
+    names = {}
+    for name, entry in NORMS.items():
+        for cls in (entry.cls, *entry.variants.values()):
+            names[cls] = name
+    for cls in type(norm).__mro__:
+        if cls in names:
+            return names[cls]
+    return type(norm).__name__
 
 
 def _numpy(values: Tensor) -> np.ndarray:

@@ -9,7 +9,8 @@ import torch
 from pn_fairseq.common.errors import FoldedModelError
 from pn_fairseq.fairseq_patches.diagnostics_log import DiagnosticsLog
 from pn_fairseq.models.norm_options import NormOptions
-from pn_fairseq.norms import ChannelNorm, running_norms
+from pn_fairseq.norms import running_norms
+from pn_fairseq.norms.convert import named_norms
 from pn_fairseq.norms.future_tokens import in_decoders, leak
 
 #: Name of a buffer that marks the weights of a folded model.
@@ -52,9 +53,7 @@ class NormedModel:
         return super().train(mode)
 
     def _tell_of_leak(self) -> None:
-        norms = {
-            name: module for name, module in self.named_modules() if isinstance(module, ChannelNorm)
-        }
+        norms = named_norms(self)
         names = in_decoders(self, norms)
         if names:
             logging.getLogger(__name__).warning(
@@ -71,8 +70,8 @@ class NormedModel:
         if not self._compiles_layers:
             return
         self._compiles_layers = False
-        for part in (getattr(self, "encoder", None), getattr(self, "decoder", None)):
-            for layer in () if part is None else part.layers:
+        for side in ("encoder", "decoder"):
+            for layer in getattr(getattr(self, side, None), "layers", ()):
                 layer.compile(dynamic=True)
 
     def load_state_dict(self, state_dict, strict=True, model_cfg=None, args=None):

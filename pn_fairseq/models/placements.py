@@ -149,12 +149,10 @@ class Deep(Post):
         if depth.side == "encoder":
             root = (depth.encoder**4 * depth.decoder) ** (1 / 16)
             self.alpha, self.factor = 0.81 * root, 1.15 / root
-        else:
-            alpha, factor = (3, 12) if depth.encoder else (2, 8)
-            self.alpha, self.factor = (
-                (alpha * depth.decoder) ** 0.25,
-                (factor * depth.decoder) ** -0.25,
-            )
+            return
+        alpha, factor = (3, 12) if depth.encoder else (2, 8)
+        self.alpha = (alpha * depth.decoder) ** 0.25
+        self.factor = (factor * depth.decoder) ** -0.25
 
     def equip(self, layer, build):
         scale_initial_weights(layer, self.factor, _SCALED)
@@ -182,9 +180,8 @@ class ResiDual(Post):
 
     def after(self, layer, sublayer, x, output, mask, entry):
         x, r = x.chunk(2, dim=-1)
-        return torch.cat(
-            (super().after(layer, sublayer, x, output, mask, entry), r + output), dim=-1
-        )
+        x = super().after(layer, sublayer, x, output, mask, entry)
+        return torch.cat((x, r + output), dim=-1)
 
     def leave(self, x, norm, mask):
         x, r = x.chunk(2, dim=-1)
@@ -212,13 +209,12 @@ class Sandwich(Pre):
 
     def equip(self, layer, build):
         for sublayer in ("self_attn", "encoder_attn", "final"):
-            if hasattr(layer, f"{sublayer}_layer_norm") and _norm(layer, sublayer) is not None:
+            if getattr(layer, f"{sublayer}_layer_norm", None) is not None:
                 layer.add_module(f"{sublayer}_output_layer_norm", build(layer.embed_dim))
 
     def after(self, layer, sublayer, x, output, mask, entry):
-        return super().after(
-            layer, sublayer, x, _norm(layer, sublayer, "_output")(output, mask), mask, entry
-        )
+        output = _norm(layer, sublayer, "_output")(output, mask)
+        return super().after(layer, sublayer, x, output, mask, entry)
 
 
 @register_placement("peri")
@@ -241,14 +237,14 @@ class Sub(Pre):
 
     def equip(self, layer, build):
         n, m = self.depth.encoder, self.depth.decoder
-        of_encoder = self.depth.side == "encoder"
-        square = (
-            math.log(3 * m) * math.log(2 * n) / 3 if of_encoder else math.log((3 if n else 2) * m)
-        )
+        square = math.log((3 if n else 2) * m)
+        if self.depth.side == "encoder":
+            square = square * math.log(2 * n) / 3
         scale_initial_weights(layer, math.sqrt(square), r"^(?!encoder_attn).*" + _SCALED)
-        layer.self_attn.out_proj = NormedInput(build(layer.embed_dim), layer.self_attn.out_proj)
+        attention = layer.self_attn
+        attention.out_proj = NormedInput(build(layer.embed_dim), attention.out_proj)
         # else torch's own function reads the weight of out_proj
-        layer.self_attn.skip_embed_dim_check = True
+        attention.skip_embed_dim_check = True
         layer.fc2 = NormedInput(build(layer.fc2.in_features), layer.fc2)
 
 
@@ -262,7 +258,8 @@ class Mix(Pre):
 
     def __init__(self, depth, number=1):
         super().__init__(depth, number)
-        self.inner = (Post if number <= depth.layers // 4 else Pre)(depth, number)
+        is_post = number <= depth.layers // 4
+        self.inner = Post(depth, number) if is_post else Pre(depth, number)
         self.before, self.after = self.inner.before, self.inner.after
 
 

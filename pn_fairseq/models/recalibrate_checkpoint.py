@@ -1,6 +1,5 @@
-"""Re-estimating the running statistics of a fairseq checkpoint on training data,
-
-and its validation loss.
+"""Re-estimating the running statistics of a fairseq checkpoint on training data, and its validation
+loss.
 """
 
 import math
@@ -82,26 +81,30 @@ class ModelWithData:
         """The batches of a split: shuffled by the checkpoint's seed for training, else all
         sentences in order.
         """
-        dataset = self.cfg.dataset
+        settings = self.cfg.dataset
+        max_tokens, max_sentences = settings.max_tokens_valid, settings.batch_size_valid
+        # Training skips what is too long for the model; validation does if the run's settings say
+        # so.
+        skips, limit = settings.skip_invalid_size_inputs_valid_test, None
+        if train:
+            max_tokens, max_sentences = settings.max_tokens, settings.batch_size
+            skips, limit = True, max_tokens
         longest = utils.resolve_max_positions(
-            self.task.max_positions(),
-            self.model.max_positions(),
-            dataset.max_tokens if train else None,
+            self.task.max_positions(), self.model.max_positions(), limit
         )
         try:
             if split not in self.task.datasets:
                 self.task.load_dataset(split, epoch=1, combine=train)
-            return self.task.get_batch_iterator(
-                dataset=self.task.dataset(split),
-                max_tokens=dataset.max_tokens if train else dataset.max_tokens_valid,
-                max_sentences=dataset.batch_size if train else dataset.batch_size_valid,
+            batches = self.task.get_batch_iterator(
+                self.task.dataset(split),
+                max_tokens=max_tokens,
+                max_sentences=max_sentences,
                 max_positions=longest,
-                # Training skips what is too long for the model; validation does if the run's
-                # settings say so.
-                ignore_invalid_inputs=train or dataset.skip_invalid_size_inputs_valid_test,
+                ignore_invalid_inputs=skips,
                 required_batch_size_multiple=1,  # any other drops sentences
                 seed=self.cfg.common.seed,
-            ).next_epoch_itr(shuffle=train)
+            )
+            return batches.next_epoch_itr(shuffle=train)
         except Exception as error:
             raise CheckpointError(
                 f"{self.data}: cannot read the subset '{split}' ({one_line(error)})"
@@ -111,13 +114,14 @@ class ModelWithData:
     def validate(self) -> Loss:
         """The loss over the validation data, in evaluation mode and without label smoothing."""
         total, tokens, sentences = 0.0, 0, 0
+        pad = self.task.target_dictionary.pad()
         batches = self.batches(VALID, train=False)
         for sample in self.on_device(batches, len(batches), "validating"):
             output = self.model(**sample["net_input"])
             target = self.model.get_targets(sample, output)
             log_probs = self.model.get_normalized_probs(output, log_probs=True).float()
             nll = -log_probs.gather(-1, target.unsqueeze(-1)).squeeze(-1)
-            real = target.ne(self.task.target_dictionary.pad())
+            real = target.ne(pad)
             total += nll[real].double().sum().item()
             tokens += int(real.sum())
             sentences += len(target)

@@ -1,7 +1,4 @@
-"""Block-term attention (Ma et al.
-
-2019, "A Tensorized Transformer for Language Modeling"), causal.
-"""
+"""Causal block-term attention: Ma et al. 2019, "A Tensorized Transformer for Language Modeling"."""
 
 import torch
 from torch import Tensor, nn
@@ -46,12 +43,15 @@ class TensorizedAttention(nn.Module):
         std=0.02,
     ):
         super().__init__()
-        self.rank, self.length, self.softmax, self.masked = rank, length, softmax, masked
+        self.rank, self.length = rank, length
+        self.softmax, self.masked = softmax, masked
         self.in_proj = nn.Linear(dim, 3 * rank, bias=False)
         self.position_proj = nn.Linear(dim, rank, bias=False)
         self.out_proj = nn.Parameter(torch.empty(length, length, dim))
         core = torch.rand(cores, rank)
-        self.core = nn.Parameter(core if softmax else core.softmax(dim=-1))
+        if not softmax:
+            core = core.softmax(dim=-1)
+        self.core = nn.Parameter(core)
         for weight in (self.in_proj.weight, self.position_proj.weight, self.out_proj):
             nn.init.normal_(weight, std=std)
 
@@ -71,29 +71,29 @@ class TensorizedAttention(nn.Module):
             mask: (B, T) bool, True = padding, which is neither key nor value.
         """
         time, batch, dim = x.shape
-        g = (self.core.softmax(dim=-1) if self.softmax else self.core).mean(dim=0)
+        cores = self.core.softmax(dim=-1) if self.softmax else self.core
+        g = cores.mean(dim=0)
         query, key, value = self.in_proj(x).transpose(0, 1).chunk(3, dim=-1)  # (B, T, R)
         position_key = self.position_proj(positions)
         content, position = g * (query + content_bias), g * (query + position_bias)
         if mask is not None:
-            key, value = (
-                key.masked_fill(mask.unsqueeze(-1), 0),
-                value.masked_fill(mask.unsqueeze(-1), 0),
-            )
-            position_key = position_key * (~mask).unsqueeze(-1)
+            is_padding = mask.unsqueeze(-1)
+            key, value = key.masked_fill(is_padding, 0), value.masked_fill(is_padding, 0)
+            position_key = position_key * ~is_padding
+        keys, position_keys = key.unsqueeze(1), position_key.unsqueeze(-3)
+        step = ROWS if self.masked else time
+        places = torch.arange(time, device=x.device)
         outputs = []
-        for start in range(0, time, ROWS if self.masked else time):
-            stop = min(start + ROWS, time) if self.masked else time
-            end = stop  # of the keys and values that these rows see
-            rows = (
-                content[:, start:stop, None] * key[:, None, :end]
-                + position[:, start:stop, None] * position_key[..., None, :end, :]
-            )
-            tensor = rows.flatten(1, 2) @ value[:, :end].transpose(1, 2)  # (B, rows * end, end)
-            tensor = tensor.view(batch, stop - start, end, end)
+        for start in range(0, time, step):
+            end = min(start + step, time)  # of these rows, and of the keys and values they see
+            of_content = content[:, start:end, None] * keys[:, :, :end]
+            of_position = position[:, start:end, None] * position_keys[..., :end, :]
+            rows = (of_content + of_position).flatten(1, 2)
+            tensor = rows @ value[:, :end].transpose(1, 2)  # (B, rows * end, end)
+            tensor = tensor.view(batch, end - start, end, end)
             if self.masked:
-                last = torch.arange(end, device=x.device)
-                future = last > torch.arange(start, stop, device=x.device)[:, None]  # (rows, end)
+                future = places[:end] > places[start:end, None]  # (rows, end)
                 tensor = tensor.masked_fill(future[:, :, None] | future[:, None, :], 0)
-            outputs.append(tensor.flatten(2) @ self.out_proj[:end, :end].reshape(end * end, dim))
+            output = self.out_proj[:end, :end].reshape(end * end, dim)
+            outputs.append(tensor.flatten(2) @ output)
         return torch.cat(outputs, dim=1).transpose(0, 1)

@@ -55,10 +55,9 @@ class TensorizedLayer(nn.Module):
             nn.init.zeros_(linear.bias)
         self.attention_norm = norms.build("decoder", dim, heads=1)
         self.final_layer_norm = norms.build("decoder", dim, heads=1)
-        self.dropout = FairseqDropout(args.dropout, module_name=type(self).__name__)
-        self.activation_dropout = FairseqDropout(
-            args.activation_dropout, module_name=type(self).__name__
-        )
+        name = type(self).__name__
+        self.dropout = FairseqDropout(args.dropout, module_name=name)
+        self.activation_dropout = FairseqDropout(args.activation_dropout, module_name=name)
 
     def forward(
         self,
@@ -70,10 +69,13 @@ class TensorizedLayer(nn.Module):
     ) -> Tensor:
         """``x`` (T, B, C); the other arguments go to the attention."""
         inner = x if self.post_norm else self.attention_norm(x, mask)
-        x = x + self.dropout(self.attention(inner, positions, content_bias, position_bias, mask))
-        x = self.attention_norm(x, mask) if self.post_norm else x
+        output = self.attention(inner, positions, content_bias, position_bias, mask)
+        x = x + self.dropout(output)
+        if self.post_norm:
+            x = self.attention_norm(x, mask)
         inner = x if self.post_norm else self.final_layer_norm(x, mask)
-        x = x + self.dropout(self.fc2(self.activation_dropout(F.relu(self.fc1(inner)))))
+        hidden = self.activation_dropout(F.relu(self.fc1(inner)))
+        x = x + self.dropout(self.fc2(hidden))
         return self.final_layer_norm(x, mask) if self.post_norm else x
 
 
@@ -132,17 +134,20 @@ class TensorizedDecoder(FairseqDecoder):
         self.content_bias = nn.Parameter(torch.empty(args.core_rank).normal_(std=STD))
         self.position_bias = nn.Parameter(torch.empty(args.core_rank).normal_(std=STD))
         self.dropout = FairseqDropout(args.dropout, module_name=type(self).__name__)
-        self.layers = nn.ModuleList(
-            wrap_layer(TensorizedLayer(args, norms), args) for _ in range(args.decoder_layers)
-        )
+        self.layers = nn.ModuleList()
+        for _ in range(args.decoder_layers):
+            self.layers.append(wrap_layer(TensorizedLayer(args, norms), args))
         if norms.decoder_norm_last and not args.decoder_final_norm:
             raise ValueError("--decoder-norm-last needs --decoder-final-norm")
-        self.layer_norm = (
-            norms.build("decoder", dim, heads=1, last=True) if args.decoder_final_norm else None
-        )
+        self.layer_norm = None
+        if args.decoder_final_norm:
+            self.layer_norm = norms.build("decoder", dim, heads=1, last=True)
+        self.adaptive_softmax = self.output_bias = None
         cutoff = args.adaptive_softmax_cutoff
-        self.adaptive_softmax = TiedAdaptiveSoftmax(self.embed_tokens, cutoff) if cutoff else None
-        self.output_bias = None if cutoff else nn.Parameter(torch.zeros(len(dictionary)))
+        if cutoff:
+            self.adaptive_softmax = TiedAdaptiveSoftmax(self.embed_tokens, cutoff)
+        else:
+            self.output_bias = nn.Parameter(torch.zeros(len(dictionary)))
 
     def forward(self, prev_output_tokens, encoder_out=None, features_only=False, **_):
         """Logits, (B, T, V), and a dict as from fairseq's decoders; the features, (B, T, C), for an
@@ -162,7 +167,8 @@ class TensorizedDecoder(FairseqDecoder):
                 f"{self.length}"
             )
         mask = mask_of(prev_output_tokens, self.padding_idx)
-        x = self.dropout(self.embed_scale * self.embed_tokens(prev_output_tokens)).transpose(0, 1)
+        x = self.embed_scale * self.embed_tokens(prev_output_tokens)
+        x = self.dropout(x).transpose(0, 1)
         positions = self.dropout(self.positions[:time].to(x))
         for layer in self.layers:
             x = layer(x, positions, self.content_bias, self.position_bias, mask)
@@ -200,63 +206,49 @@ class TensorizedLanguageModel(NormedModel, FairseqLanguageModel):
 
     @classmethod
     def add_args(cls, parser):
-        def add(flag, help, **settings):
-            parser.add_argument(flag, help=help, **settings)
-
+        add = parser.add_argument
         whole = {"type": int, "metavar": "N"}
         share = {"type": float, "metavar": "P"}
-        add("--decoder-embed-dim", "channels", **whole)
-        add("--decoder-ffn-embed-dim", "channels within the feed-forward network", **whole)
-        add("--decoder-layers", "number of layers", **whole)
-        add(
-            "--dropout",
-            "probability of dropout on embeddings, positions and residual branches",
-            **share,
-        )
-        add(
-            "--activation-dropout",
-            "the same after the activation (default: that of --dropout)",
-            **share,
-        )
-        add(
-            "--core-rank",
-            "R, the size of a core and of queries, keys and values (default: 40)",
-            **whole,
-        )
-        add("--cores", "h, the number of cores, whose mean is used (default: 1)", **whole)
+        choice, on = {"action": BooleanOptionalAction}, {"action": "store_true"}
+        add("--decoder-embed-dim", help="channels", **whole)
+        inner = "channels within the feed-forward network"
+        add("--decoder-ffn-embed-dim", help=inner, **whole)
+        add("--decoder-layers", help="number of layers", **whole)
+        dropout = "probability of dropout on embeddings, positions and residual branches"
+        add("--dropout", help=dropout, **share)
+        activation = "the same after the activation (default: that of --dropout)"
+        add("--activation-dropout", help=activation, **share)
+        rank = "R, the size of a core and of queries, keys and values (default: 40)"
+        add("--core-rank", help=rank, **whole)
+        cores = "h, the number of cores, whose mean is used (default: 1)"
+        add("--cores", help=cores, **whole)
         soft = (
             "softmax over the core, as in the paper; --no-core-softmax: the core itself, as in the "
             "authors' code"
         )
-        add("--core-softmax", soft, action=BooleanOptionalAction)
+        add("--core-softmax", help=soft, **choice)
         post = (
             "norms after the residual connections (Ma et al. 2019) instead of before the sublayers "
             "(PowerNorm)"
         )
-        add("--post-norm", post, action=BooleanOptionalAction)
-        add("--decoder-final-norm", "a norm after the last layer", action=BooleanOptionalAction)
+        add("--post-norm", help=post, **choice)
+        add("--decoder-final-norm", help="a norm after the last layer", **choice)
         cutoff = (
             "ends of the bands of an adaptive softmax, as in 20000,40000; needs --criterion "
             "adaptive_loss"
         )
-        add("--adaptive-softmax-cutoff", cutoff, metavar="N,N")
+        add("--adaptive-softmax-cutoff", help=cutoff, metavar="N,N")
         unmasked = (
             "leave the causal mask out, as the authors' code does: the model sees the tokens that "
-            "it predicts"
+            "it predicts. For replication only"
         )
-        add("--tensorized-unmasked", f"{unmasked}. For replication only", action="store_true")
-        add(
-            "--checkpoint-activations",
-            "recompute activations in the backward pass",
-            action="store_true",
-        )
-        add(
-            "--offload-activations",
-            "the same, with the inputs of layers on the CPU",
-            action="store_true",
-        )
+        add("--tensorized-unmasked", help=unmasked, **on)
+        again = "recompute activations in the backward pass"
+        add("--checkpoint-activations", help=again, **on)
+        offload = "the same, with the inputs of layers on the CPU"
+        add("--offload-activations", help=offload, **on)
         minimum = "smallest number of parameters of a layer that FSDP shards"
-        add("--min-params-to-wrap", minimum, type=int, metavar="N")
+        add("--min-params-to-wrap", help=minimum, **whole)
         NormOptions.add_args(parser, encoder=False)
         add_flags(parser, attention=False)
 
@@ -268,22 +260,14 @@ class TensorizedLanguageModel(NormedModel, FairseqLanguageModel):
             ValueError: a setting does not fit; the message holds its value.
         """
         keep_block_length(args, task)
-        for name in (
-            "decoder_embed_dim",
-            "decoder_ffn_embed_dim",
-            "decoder_layers",
-            "core_rank",
-            "cores",
-        ):
-            if getattr(args, name) < 1:
-                raise ValueError(
-                    f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}"
-                )
+        for name in ("embed_dim", "ffn_embed_dim", "layers"):
+            cls._check_size(args, f"decoder_{name}")
+        for name in ("core_rank", "cores"):
+            cls._check_size(args, name)
         if args.tensorized_unmasked:
             logger.warning(
                 "--tensorized-unmasked: this model is not causal, it sees the tokens that it "
-                "predicts, and its "
-                "perplexity is not that of a language model"
+                "predicts, and its perplexity is not that of a language model"
             )
         norms = NormOptions.from_args(args, encoder=False)
         if norms.decoder_norm_placement != "pre" or norms.qk_norm:
@@ -293,3 +277,9 @@ class TensorizedLanguageModel(NormedModel, FairseqLanguageModel):
             )
         with initial_weights(args):
             return cls(TensorizedDecoder(args, norms, task.target_dictionary), norms)
+
+    @staticmethod
+    def _check_size(args, name: str) -> None:
+        value = getattr(args, name)
+        if value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {value}")

@@ -36,12 +36,14 @@ def bands(name: str, cutoff: str, largest: int) -> list[int]:
     Raises:
         ValueError: ``cutoff``, the setting ``name``, has others.
     """
-    ends = [int(end) if end.strip().isdecimal() else -1 for end in cutoff.strip("[] ").split(",")]
-    if sorted({0, *ends, largest + 1}) != [0, *ends, largest + 1]:
+    ends = []
+    for end in cutoff.strip("[] ").split(","):
+        ends.append(int(end) if end.strip().isdecimal() else -1)
+    numbers = [0, *ends, largest + 1]
+    if sorted(set(numbers)) != numbers:
         raise ValueError(
             f"--{name.replace('_', '-')} {cutoff} must be ascending numbers, as in 20000,40000, of "
-            f"at most {largest}, "
-            "which the size of the vocabulary allows"
+            f"at most {largest}, which the size of the vocabulary allows"
         )
     return ends
 
@@ -86,11 +88,12 @@ class TransformerPNLanguageModel(NormedModel, TransformerLanguageModel):
             args.decoder_layers = len(args.decoder_layers_to_keep.split(","))
         if args.adaptive_input and not args.adaptive_input_cutoff:
             raise ValueError("--adaptive-input needs --adaptive-input-cutoff")
-        for name in (
-            "adaptive_softmax_cutoff",
-            *(["adaptive_input_cutoff"] if args.adaptive_input else []),
-        ):
-            if cutoff := getattr(args, name):
+        cutoffs = ["adaptive_softmax_cutoff"]
+        if args.adaptive_input:
+            cutoffs.append("adaptive_input_cutoff")
+        for name in cutoffs:
+            cutoff = getattr(args, name)
+            if cutoff:
                 bands(name, cutoff, len(task.target_dictionary))
         if args.tie_adaptive_weights:
             _check_tied(args)
@@ -104,21 +107,21 @@ class TransformerPNLanguageModel(NormedModel, TransformerLanguageModel):
 
 
 def _check_tied(args) -> None:
-    """What fairseq asserts:
-
-    the adaptive softmax can share its weights only with an adaptive input of its shape.
+    """What fairseq asserts: the adaptive softmax can share its weights only with an adaptive input
+    of its shape.
     """
     if not args.adaptive_input:
         raise ValueError("--tie-adaptive-weights needs --adaptive-input")
-    for of_input, of_output in (
-        ("adaptive_input_factor", "adaptive_softmax_factor"),
-        ("adaptive_input_cutoff", "adaptive_softmax_cutoff"),
-        ("decoder_input_dim", "decoder_output_dim"),
-    ):
-        if getattr(args, of_input) != getattr(args, of_output):
+    same = {
+        "adaptive_input_factor": "adaptive_softmax_factor",
+        "adaptive_input_cutoff": "adaptive_softmax_cutoff",
+        "decoder_input_dim": "decoder_output_dim",
+    }
+    for of_input, of_output in same.items():
+        given, needed = getattr(args, of_input), getattr(args, of_output)
+        if given != needed:
             raise ValueError(
-                f"--tie-adaptive-weights needs the same {of_input}={getattr(args, of_input)} and "
-                f"{of_output}={getattr(args, of_output)}"
+                f"--tie-adaptive-weights needs the same {of_input}={given} and {of_output}={needed}"
             )
 
 

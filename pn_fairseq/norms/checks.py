@@ -11,19 +11,14 @@ from torch import Tensor
 
 def check_whole(name: str, value, minimum: int) -> int:
     """``value`` as an int, if it is a whole number of at least ``minimum``."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < minimum:
+    if not _is_number(value, Integral) or value < minimum:
         raise ValueError(f"{name}={value!r} must be a whole number of at least {minimum}")
     return int(value)
 
 
 def check_real(name: str, value, minimum: float) -> float:
     """``value`` as a float, if it is finite and at least ``minimum``."""
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, Real)
-        or not math.isfinite(value)
-        or value < minimum
-    ):
+    if not _is_number(value) or value < minimum:
         raise ValueError(f"{name}={value!r} must be a number of at least {minimum}")
     return float(value)
 
@@ -43,21 +38,21 @@ def check_groups(num_features: int, groups: int, of: str = "") -> None:
 
 def check_positive(name: str, value) -> float:
     """``value`` as a float, if it is finite and greater than 0."""
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, Real)
-        or not math.isfinite(value)
-        or value <= 0
-    ):
+    if not _is_number(value) or value <= 0:
         raise ValueError(f"{name}={value!r} must be a number greater than 0")
     return float(value)
 
 
 def check_alpha(name: str, value) -> float:
     """``value`` as a float, if it lies in the open interval (0, 1)."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < value < 1:
+    if not _is_number(value) or not 0 < value < 1:
         raise ValueError(f"{name}={value!r} must lie strictly between 0 and 1")
     return float(value)
+
+
+def _is_number(value, kind: type = Real) -> bool:
+    """Whether ``value`` is finite and of ``kind``, which bool is not."""
+    return isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def check_input(
@@ -66,11 +61,12 @@ def check_input(
     """Check activations (T, B, C), (B, T, C) if ``batch_first``, or (N, C), and their mask, (B,
     T) or (N,) bool.
     """
+    shape = tuple(x.shape)
     layout = "(B, T, C)" if batch_first else "(T, B, C)"
-    if x.dim() not in (2, 3) or x.size(-1) != num_features:
+    if x.dim() not in (2, 3) or shape[-1] != num_features:
         raise ValueError(
             f"expected an input of shape {layout} or (N, C) with C={num_features} channels, got "
-            f"{tuple(x.shape)}"
+            f"{shape}"
         )
     if not x.is_floating_point():
         raise ValueError(f"expected a floating-point input, got {x.dtype}")
@@ -84,13 +80,14 @@ def check_input(
         raise ValueError(
             f"padding_mask is on {padding_mask.device}, but the input is on {x.device}"
         )
-    expected = x.shape[:-1] if x.dim() == 2 or batch_first else (x.size(1), x.size(0))
-    if padding_mask.shape != tuple(expected):
+    expected = shape[:-1]
+    if x.dim() == 3 and not batch_first:
+        expected = (shape[1], shape[0])
+    if padding_mask.shape != expected:
         layouts = "(N, C): expected (N,)" if x.dim() == 2 else f"{layout}: expected (B, T)"
         raise ValueError(
             f"padding_mask of shape {tuple(padding_mask.shape)} does not fit an input of shape "
-            f"{tuple(x.shape)} = "
-            f"{layouts} = {tuple(expected)}"
+            f"{shape} = {layouts} = {expected}"
         )
 
 

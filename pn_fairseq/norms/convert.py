@@ -15,6 +15,7 @@ from pn_fairseq.norms.converted import Conversion, ConvertedNorm, replacement
 from pn_fairseq.norms.future_tokens import warn_of_future_tokens
 from pn_fairseq.norms.layouts import LAYOUTS
 from pn_fairseq.norms.mask_arguments import add_argument_hooks, arguments_with_mask, mask_forms
+from pn_fairseq.norms.options import check_option
 from pn_fairseq.norms.padding import ARGUMENT_FORMS, FORMS
 from pn_fairseq.norms.registry import find_norm
 from pn_fairseq.norms.replaceable import norms_to_replace
@@ -108,43 +109,41 @@ def convert(
     entry = find_norm(norm)
     if layout not in (None, *LAYOUTS):
         raise ValueError(f"layout={layout!r} must be one of {', '.join(LAYOUTS)}")
-    known = {*entry.options, "variant"} - {"batch_first"}
-    if unknown := sorted(set(options) - known):
-        raise ValueError(
-            f"norm {norm!r} has no option {', '.join(map(repr, unknown))}; known: "
-            f"{', '.join(sorted(known))}"
-        )
+    known = dict(entry.options, variant=None)
+    del known["batch_first"]
+    for option in options:
+        check_option(option, known, f"{norm} has")
     refuse_wrapped(model)
     forms = mask_forms(mask_from)
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)
-    conversion = Conversion(
-        none_is_no_padding, {"missing"} if none_is_no_padding and not forms else set()
-    )
-    made = {
-        module: replacement(
+    conversion = Conversion(none_is_no_padding)
+    if none_is_no_padding and not forms:
+        conversion.warned.add("missing")
+    made = {}
+    for module, offset in norms_to_replace(names, only, skip, layout).items():
+        made[module] = replacement(
             module, names[module][0], norm, layout, zero_padding, conversion, options, offset
         )
-        for module, offset in norms_to_replace(names, only, skip, layout).items()
-    }
     for parent in names:
         for key, child in parent._modules.items():
-            if child in made:
-                parent._modules[key] = made[child]
+            parent._modules[key] = made.get(child, child)
     model = made.get(model, model)
     if forms:
         add_argument_hooks(model, list(made.values()), forms)
-    warn_of_future_tokens(
-        model, {norm.name: norm for norm in made.values() if norm is not model}, stacklevel=4
-    )
+    parts = {norm.name: norm for norm in made.values() if norm is not model}
+    warn_of_future_tokens(model, parts, stacklevel=4)
     for module in model.modules():
-        if isinstance(module, nn.TransformerEncoder) and any(
-            isinstance(m, ConvertedNorm) for m in module.modules()
-        ):
+        if isinstance(module, nn.TransformerEncoder) and named_norms(module, ConvertedNorm):
             # it would read weight and bias of norms that may have none
             module.use_nested_tensor = False
     return model
+
+
+def named_norms(model: nn.Module, kind: type = ChannelNorm) -> dict[str, ChannelNorm]:
+    """The norms of this package in ``model`` that are of ``kind``, by their names in it."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, kind)}
 
 
 #: Classes that keep a list of a model's parameters. A norm that came later would have parameters
@@ -159,8 +158,7 @@ def refuse_wrapped(model: nn.Module) -> None:
             if cls.__name__ in _WRAPPERS:
                 raise ValueError(
                     f"{name or 'the model'} is wrapped in {cls.__name__}, which would not reduce "
-                    "the gradients of "
-                    "parameters that the new norms add: convert before you wrap"
+                    "the gradients of parameters that the new norms add: convert before you wrap"
                 )
 
 
@@ -181,14 +179,10 @@ def norm_parameter_names(
     """
     kinds = (replaced,) if isinstance(replaced, type) else replaced
     names = []
-    for prefix, module in model.named_modules():
-        if not isinstance(module, ChannelNorm):
-            continue
-        if kinds is not None and not (
-            isinstance(module, ConvertedNorm) and module.took_the_place_of(kinds)
-        ):
-            continue
-        names += [f"{prefix}.{name}".lstrip(".") for name, _ in module.named_parameters()]
+    for prefix, norm in named_norms(model).items():
+        is_converted = isinstance(norm, ConvertedNorm)
+        if kinds is None or (is_converted and norm.took_the_place_of(kinds)):
+            names += [f"{prefix}.{name}".lstrip(".") for name, _ in norm.named_parameters()]
     return names
 
 
@@ -219,21 +213,16 @@ class ReplacedNorm:
     decided: str = ""
 
     def __str__(self) -> str:
-        arguments = [*self.masks]
-        if len(arguments) > 1:
-            arguments[0] += " (if it is None, no other)"
-        masks = ", else ".join(["padding(...)", *arguments])
-        last = "" if self.line is None else f"; last: {self.decided} (line {self.line})"
-        layout = self.layout or "of the mask"
-        warmup = (
-            ""
-            if self.psi_warmup_updates is None
-            else f", psi warm-up of {self.psi_warmup_updates} updates"
-        )
-        return (
-            f"{self.name}: {self.norm} for {self.replaced}{warmup}, layout {layout}, mask from "
-            f"{masks}{last}"
-        )
+        sources = ["padding(...)", *self.masks]
+        if len(self.masks) > 1:
+            sources[1] += " (if it is None, no other)"
+        text = f"{self.name}: {self.norm} for {self.replaced}"
+        if self.psi_warmup_updates is not None:
+            text += f", psi warm-up of {self.psi_warmup_updates} updates"
+        text += f", layout {self.layout or 'of the mask'}, mask from {', else '.join(sources)}"
+        if self.line is not None:
+            text += f"; last: {self.decided} (line {self.line})"
+        return text
 
 
 def norm_report(model: nn.Module) -> list[ReplacedNorm]:
@@ -242,19 +231,18 @@ def norm_report(model: nn.Module) -> list[ReplacedNorm]:
     ``print(*norm_report(model), sep="\n")``.
     """
     report = []
-    for name, norm in model.named_modules():
-        if isinstance(norm, ConvertedNorm):
-            last = norm.mask_history.last
-            report.append(
-                ReplacedNorm(
-                    name=name or norm.name,
-                    replaced=norm.replaced,
-                    norm=type(norm).__name__,
-                    layout=norm.layout.name,
-                    masks=tuple(arguments_with_mask(model, name, norm.conversion)),
-                    psi_warmup_updates=getattr(norm, "psi_warmup_updates", None),
-                    line=None if last is None else last.line,
-                    decided="" if last is None else last.where,
-                )
+    for name, norm in named_norms(model, ConvertedNorm).items():
+        last = norm.mask_history.last
+        report.append(
+            ReplacedNorm(
+                name=name or norm.name,
+                replaced=norm.replaced,
+                norm=type(norm).__name__,
+                layout=norm.layout.name,
+                masks=tuple(arguments_with_mask(model, name, norm.conversion)),
+                psi_warmup_updates=getattr(norm, "psi_warmup_updates", None),
+                line=None if last is None else last.line,
+                decided="" if last is None else last.where,
             )
+        )
     return report

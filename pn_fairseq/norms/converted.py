@@ -37,7 +37,7 @@ from pn_fairseq.norms.padding import (
     current_backward,
     current_scopes,
 )
-from pn_fairseq.norms.registry import build_norm, find_norm
+from pn_fairseq.norms.registry import NormEntry, build_norm, find_norm
 from pn_fairseq.norms.sharding import is_distributed
 
 #: Batch norms of torch that can be replaced.
@@ -76,24 +76,19 @@ class MaskHistory:
     """Where a norm has had its masks from in forwards that were no recomputations.
 
     Attributes:
-        block: from a ``with padding(...)`` block.
-        no_padding: from ``with padding(None)``, that there is no padding.
-        argument: from the argument of a module.
+        sources: "block", "padding(None)" and "argument", those that there were.
         last: in the last forward.
     """
 
-    block: bool = False
-    no_padding: bool = False
-    argument: bool = False
+    sources: set[str] = field(default_factory=set)
     last: Found | None = None
 
     def add(self, found: Found) -> None:
         self.last = replace(found, mask=None, scope=None)
         if found.line == BLOCK:
-            self.block = self.block or found.mask is not None
-            self.no_padding = self.no_padding or found.mask is None
-        elif found.line != GIVEN:
-            self.argument = self.argument or found.mask is not None
+            self.sources.add("padding(None)" if found.mask is None else "block")
+        elif found.line != GIVEN and found.mask is not None:
+            self.sources.add("argument")
 
 
 class ConvertedNorm:
@@ -152,10 +147,8 @@ class ConvertedNorm:
         """
         raise AttributeError(
             f"{self.name}: momentum={value} would change nothing, because {type(self).__name__} "
-            "averages with "
-            "alpha_fwd = 1 - momentum: set alpha_fwd. Batches enter no statistic inside `with "
-            "ignoring(model):`, or "
-            "after norm.eval()"
+            "averages with alpha_fwd = 1 - momentum: set alpha_fwd. Batches enter no statistic "
+            "inside `with ignoring(model):`, or after norm.eval()"
         )
 
     def took_the_place_of(self, classes: tuple[type[nn.Module], ...]) -> bool:
@@ -163,29 +156,16 @@ class ConvertedNorm:
         return any(_identity(cls) in self.replaced_classes for cls in classes)
 
     def __reduce__(self):
-        return (
-            _rebuild,
-            (type(self).__mro__[type(self).__mro__.index(ConvertedNorm) + 1],),
-            self.__getstate__(),
-        )
+        classes = type(self).__mro__
+        plain = classes[classes.index(ConvertedNorm) + 1]
+        return _rebuild, (plain,), self.__getstate__()
 
     def _get_name(self) -> str:
         return f"{super()._get_name()} for {self.replaced}"
 
     def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         if isinstance(self, RunningNorm):
-            if type(x) is not Tensor and is_distributed(x):
-                raise ValueError(
-                    f"{self.name}: {type(self).__name__} needs the statistics of all tokens, but "
-                    "its input is a "
-                    "DTensor, as under SequenceParallel: take a norm of each token by itself, such "
-                    "as 'rms', or leave "
-                    "this norm out of the plan"
-                )
-            if not self.training and torch.compiler.is_dynamo_compiling():
-                warn_of_initial_statistics(self.handle)
-            elif not self.training:
-                self.warn_of_initial_statistics()
+            self._check_statistics(x)
         if x.is_nested:  # has no padding
             return super().forward(x)
         try:
@@ -193,31 +173,43 @@ class ConvertedNorm:
                 self._check_given_mask(x, padding_mask)
             tokens, padding = self.layout.channels_last(x), None
             if self.uses_mask() and torch.compiler.is_compiling():
-                padding = padding_of(
-                    tokens, padding_mask, self.handle, open_scopes[-1] if open_scopes else None
-                )
+                scope = open_scopes[-1] if open_scopes else None
+                padding = padding_of(tokens, padding_mask, self.handle, scope)
             elif self.uses_mask():
                 padding = self.find_padding(tokens, padding_mask)
             return self._arranged(x, tokens, padding)
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from None
 
+    def _check_statistics(self, x: Tensor) -> None:
+        """Of a norm with running statistics, before it normalizes ``x``."""
+        if type(x) is not Tensor and is_distributed(x):
+            raise ValueError(
+                f"{self.name}: {type(self).__name__} needs the statistics of all tokens, but its "
+                "input is a DTensor, as under SequenceParallel: take a norm of each token by "
+                "itself, such as 'rms', or leave this norm out of the plan"
+            )
+        if self.training:
+            return
+        if torch.compiler.is_dynamo_compiling():
+            warn_of_initial_statistics(self.handle)
+        else:
+            self.warn_of_initial_statistics()
+
     def _check_given_mask(self, x: Tensor, mask) -> None:
         """Refuse a second argument that is no mask, also where this norm does not use a mask."""
-        if isinstance(mask, Tensor) and not mask.is_floating_point():
-            mask = PaddingMask("mask", mask, "the mask").value
-            # (B, T) also for rows (N, C)
-            if mask.dim() < x.dim() or (mask.dim() == 2 and mask.shape != x.shape):
-                return
-        found = (
-            f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-        )
+        found = type(mask).__name__
+        if isinstance(mask, Tensor):
+            found = f"{mask.dtype} {tuple(mask.shape)}"
+            if not mask.is_floating_point():
+                mask = PaddingMask("mask", mask, "the mask").value
+                # (B, T) also for rows (N, C)
+                if mask.dim() < x.dim() or (mask.dim() == 2 and mask.shape != x.shape):
+                    return
         raise ValueError(
             "its second argument must be a padding mask, bool with True = padding, but it is "
-            f"{found} beside an input "
-            f"of {tuple(x.shape)}; if the model hands a gate or a residual to this norm, leave it "
-            "as it is "
-            f"(skip={self.name!r})"
+            f"{found} beside an input of {tuple(x.shape)}; if the model hands a gate or a "
+            f"residual to this norm, leave it as it is (skip={self.name!r})"
         )
 
     def find_padding(self, tokens: Tensor, mask: Tensor | None) -> Tensor | None:
@@ -250,41 +242,35 @@ class ConvertedNorm:
         self.conversion.has_had_mask = True
         if "inverted" in self.conversion.warned or not can_look_at_values():
             return
-        if (is_first or not mask.waits_for_device) and mask.empty_sentences:
-            text = empty_sentences(mask.empty_sentences, mask.batch)
-        elif is_first and tokens.dim() == 3 and mask.value.dim() == 2:
+        text = ""
+        if is_first and tokens.dim() == 3 and mask.form != "lengths":
             is_time_first = self.layout.name == "TBC" or len(tokens) != mask.batch
             sentences = tokens.transpose(0, 1) if is_time_first else tokens
-            if not tokens_are_padding(sentences, mask.of(sentences.size(1))):
-                return
-            text = (
-                "what every sentence has at its end as tokens is the same in all of them, and what "
-                f"is called padding differs: {IS_INVERTED}"
-            )
-        else:
-            return
-        self.conversion.warn("inverted", f"{self.name}: by {mask.source} {text}")
+            if tokens_are_padding(sentences, mask.of(sentences.size(1))):
+                text = (
+                    "what every sentence has at its end as tokens is the same in all of them, and "
+                    f"what is called padding differs: {IS_INVERTED}"
+                )
+        if (is_first or not mask.waits_for_device) and mask.empty_sentences:
+            text = empty_sentences(mask.empty_sentences, mask.batch)
+        if text:
+            self.conversion.warn("inverted", f"{self.name}: by {mask.source} {text}")
 
     def warn_of_initial_statistics(self) -> None:
         """Called in evaluation. It looks at the state once, since that waits for the device."""
-        if (
-            self.has_looked_at_count
-            or "initial" in self.conversion.warned
-            or not can_look_at_values()
-        ):
+        if self.has_looked_at_count or "initial" in self.conversion.warned:
             return
-        moment = self._buffers[self.moment_name]
-        if moment.is_meta:
+        moment, count = self._buffers[self.moment_name], self._buffers[COUNT]
+        if moment.is_meta or not can_look_at_values():
             return
         self.has_looked_at_count = True
-        if (self._buffers[COUNT] == 0) & (moment == 1).all():  # recalibrating() counts no step
+        if (count == 0) & (moment == 1).all():  # recalibrating() counts no step
             self.conversion.warn(
                 "initial",
                 f"{self.name} is evaluated, but has counted no training step: its running "
-                "statistics are the initial "
-                "ones. Train the model after the conversion. If the statistics are in a "
-                "checkpoint, convert the model "
-                "before you load it: an unconverted model drops them.",
+                "statistics are the initial ones. Train the model after the conversion. If the "
+                "statistics are in a checkpoint, convert the model before you load it: an "
+                "unconverted model drops them.",
             )
 
     def uses_mask(self) -> bool:
@@ -307,56 +293,48 @@ class ConvertedNorm:
         """Called in a recomputation, where ``found`` may not be what the forward found: blocks have
         ended, and the modules around the recomputed part do not run again.
         """
-        had = self.mask_history
+        gone = {"block"}
         if found.mask is not None:
-            is_gone = had.block or had.no_padding
-        elif found.line == NONE:
-            is_gone = had.block
-        else:
-            is_gone = had.block or had.argument
-        if is_gone:
+            gone.add("padding(None)")
+        elif found.line != NONE:
+            gone.add("argument")
+        if gone & self.mask_history.sources:
             raise RuntimeError(
                 f"{self.name}: this forward is being recomputed (activation checkpointing), but "
-                "its padding mask "
-                "is gone; pass the mask as an argument of the checkpointed module "
-                "(convert_norms(mask_from=...)), "
-                "or give checkpoint context_fn=padding.context_fn"
+                "its padding mask is gone; pass the mask as an argument of the checkpointed "
+                "module (convert_norms(mask_from=...)), or give checkpoint "
+                "context_fn=padding.context_fn"
             )
 
     def _warn_of_hidden_mask(self, found: Found, scopes: list[Scope]) -> None:
-        """Called in `with padding(None)`,
-
-        which may have been written to silence the warning of a missing mask.
+        """Called in `with padding(None)`, which may have been written to silence the warning of a
+        missing mask.
         """
         if "hidden" in self.conversion.warned or found.scope.only is not None:
             return
         hidden = hidden_mask(self.conversion.id, scopes)
-        if hidden is None or (hidden.waits_for_device and self.mask_history.no_padding):
+        is_later = "padding(None)" in self.mask_history.sources
+        if hidden is None or (hidden.waits_for_device and is_later):
             return
         if hidden.has_padding:
             self.conversion.warn(
                 "hidden",
                 f"{self.name}: `with padding(None)` says that there is no padding, and hides "
-                f"{hidden.source}, which "
-                "has some: leave the block out, or give it only= with the names of the norms that "
-                "it is for.",
+                f"{hidden.source}, which has some: leave the block out, or give it only= with the "
+                "names of the norms that it is for.",
             )
 
     def _warn_of_missing_mask(self, x: Tensor, found: Found) -> None:
-        takes_statistics = self.training and isinstance(self, RunningNorm)
         is_of_sequences = x.dim() == 3 or (x.dim() > 3 and self.zero_padding)
         if "missing" in self.conversion.warned or not is_of_sequences:
             return
         reason = ""
         if found.line == NONE:
-            around = [mask for mask in masks_around(found) if mask.time(x.size(1)) in x.shape]
-            is_full = bool(around) and not any(mask.has_padding for mask in around)
-            # Hugging Face's models hand None on in such a batch
-            if self.conversion.none_is_no_padding or is_full:
+            if self.conversion.none_is_no_padding or _is_full(found, x):
                 return
             reason = f" ({found.where})"
         uses, effects = [], []
-        if takes_statistics:
+        if self.training and isinstance(self, RunningNorm):
             uses.append("takes statistics over the tokens of a batch")
             effects.append("is counted")
         if self.zero_padding:
@@ -365,10 +343,9 @@ class ConvertedNorm:
         self.conversion.warn(
             "missing",
             f"{self.name} {' and '.join(uses)}, and no padding mask has reached it{reason}: "
-            "padding, if there is any, "
-            f"{' and '.join(effects)}. Run the model in `with padding(...)`, or convert it with "
-            "mask_from=...; `with "
-            "padding(None)` says that there is no padding.",
+            f"padding, if there is any, {' and '.join(effects)}. Run the model in "
+            "`with padding(...)`, or convert it with mask_from=...; `with padding(None)` says "
+            "that there is no padding.",
         )
 
     def _arranged(self, x: Tensor, tokens: Tensor, padding: Tensor | None) -> Tensor:
@@ -377,7 +354,8 @@ class ConvertedNorm:
             y = super().forward(tokens, padding)
         else:
             rows = None if padding is None else padding.reshape(-1)
-            y = super().forward(tokens.reshape(-1, tokens.size(-1)), rows).view(tokens.shape)
+            y = super().forward(tokens.reshape(-1, tokens.size(-1)), rows)
+            y = y.view(tokens.shape)
         if self.zero_padding and padding is not None:
             y = y.masked_fill(padding.unsqueeze(-1), 0.0)
         if tokens is not x:
@@ -385,6 +363,14 @@ class ConvertedNorm:
             if x.is_contiguous():
                 y = y.contiguous()  # as torch's norms, whose callers may call view
         return y
+
+
+def _is_full(found: Found, x: Tensor) -> bool:
+    """Whether the masks that an argument which is None hides fit ``x`` and have no padding. Hugging
+    Face's models hand None on in such a batch.
+    """
+    around = [mask for mask in masks_around(found) if mask.time(x.size(1)) in x.shape]
+    return bool(around) and not any(mask.has_padding for mask in around)
 
 
 @torch.compiler.assume_constant_result
@@ -414,9 +400,8 @@ def padding_of(tokens, mask, norm, scope):
 
 @cache
 def _converted_class(cls: type[ChannelNorm]) -> type[ChannelNorm]:
-    return type(
-        cls.__name__, (ConvertedNorm, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__}
-    )
+    attributes = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (ConvertedNorm, cls), attributes)
 
 
 def _rebuild(cls: type[ChannelNorm]) -> ChannelNorm:
@@ -431,63 +416,87 @@ def replacement(
 
     see :func:`convert_norms` and :func:`.norms_to_replace`.
     """
-    entry = find_norm(norm)
-    is_batch_norm = isinstance(module, BATCH_NORMS)
-    gain_name = gain_of(module)
-    weight = getattr(module, gain_name or "", None)
-    like = next(
-        (tensor for tensor in (weight, *module.buffers()) if tensor is not None), torch.zeros(())
+    name = name or type(module).__name__
+    weight = getattr(module, gain_of(module) or "", None)
+    tensors = [tensor for tensor in (weight, *module.buffers()) if tensor is not None]
+    like = tensors[0] if tensors else torch.zeros(())
+    defaults = _defaults(find_norm(norm), module, weight, like)
+    channels = _channels(module, weight)
+    made = build_norm(norm, channels, batch_first=True, **(defaults | options))
+    buffers = dict(module.named_buffers(recurse=False))
+    made.shares_statistics = (
+        isinstance(module, BATCH_NORMS)
+        and len(made._buffers) > 0
+        and made._buffers.keys() <= buffers.keys()
     )
-    if is_batch_norm:
-        channels = module.num_features
-    else:
-        channels = module.normalized_shape[0] if weight is None else weight.numel()
+    if made.shares_statistics and "alpha_fwd" not in options:
+        made.alpha_fwd = _alpha_of_momentum(module.momentum, name)
+    made.to(device=like.device, dtype=like.dtype if like.is_floating_point() else None)
+    if made.shares_statistics:
+        for key, buffer in buffers.items():
+            made._buffers[key].copy_(buffer)
+    _take_parameters(made, module, gain_offset)
+    _take_hooks(made, module)
+    made.__class__ = _converted_class(type(made))
+    made.name, made.replaced = name, type(module).__name__
+    made.replaced_keys = frozenset(module.state_dict())
+    made.replaced_classes = frozenset(_identity(cls) for cls in type(module).__mro__)
+    given = layout if layout in ("BTC", "TBC") else None
+    made.layout = Layout(_own_layout(module), given, name)
+    made.zero_padding, made.conversion, made.mask_history = zero_padding, conversion, MaskHistory()
+    made.register_load_state_dict_pre_hook(_before_loading)
+    return made.train(module.training)
+
+
+def _channels(module: nn.Module, weight: Tensor | None) -> int:
+    if isinstance(module, BATCH_NORMS):
+        return module.num_features
+    return module.normalized_shape[0] if weight is None else weight.numel()
+
+
+def _defaults(entry: NormEntry, module: nn.Module, weight: Tensor | None, like: Tensor) -> dict:
+    """The options of the new norm that are not given; ``like`` has the type of ``module``."""
     eps = eps_of(module)
     defaults = {
         "eps": torch.finfo(like.dtype).eps if eps is None else eps,
         "affine": weight is not None,
     }
+    is_synchronised = isinstance(module, nn.SyncBatchNorm)
     if "sync" in entry.options:
-        defaults["sync"] = entry.default("sync") or isinstance(module, nn.SyncBatchNorm)
-        if isinstance(module, nn.SyncBatchNorm):
+        defaults["sync"] = entry.default("sync") or is_synchronised
+        if is_synchronised:
             defaults["process_group"] = module.process_group
-    made = build_norm(norm, channels, batch_first=True, **{**defaults, **options})
-    buffers = {key: buffer for key, buffer in module.named_buffers(recurse=False) if is_batch_norm}
-    made.shares_statistics = {*made._buffers} <= {*buffers} and bool(made._buffers)
-    if made.shares_statistics and "alpha_fwd" not in options:
-        made.alpha_fwd = _alpha_of_momentum(module.momentum, name or type(module).__name__)
-    made.to(device=like.device, dtype=like.dtype if like.is_floating_point() else None)
-    if made.shares_statistics:
-        for key, buffer in buffers.items():
-            made._buffers[key].copy_(buffer)
-    given = {
-        key: module._parameters.get(name) for key, name in (("weight", gain_name), ("bias", "bias"))
+    return defaults
+
+
+def _take_parameters(made: ChannelNorm, module: nn.Module, gain_offset: float) -> None:
+    """Give ``made`` the gain and bias of ``module``, as far as it has them, under their names."""
+    bias = module._parameters.get("bias")
+    if bias is not None and made.bias is not None:
+        made._parameters["bias"] = bias
+    gain_name = gain_of(module)
+    gain = module._parameters.get(gain_name)
+    if gain is None or made.weight is None:
+        return
+    made._parameters["weight"] = gain
+    if gain_name == "weight" and gain_offset == 0:
+        return
+    if gain_name in made._parameters:  # of another meaning there
+        gain_name = "weight"
+    made.gain_name, made.gain_offset = gain_name, gain_offset
+    names = {"weight": gain_name}
+    made._parameters = {
+        names.get(name, name): parameter for name, parameter in made._parameters.items()
     }
-    for key, parameter in given.items():
-        if parameter is not None and made._parameters.get(key) is not None:
-            made._parameters[key] = parameter
-    if made.weight is given["weight"] is not None and (gain_name, gain_offset) != ("weight", 0):
-        made.gain_name, made.gain_offset = (
-            "weight" if gain_name in made._parameters else gain_name,
-            gain_offset,
-        )
-        made._parameters = {
-            made.gain_name if k == "weight" else k: value for k, value in made._parameters.items()
-        }
-        made.layer_scale.register_forward_pre_hook(no_fast_path)  # which reads weight
-    made.__class__ = _converted_class(type(made))
-    made.name, made.replaced = name or type(module).__name__, type(module).__name__
-    made.replaced_keys = frozenset(module.state_dict())
-    made.replaced_classes = frozenset(_identity(cls) for cls in type(module).__mro__)
-    made.layout = Layout(
-        _own_layout(module), layout if layout in ("BTC", "TBC") else None, made.name
-    )
-    made.zero_padding, made.conversion, made.mask_history = zero_padding, conversion, MaskHistory()
+    made.layer_scale.register_forward_pre_hook(no_fast_path)  # which reads weight
+
+
+def _take_hooks(made: ChannelNorm, module: nn.Module) -> None:
     for hooks in ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks"):
         for kind in ("", "_with_kwargs", "_always_called"):
-            getattr(made, f"_{hooks}{kind}", {}).update(getattr(module, f"_{hooks}{kind}", {}))
-    made.register_load_state_dict_pre_hook(_before_loading)
-    return made.train(module.training)
+            attribute = f"_{hooks}{kind}"
+            if hasattr(made, attribute):
+                getattr(made, attribute).update(getattr(module, attribute))
 
 
 def _alpha_of_momentum(momentum: float | None, name: str) -> float:
@@ -498,10 +507,9 @@ def _alpha_of_momentum(momentum: float | None, name: str) -> float:
     if momentum is None:
         raise ValueError(
             f"{name}: its momentum=None averages all batches equally, which no norm here does "
-            "while it trains: give "
-            "alpha_fwd=0.9 (momentum=0.1), or another decay, and take the mean over batches by "
-            "recalibrating() "
-            f"afterwards; or leave this norm as it is (skip={name!r})"
+            "while it trains: give alpha_fwd=0.9 (momentum=0.1), or another decay, and take the "
+            "mean over batches by recalibrating() afterwards; or leave this norm as it is "
+            f"(skip={name!r})"
         )
     if not 0 <= momentum <= 1:
         raise ValueError(
@@ -529,31 +537,34 @@ def gain_of(module: nn.Module) -> str | None:
     """The name of the gain of a norm: ``weight``, or its only parameter besides a bias."""
     if isinstance(getattr(module, "weight", None), Tensor):
         return "weight"
-    others = [
-        key
-        for key, parameter in module._parameters.items()
-        if key != "bias" and parameter is not None
-    ]
+    others = []
+    for name, parameter in module._parameters.items():
+        if name != "bias" and parameter is not None:
+            others.append(name)
     return others[0] if len(others) == 1 else None
 
 
 def _own_layout(module: nn.Module) -> str | None:
     """The layout of the input of ``module``; None: it only says that the channels come last."""
     own = {nn.BatchNorm1d: "BCT", nn.BatchNorm2d: "BCHW", nn.SyncBatchNorm: "BC"}
-    return next((layout for cls, layout in own.items() if isinstance(module, cls)), None)
+    for cls, layout in own.items():
+        if isinstance(module, cls):
+            return layout
+    return None
 
 
 def _before_loading(module: ConvertedNorm, state_dict: dict, prefix: str, *_) -> None:
-    """Make the state of the module that was replaced one of ``module``;
-
-    what it lacks stays as it is.
+    """Make the state of the module that was replaced one of ``module``; what it lacks stays as it
+    is.
     """
     given = {key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)}
-    own = {**dict(module.named_parameters(recurse=False)), **module._buffers}
-    if not given or not given <= module.replaced_keys or given == {*own}:
+    own = dict(module.named_parameters(recurse=False)) | module._buffers
+    if not given or not given <= module.replaced_keys or given == own.keys():
         return
-    for key in given - {*own}:
+    for key in given - own.keys():
         del state_dict[prefix + key]
-    for key, tensor in own.items():
-        if key not in given or (key == COUNT and not module.shares_statistics):
-            state_dict[prefix + key] = tensor.detach().clone()
+    kept = own.keys() - given
+    if not module.shares_statistics:
+        kept |= own.keys() & {COUNT}
+    for key in kept:
+        state_dict[prefix + key] = own[key].detach().clone()

@@ -42,18 +42,18 @@ def in_decoders(model: nn.Module, norms: dict[str, ChannelNorm]) -> list[str]:
 
 def leak(names: list[str], norm: ChannelNorm) -> str:
     """What a decoder with the norms ``names`` does, of which ``norm`` is the first."""
-    others = f" and {len(names) - 1} other norms" if len(names) > 1 else ""
     when = ""
     if mixes_by_warmup(norm):
         when = f"for the {norm.psi_warmup_updates} updates of the psi warm-up, "
     elif norm.mixes_tokens == "at first":
         when = "at first, "
-    verbs = ("are", "compute") if others else ("is", "computes")
+    are, compute = f"{names[0]} is", "computes"
+    if len(names) > 1:
+        are, compute = f"{names[0]} and {len(names) - 1} other norms are", "compute"
     return (
-        f"{names[0]}{others} {verbs[0]} in a decoder and, {when}in training, {verbs[1]} with "
-        "statistics of all tokens "
-        "of a batch: a causal decoder sees future tokens through them (a leak), which it lacks "
-        "when it generates."
+        f"{are} in a decoder and, {when}in training, {compute} with statistics of all tokens of a "
+        "batch: a causal decoder sees future tokens through them (a leak), which it lacks when it "
+        "generates."
     )
 
 
@@ -62,25 +62,30 @@ def warn_of_future_tokens(model: nn.Module, norms: dict[str, ChannelNorm], stack
     names = in_decoders(model, norms)
     if not names:
         return
-    elsewhere = [name for name in norms if name not in names]
-    only = "only="
-    if elsewhere and all("encoder." in name for name in elsewhere):
-        prefix = elsewhere[0].partition("encoder.")[0]
-        only = f"only='{prefix}encoder.*'"
+    first = norms[names[0]]
     remedies = []
     if any(_is_called_encoder(name) for name, _ in model.named_modules()):
-        remedies.append(f"convert only the encoder ({only})")
-    if mixes_by_warmup(norms[names[0]]):
+        remedies.append(f"convert only the encoder ({_only_encoder(norms.keys() - set(names))})")
+    if mixes_by_warmup(first):
         remedies.append("give psi_warmup_updates=0")
     remedies.append(
         "take a norm that never mixes tokens, such as 'rms' (docs/norms.md, Properties)"
     )
-    *others, last = remedies
-    advice = f"{', '.join(others)}, or {last}" if others else last
+    advice = remedies[-1]
+    if len(remedies) > 1:
+        advice = f"{', '.join(remedies[:-1])}, or {advice}"
     warnings.warn(
-        f"{leak(names, norms[names[0]])} {advice[0].upper()}{advice[1:]}.",
+        f"{leak(names, first)} {advice[0].upper()}{advice[1:]}.",
         stacklevel=stacklevel,
     )
+
+
+def _only_encoder(elsewhere: set[str]) -> str:
+    """How to convert the norms ``elsewhere``, which are in no decoder."""
+    prefixes = {name.partition("encoder.")[0] for name in elsewhere if "encoder." in name}
+    if len(prefixes) != 1 or not all("encoder." in name for name in elsewhere):
+        return "only="
+    return f"only='{prefixes.pop()}encoder.*'"
 
 
 def _is_called_encoder(name: str) -> bool:
@@ -96,22 +101,20 @@ def is_in_causal_part(model: nn.Module, name: str) -> bool:
     Decoders are those of torch and fairseq, the parts of a model of Hugging Face whose attentions
     say that they are causal, and modules that are called a decoder and attend to an encoder.
     """
-    path = [model]
     keys = name.split(".")
+    path = [model]
     for key in keys[:-1]:
         path.append(getattr(path[-1], key))
-    verdict = None
-    for depth in range(len(path) - 1, -1, -1):
-        module, below = path[depth], keys[depth:-1]
+    verdict, is_apart = None, False
+    for module, key in zip(reversed(path), reversed(["", *keys[:-1]]), strict=True):
         if isinstance(module, (nn.TransformerDecoder, nn.TransformerDecoderLayer)):
             return True
         bases = {cls.__name__ for cls in type(module).__mro__}
         if _CAUSAL in bases:
             return _NOT_CAUSAL not in bases
-        is_apart = _is_called_encoder(".".join(below))
-        is_apart = is_apart or any(_has_attention_of_its_own(inner) for inner in path[depth + 1 :])
         if verdict is None and not is_apart:
             verdict = _verdict(module)
+        is_apart = is_apart or _is_called_encoder(key) or _has_attention_of_its_own(module)
     if verdict is None and not _is_called_encoder(name):
         is_language_model = any(type(module).__name__.endswith(_LANGUAGE_MODELS) for module in path)
         verdict = is_language_model or any(map(_is_own_decoder, ["", *keys], path))
@@ -122,24 +125,23 @@ def _is_own_decoder(key: str, module: nn.Module) -> bool:
     """Whether ``module``, which its parent calls ``key``, is called a decoder, and it or a part
     of it attends.
     """
-    called = [each.lower() for each in (key, type(module).__name__)]
-    is_called = any("decoder" in each and "encoder" not in each for each in called)
-    return is_called and any(attends(each) for each in module.modules())
+    for name in (key.lower(), type(module).__name__.lower()):
+        if "decoder" in name and "encoder" not in name:
+            return any(attends(part) for part in module.modules())
+    return False
 
 
 def _verdict(module: nn.Module) -> bool | None:
     """Whether ``module`` is causal by what it or modules in it say; None: they say nothing."""
-    marks = []
-    for each in module.modules():
-        marks += [
-            value
-            for value in (getattr(each, mark, None) for mark in _MARKS)
-            if isinstance(value, bool)
-        ]
+    marks = set()
+    for part in module.modules():
+        for mark in _MARKS:
+            value = getattr(part, mark, None)
+            if isinstance(value, bool):
+                marks.add(value)
     return any(marks) if marks else None
 
 
 def _has_attention_of_its_own(module: nn.Module) -> bool:
-    return any(
-        isinstance(each, (nn.MultiheadAttention, nn.ModuleList)) for each in module.modules()
-    )
+    kinds = (nn.MultiheadAttention, nn.ModuleList)
+    return any(isinstance(part, kinds) for part in module.modules())

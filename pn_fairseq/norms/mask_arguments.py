@@ -13,32 +13,36 @@ from pn_fairseq.norms.base import RunningNorm
 from pn_fairseq.norms.compiled import find, handle_of, open_scopes, operator, ticket, ticket_of
 from pn_fairseq.norms.converted import Conversion, ConvertedNorm
 from pn_fairseq.norms.mask_search import ATTENDED_NAMES, TARGET_NAMES, Arguments
-from pn_fairseq.norms.padding import ARGUMENT_FORMS, FORMS, Again, PaddingMask, current_scope
+from pn_fairseq.norms.padding import (
+    ARGUMENT_FORMS,
+    FORMS,
+    Again,
+    PaddingMask,
+    current_scope,
+    without_dimensions_of_1,
+)
 
-#: Arguments that hold what a module, such as a layer of a decoder, attends to.
+#: How arguments begin and end that hold what a module, such as a layer of a decoder, attends to.
+_ENCODED = ("memory", "mem", "encoded", "enc", "encoder")
+_PARTS = (
+    "out",
+    "output",
+    "outputs",
+    "state",
+    "states",
+    "hidden",
+    "feats",
+    "features",
+    "memory",
+    "mem",
+)
 _ATTENDED = {"context", "encoder_hidden_states", "key_value_states", "encodings"}
-for _encoded in ("memory", "mem", "encoded", "enc", "encoder"):
-    for _what in (
-        "out",
-        "output",
-        "outputs",
-        "state",
-        "states",
-        "hidden",
-        "feats",
-        "features",
-        "memory",
-        "mem",
-    ):
-        _ATTENDED.add(f"{_encoded}_{_what}")
-    if _encoded != "encoder":  # which may be a module
-        _ATTENDED |= {
-            _encoded,
-            f"src_{_encoded}",
-            f"source_{_encoded}",
-            f"{_encoded}_src",
-            f"{_encoded}_source",
-        }
+for _encoded in _ENCODED:
+    _ATTENDED.update(f"{_encoded}_{part}" for part in _PARTS)
+for _encoded in _ENCODED[:-1]:  # an encoder may be a module
+    _ATTENDED.add(_encoded)
+    for _source in ("src", "source"):
+        _ATTENDED.update((f"{_source}_{_encoded}", f"{_encoded}_{_source}"))
 
 #: What the names of arguments contain that hold tensors (B, T, C), but no other sequence.
 _NO_SEQUENCE = ("mask", "pad", "pos", "bias", "emb", "residual", "rotary", "len")
@@ -55,20 +59,22 @@ def mask_forms(
     if mask_from is None:
         return ARGUMENT_FORMS
     if isinstance(mask_from, Mapping):
-        if wrong := [form for form in mask_from.values() if not (callable(form) or form in FORMS)]:
-            raise ValueError(
-                f"mask_from: {wrong[0]!r} must be a function or one of {', '.join(FORMS)}"
-            )
+        for form in mask_from.values():
+            if not callable(form) and form not in FORMS:
+                raise ValueError(
+                    f"mask_from: {form!r} must be a function or one of {', '.join(FORMS)}"
+                )
         return dict(mask_from)
-    names = [mask_from] if isinstance(mask_from, str) else list(mask_from)
-    if unknown := [name for name in names if name not in ARGUMENT_FORMS]:
-        raise ValueError(
-            f"mask_from={unknown[0]!r}: what its values mean is not known; give a dict such as "
-            f"{{{unknown[0]!r}: 'mask'}} (True = padding), 'valid' (other than 0 = token), "
-            "'lengths' or 'additive'; "
-            f"known names: {', '.join(ARGUMENT_FORMS)}"
-        )
-    return {name: ARGUMENT_FORMS[name] for name in names}
+    forms = {}
+    for name in [mask_from] if isinstance(mask_from, str) else mask_from:
+        if name not in ARGUMENT_FORMS:
+            raise ValueError(
+                f"mask_from={name!r}: what its values mean is not known; give a dict such as "
+                f"{{{name!r}: 'mask'}} (True = padding), 'valid' (other than 0 = token), "
+                f"'lengths' or 'additive'; known names: {', '.join(ARGUMENT_FORMS)}"
+            )
+        forms[name] = ARGUMENT_FORMS[name]
+    return forms
 
 
 class ArgumentHook:
@@ -80,44 +86,34 @@ class ArgumentHook:
         forms: argument that may hold a mask -> its form, see :func:`mask_forms`.
         norms: those that it serves, of one :class:`Conversion`.
         named: whether the caller named ``forms``. If all of them are masks of a source, they count
-            whatever else the module gets.
+            whatever else the module gets. A list or array in such an argument is an error.
     """
 
     def __init__(
         self, module: str, parameters: list, forms: dict, norms: list, named: bool = False
     ):
-        self.module, self.forms = module or "the model", forms
+        self.module, self.forms, self.named = module or "the model", forms, named
         self.conversion = norms[0].conversion.id
         self.writes_zeros = any(norm.zero_padding for norm in norms)
         self.handle = handle_of(self)
+        self.positional = _positional(parameters)
         attended = [parameter for parameter in parameters if parameter.name in _ATTENDED]
-        self._attended = [parameter.name for parameter in attended]
-        #: Arguments by which a call shows that a mask of another sequence is among its arguments.
-        self._first, self._seconds = _second_sequences(parameters, forms)
-        if named and all(name.startswith(ATTENDED_NAMES) for name in forms):
-            self._seconds = []
-        #: Whether a call may attend to something, and whether every call does.
-        self.may_attend = bool(attended)
+        #: Arguments that hold what the module attends to, and whether every call gives one.
+        self.attended = [parameter.name for parameter in attended]
         self.always_attends = any(parameter.default is parameter.empty for parameter in attended)
-        #: Argument -> its position; None: it is passed by name only.
-        self._positions = {
-            parameter.name: None if parameter.kind == parameter.KEYWORD_ONLY else index
-            for index, parameter in enumerate(parameters)
-            if parameter.name in (*forms, *_ATTENDED, self._first, *self._seconds)
-        }
+        #: Arguments by which a call shows that a mask of another sequence is among its arguments.
+        self.second_sequences = _second_sequences(self.positional, forms, named)
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        values = {name: self._value(name, args, kwargs) for name in self.forms}
-        attends = False
-        for name in self._attended:
-            attends = attends or _is_sequence(self._value(name, args, kwargs))
-        if self._has_second_sequence(args, kwargs):
+        given = dict(zip(self.positional, args, strict=False)) | kwargs
+        attends = any(_is_sequence(given.get(name)) for name in self.attended)
+        forms = self.forms
+        if self._has_second_sequence(given):
             attends = True
-            values = {
-                name: value for name, value in values.items() if not name.startswith(ATTENDED_NAMES)
-            }
+            forms = {name: form for name, form in forms.items() if not _is_of_source(name)}
+        values = {name: given.get(name) for name in forms}
         if not torch.compiler.is_compiling():
-            self.scope(values, self.forms, attends).__enter__()
+            self.scope(values, forms, attends).__enter__()
         elif self._is_in_graph(module):
             self._enter_in_graph(values, attends)
 
@@ -126,12 +122,15 @@ class ArgumentHook:
         for name, value in values.items():
             form = self.forms[name]
             if callable(form):
-                value, form = value if value is None else form(value), "mask"
-            if value is None or isinstance(value, Tensor):
-                names.append(name)
-                forms.append(form)
-                given.append(value is not None)
-                tensors += [] if value is None else [value]
+                form = "mask"
+                value = None if value is None else self.forms[name](value)
+            if isinstance(value, Tensor):
+                tensors.append(value)
+            elif value is not None:
+                continue
+            names.append(name)
+            forms.append(form)
+            given.append(value is not None)
         outer = open_scopes[-1] if open_scopes else None
         open_scopes.append(enter_scope(tensors, given, names, forms, attends, self.handle, outer))
 
@@ -150,23 +149,13 @@ class ArgumentHook:
         """
         return self.writes_zeros or (module.training and not torch.compiler.is_exporting())
 
-    def _value(self, argument: str, args: tuple, kwargs: dict):
-        position = self._positions[argument]
-        value = kwargs.get(argument)
-        return (
-            args[position]
-            if value is None and position is not None and position < len(args)
-            else value
-        )
-
-    def _has_second_sequence(self, args: tuple, kwargs: dict) -> bool:
-        for name in self._seconds:
-            value = self._value(name, args, kwargs)
-            is_sequence = (
-                isinstance(value, Tensor) and value.dim() == 3 and value.is_floating_point()
-            )
-            if is_sequence and value is not self._value(self._first, args, kwargs):
-                return True
+    def _has_second_sequence(self, given: dict) -> bool:
+        for name in self.second_sequences:
+            value = given.get(name)
+            is_sequence = isinstance(value, Tensor) and value.dim() == 3
+            if is_sequence and value.is_floating_point():
+                if value is not given.get(self.positional[0]):
+                    return True
         return False
 
     def after(self, module: nn.Module, args: tuple, output) -> None:
@@ -187,49 +176,55 @@ class ArgumentHook:
             value, form = form(value), "mask"
         if value is None:
             return None
+        source = f"argument {name} of {self.module}"
         if not isinstance(value, Tensor):
+            is_array = isinstance(value, list) or hasattr(value, "__array__")
+            if self.named and is_array:
+                return PaddingMask(form, value, source)  # raises the error that says so
             return NotImplemented
-        inner = value
-        while inner.dim() > 2 and inner.size(1) == 1:
-            inner = inner.squeeze(1)
-        if form != "lengths" and inner.dim() != 2:
+        mask = without_dimensions_of_1(value)
+        if form != "lengths" and mask.dim() != 2:
             return NotImplemented  # which query sees which key, (B, H, Q, K)
         if form == "valid" and value.dim() > 2 and value.is_floating_point():
             form = "additive"  # what attention_mask has become inside Hugging Face's models
-        return PaddingMask(form, value, f"argument {name} of {self.module}")
+        return PaddingMask(form, value, source)
 
 
-def _second_sequences(parameters: list, forms: dict) -> tuple[str, list[str]]:
-    """The first of ``parameters`` and those that may hold another sequence (B, T, C), to which a
-    mask such as ``src_key_padding_mask`` among ``forms`` would belong. None are returned where the
-    first may have that mask.
+def _is_of_source(name: str) -> bool:
+    """Whether a mask of this name is for what a module attends to."""
+    return name.startswith(ATTENDED_NAMES)
+
+
+def _second_sequences(positional: list[str], forms: dict, named: bool) -> list[str]:
+    """Those of the arguments that may hold another sequence (B, T, C), to which a mask such as
+    ``src_key_padding_mask`` among ``forms`` would belong. None are returned where the first
+    argument may have that mask.
     """
-    first = parameters[0].name if parameters else ""
-    if first.startswith(ATTENDED_NAMES) or not any(
-        name.startswith(ATTENDED_NAMES) for name in forms
-    ):
-        return first, []
+    of_source = [name for name in forms if _is_of_source(name)]
+    if not of_source or not positional or _is_of_source(positional[0]):
+        return []
+    if named and len(of_source) == len(forms):
+        return []
     seconds = []
-    for parameter in parameters[1:]:
-        is_positional = parameter.kind in (
-            parameter.POSITIONAL_ONLY,
-            parameter.POSITIONAL_OR_KEYWORD,
-        )
-        is_known = parameter.name in forms or parameter.name in _ATTENDED
-        # the first is the source
-        is_target = parameter.name == "y" or parameter.name.startswith(TARGET_NAMES)
-        is_no_sequence = is_target or any(part in parameter.name for part in _NO_SEQUENCE)
-        if is_positional and not is_known and not is_no_sequence:
-            seconds.append(parameter.name)
-    return first, seconds
+    for name in positional[1:]:
+        is_target = name == "y" or name.startswith(TARGET_NAMES)  # the first is the source
+        is_known = name in forms or name in _ATTENDED
+        if not (is_target or is_known or any(part in name for part in _NO_SEQUENCE)):
+            seconds.append(name)
+    return seconds
+
+
+def _positional(parameters: list[inspect.Parameter]) -> list[str]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [parameter.name for parameter in parameters if parameter.kind in kinds]
 
 
 def attends(module: nn.Module) -> bool:
     """Whether the forward of ``module`` has an argument for other tokens that it attends to."""
-    return any(parameter.name in _ATTENDED for parameter in _parameters_of(module))
+    return any(parameter.name in _ATTENDED for parameter in parameters_of(module))
 
 
-def _parameters_of(module: nn.Module) -> list[inspect.Parameter]:
+def parameters_of(module: nn.Module) -> list[inspect.Parameter]:
     """Those of its forward, without ``self``; none where they are not known."""
     try:
         return list(inspect.signature(type(module).forward).parameters.values())[1:]
@@ -282,12 +277,12 @@ _KEY = -1
 
 def _register(module: nn.Module, hook: ArgumentHook) -> None:
     module.register_forward_pre_hook(hook.before, with_kwargs=True)
-    handle = module.register_forward_hook(hook.after, always_call=True)
+    number = module.register_forward_hook(hook.after, always_call=True).id
     key = _KEY
     while key in module._forward_hooks:
         key -= 1
-    module._forward_hooks[key] = module._forward_hooks.pop(handle.id)
-    module._forward_hooks_always_called[key] = module._forward_hooks_always_called.pop(handle.id)
+    for hooks in (module._forward_hooks, module._forward_hooks_always_called):
+        hooks[key] = hooks.pop(number)
     module._forward_hooks.move_to_end(key, last=False)  # the last to begin ends first
 
 
@@ -298,17 +293,18 @@ def add_argument_hooks(model: nn.Module, norms: list, forms: dict) -> None:
         ValueError: ``forms`` are what the caller named, and there is no such module.
     """
     served = {norm for norm in norms if norm.zero_padding or isinstance(norm, RunningNorm)}
-    hooked = 0
+    named = forms is not ARGUMENT_FORMS
+    is_found = not served or not named
     for name, module in model.named_modules():
         if isinstance(module, ConvertedNorm) or served.isdisjoint(module.modules()):
             continue
-        parameters = _parameters_of(module)
+        parameters = parameters_of(module)
         own = _own_masks(module, {parameter.name for parameter in parameters}, forms)
-        hook = ArgumentHook(name, parameters, own, norms, named=forms is not ARGUMENT_FORMS)
-        if own or hook.may_attend:
+        hook = ArgumentHook(name, parameters, own, norms, named)
+        is_found = is_found or bool(own)
+        if own or hook.attended:
             _register(module, hook)
-        hooked += bool(own)
-    if served and not hooked and forms is not ARGUMENT_FORMS:
+    if not is_found:
         raise ValueError(
             f"mask_from={', '.join(forms)}: no module that contains a replaced norm has a forward "
             "argument of this name"
@@ -327,28 +323,25 @@ def _own_masks(module: nn.Module, accepted: set[str], forms: dict) -> dict:
     own = {}
     for name, form in forms.items():
         name = name.removeprefix(f"{package}.")
-        if name in accepted and not (attends and name.startswith(ATTENDED_NAMES)):
+        if name in accepted and not (attends and _is_of_source(name)):
             own[name] = form
     return own
 
 
 def arguments_with_mask(model: nn.Module, name: str, conversion: Conversion) -> list[str]:
-    """The arguments that may hold the mask of the norm ``name`` of ``model``,
-
-    the innermost first.
+    """The arguments that may hold the mask of the norm ``name`` of ``model``, the innermost
+    first.
     """
-    modules = [("", model)]
-    for key in name.split(".")[:-1]:
-        path, module = modules[-1]
-        modules.append((f"{path}.{key}".lstrip("."), getattr(module, key)))
     sources, attends = [], False
-    for path, module in reversed(modules):
-        hooks = [getattr(method, "__self__", None) for method in module._forward_pre_hooks.values()]
-        for hook in hooks:
+    path = name
+    while path:
+        path = path.rpartition(".")[0]
+        for method in model.get_submodule(path)._forward_pre_hooks.values():
+            hook = getattr(method, "__self__", None)
             if not isinstance(hook, ArgumentHook) or hook.conversion != conversion.id:
                 continue
             names = list(hook.forms)
-            if attends and not hook.may_attend:
+            if attends and not hook.attended:
                 names = [each for each in names if each.startswith(TARGET_NAMES)]
             if names:
                 sources.append(f"argument {' or '.join(names)} of {path or 'the model'}")

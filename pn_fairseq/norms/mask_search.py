@@ -70,12 +70,8 @@ def find_mask(norm: str, conversion: str, scopes: list[Scope]) -> Found:
     """
     for scope in scopes:
         if isinstance(scope, Block) and scope.is_for(norm):
-            where = (
-                "a block with padding(None)"
-                if scope.mask is None
-                else f"a block with {scope.mask.source}"
-            )
-            return Found(BLOCK, where, scope.mask, scope)
+            given = "padding(None)" if scope.mask is None else scope.mask.source
+            return Found(BLOCK, f"a block with {given}", scope.mask, scope)
     found = find_argument(conversion, scopes)
     if found.line == TWO:
         raise ValueError(
@@ -101,21 +97,19 @@ def find_argument(conversion: str, scopes: Iterable[Scope]) -> Found:
         is_outside = attends and not scope.attends
         if is_outside:
             masks = {name: mask for name, mask in masks.items() if name.startswith(TARGET_NAMES)}
-        given = {name: mask for name, mask in masks.items() if mask is not None}
+        given = [name for name, mask in masks.items() if mask is not None]
         if len(given) > 1:
-            return Found(
-                TWO, f"arguments {' and '.join(given)} of {scope.hook.module}", scope=scope
-            )
-        for mask in given.values():
+            where = f"arguments {' and '.join(given)} of {scope.hook.module}"
+            return Found(TWO, where, scope=scope)
+        if given:
+            mask = masks[given[0]]
             return Found(OF_TARGET if is_outside else ARGUMENT, mask.source, mask, scope)
         if masks:
-            arguments = "argument" if len(masks) == 1 else "arguments"
-            verb = "is" if len(masks) == 1 else "are"
-            return Found(
-                NONE,
-                f"{arguments} {' and '.join(masks)} of {scope.hook.module} {verb} None",
-                scope=scope,
+            where = f"{' and '.join(masks)} of {scope.hook.module}"
+            where = (
+                f"argument {where} is None" if len(masks) == 1 else f"arguments {where} are None"
             )
+            return Found(NONE, where, scope=scope)
         attends = attends or scope.attends
     return Found(NOTHING, "no block, and no argument of a module")
 

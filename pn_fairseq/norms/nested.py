@@ -26,5 +26,6 @@ def over_tokens(norm: Callable[[Tensor], Tensor], x: Tensor, padding_mask: Tenso
             )
         return torch.nested.nested_tensor_from_jagged(norm(x.values()), x.offsets())
     sequences = x.unbind()
-    y = norm(torch.cat(sequences))
-    return torch.nested.as_nested_tensor(list(y.split([len(sequence) for sequence in sequences])))
+    lengths = [len(sequence) for sequence in sequences]
+    y = norm(torch.cat(sequences)).split(lengths)
+    return torch.nested.as_nested_tensor(list(y))

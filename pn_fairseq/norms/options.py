@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import get_args
 
 from pn_fairseq.common.errors import did_you_mean, most_similar
@@ -124,26 +124,26 @@ def _argument(option: str, norms: Mapping[str, NormEntry]) -> inspect.Parameter:
     known = {
         name: argument for entry in norms.values() for name, argument in entry.own_options.items()
     }
-    if option not in known:
-        meant = most_similar(option, [*known, *SHARED])
-        if meant in SHARED:
-            raise ValueError(
-                f"unknown norm option {option!r}, did you mean the flag {SHARED[meant]}?"
-            )
-        raise unknown_option(option, known, f"the options of {', '.join(norms)} are")
-    return known[option]
+    meant = most_similar(option, [*known, *SHARED])
+    if option not in known and meant in SHARED:
+        raise ValueError(f"unknown norm option {option!r}, did you mean the flag {SHARED[meant]}?")
+    return check_option(option, known, f"the options of {', '.join(norms)} are")
 
 
-def unknown_option(option: str, known: Iterable[str], introduction: str) -> ValueError:
-    """The error about an option that does not exist;
+def check_option(option: str, known: Mapping[str, object], introduction: str):
+    """What ``option`` is in ``known``: the one check behind ``--norm-options``,
+    ``--convert-norms`` and :func:`.convert_norms`.
 
-    ``introduction`` comes before the names that are known.
+    Raises:
+        ValueError: it is not there. ``introduction`` comes before the names that are.
     """
-    names = ", ".join(sorted(known)) or "none"
-    return ValueError(
-        f"unknown norm option {option!r}{did_you_mean(option, known)} ({introduction} {names}; see "
-        "pn norms NAME)"
-    )
+    if option not in known:
+        names = ", ".join(sorted(known)) or "none"
+        raise ValueError(
+            f"unknown norm option {option!r}{did_you_mean(option, known)} ({introduction} {names}; "
+            "see pn norms NAME)"
+        )
+    return known[option]
 
 
 def options_of(norm: str, options: Mapping[str, object]) -> dict[str, object]:

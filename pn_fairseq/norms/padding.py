@@ -55,6 +55,47 @@ FORMS = ("mask", "valid", "lengths", "additive")
 _ADDITIVE_PADDING = -1e4
 
 
+def without_dimensions_of_1(mask: Tensor) -> Tensor:
+    """(B, T) for (B, 1, 1, T), as attention takes it."""
+    while mask.dim() > 2 and mask.size(1) == 1:
+        mask = mask.squeeze(1)
+    return mask
+
+
+def _problem(form: str, value) -> str:
+    """Why ``value`` is no mask of this form; "": it may be one."""
+    if not isinstance(value, Tensor):
+        kind = type(value).__name__
+        if hasattr(value, "dtype"):
+            kind = f"{kind} of {value.dtype}"
+        return (
+            f"expected a tensor, got {kind}; the numbers of tokens of the sequences are "
+            "lengths=torch.tensor([...])"
+        )
+    dtype, is_floating = value.dtype, value.is_floating_point()
+    if form == "lengths":
+        if value.dim() == 1 and not is_floating and dtype != torch.bool:
+            return ""
+        return f"lengths are (B,) whole numbers, got {tuple(value.shape)} {dtype}"
+    if value.dim() == 0:
+        return "a mask has a value for each token (B, T), got one value"
+    if form == "mask" and dtype != torch.bool:
+        lengths = ", or lengths= if it counts the tokens of each sequence"
+        return (
+            f"a mask of {dtype} does not say whether 1 is padding or a token; give bool with "
+            "True = padding, or valid= if other than 0 means a token, as in a tokenizer's "
+            f"attention_mask{lengths if value.dim() == 1 else ''}"
+        )
+    if form == "valid" and is_floating:
+        return (
+            f"a mask of {dtype} may be additive; give bool or int, or additive=; if the model "
+            "makes it itself, run the model in `with padding(...)`, whose mask takes its place"
+        )
+    if form == "additive" and not is_floating:
+        return f"an additive mask (0 for tokens, -inf for padding) is not {dtype}"
+    return ""
+
+
 class PaddingMask:
     """A mask in one of :data:`FORMS`. :meth:`of` converts it to bool, True = padding, once.
 
@@ -63,53 +104,14 @@ class PaddingMask:
     """
 
     def __init__(self, form: str, value: Tensor, source: str):
-        self.source = source
-        if not isinstance(value, Tensor):
-            dtype = getattr(value, "dtype", None)
-            kind = type(value).__name__ if dtype is None else f"{type(value).__name__} of {dtype}"
-            raise ValueError(
-                f"{source}: expected a tensor, got {kind}; the numbers of tokens of the sequences "
-                "are lengths=torch.tensor([...])"
-            )
-        if value.dim() == 0:
-            raise ValueError(f"{source}: a mask has a value for each token (B, T), got one value")
-        floating = value.is_floating_point()
-        if form == "mask" and floating:  # as torch.nn.TransformerEncoder hands it on
-            form = "additive"
-        if form == "mask" and value.dtype != torch.bool:
-            raise ValueError(
-                f"{source}: a mask of {value.dtype} does not say whether 1 is padding or a token; "
-                "give bool with "
-                "True = padding, or valid= if other than 0 means a token, as in a tokenizer's "
-                "attention_mask"
-                + (
-                    ", or lengths= if it counts the tokens of each sequence"
-                    if value.dim() == 1
-                    else ""
-                )
-            )
-        if form == "valid" and floating:
-            raise ValueError(
-                f"{source}: a mask of {value.dtype} may be additive; give bool or int, or "
-                "additive=; if the model "
-                "makes it itself, run the model in `with padding(...)`, whose mask takes its place"
-            )
-        if form == "additive" and not floating:
-            raise ValueError(
-                f"{source}: an additive mask (0 for tokens, -inf for padding) is not {value.dtype}"
-            )
-        if form == "lengths":
-            if value.dim() != 1 or floating or value.dtype == torch.bool:
-                raise ValueError(
-                    f"{source}: lengths are (B,) whole numbers, got {tuple(value.shape)} "
-                    f"{value.dtype}"
-                )
-        else:
-            while value.dim() > 2 and value.size(1) == 1:  # (B, 1, 1, T), as attention takes it
-                value = value.squeeze(1)
+        if form == "mask" and isinstance(value, Tensor) and value.is_floating_point():
+            form = "additive"  # as torch.nn.TransformerEncoder hands it on
+        problem = _problem(form, value)
+        if problem:
+            raise ValueError(f"{source}: {problem}")
+        self.form, self.source = form, source
         #: (B,), or (B, T), or (N,) for tokens (N, C), or (B, H, W) for images.
-        self.value = value
-        self.form = form
+        self.value = without_dimensions_of_1(value)
         self._padding: Tensor | None = None
         self._time: int | None = None
 
@@ -144,31 +146,36 @@ class PaddingMask:
         """Bool, True = padding, in the shape of the mask; for lengths (B, ``tokens``)."""
         if self._padding is None:
             self._time = tokens
-            if self.form == "mask":
-                self._padding = self.value
-            elif self.form == "valid":
-                self._padding = self.value == 0
-            elif self.form == "additive":
-                self._padding = self.value <= _ADDITIVE_PADDING
-                fits = (self._padding | (self.value == 0)).all()
-                torch._assert_async(
-                    fits,
-                    f"{self.source}: an additive mask holds 0 at tokens and at most -10000 at "
-                    "padding; if 1 means a "
-                    "token, give valid= and the mask as bool",
-                )
-            else:
-                self._padding = (
-                    torch.arange(tokens, device=self.value.device) >= self.value[:, None]
-                )
+            self._padding = self._converted(tokens)
         return self._padding
+
+    def _converted(self, tokens: int) -> Tensor:
+        value = self.value
+        if self.form == "mask":
+            return value
+        if self.form == "valid":
+            return value == 0
+        if self.form == "lengths":
+            return torch.arange(tokens, device=value.device) >= value[:, None]
+        padding = value <= _ADDITIVE_PADDING
+        fits = (padding | (value == 0)).all()
+        torch._assert_async(
+            fits,
+            f"{self.source}: an additive mask holds 0 at tokens and at most -10000 at padding; if "
+            "1 means a token, give valid= and the mask as bool",
+        )
+        return padding
+
+    def _own(self) -> Tensor:
+        """:meth:`of` its own T, of a mask that is no lengths."""
+        return self.of(self.value.size(-1))
 
     @cached_property
     def real_tokens(self) -> int:
         """The number of tokens that are not padding. It waits for the device."""
-        return int(
-            self.value.sum() if self.form == "lengths" else (~self.of(self.value.size(-1))).sum()
-        )
+        if self.form == "lengths":
+            return int(self.value.sum())
+        return int((~self._own()).sum())
 
     @cached_property
     def empty_sentences(self) -> int:
@@ -177,8 +184,10 @@ class PaddingMask:
         It waits for the device.
         """
         if self.form == "lengths":
-            return int((self.value <= 0).sum())
-        return int(self.of(self.value.size(-1)).all(1).sum()) if self.value.dim() == 2 else 0
+            return int((self.value == 0).sum())
+        if self.value.dim() != 2:
+            return 0
+        return int(self._own().all(1).sum())
 
     @property
     def waits_for_device(self) -> bool:
@@ -187,11 +196,24 @@ class PaddingMask:
 
     @property
     def has_padding(self) -> bool:
-        positions = self.batch * self.time(0) if self.form == "lengths" else self.value.numel()
-        return self.real_tokens < positions
+        if self.form == "lengths":
+            return self.real_tokens < self.batch * self.time(0)
+        return self.real_tokens < self.value.numel()
 
     def __str__(self) -> str:
         return f"{self.source} is {tuple(self.value.shape)}"
+
+
+def patterns_of(given: str | Iterable[str] | None) -> tuple[str, ...] | None:
+    """The patterns of ``only=`` and ``skip=``; None: the argument is not given."""
+    if given is None:
+        return None
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+def matches(names: Iterable[str], patterns: Iterable[str]) -> bool:
+    """Whether one of ``names`` fits one of ``patterns``."""
+    return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
 class Scope(AbstractContextManager):
@@ -237,9 +259,8 @@ class Block(Scope):
 
     def is_for(self, name: str) -> bool:
         """Whether the norm ``name``, which looks for its mask, has it here."""
-        answer = self.only is None or any(fnmatchcase(name, pattern) for pattern in self.only)
-        self.asked[name] = answer
-        return answer
+        self.asked[name] = self.only is None or matches([name], self.only)
+        return self.asked[name]
 
 
 class AllIsKnown(Scope):
@@ -304,21 +325,18 @@ class padding(AbstractContextManager):
         only: str | Iterable[str] | None = None,
     ):
         values = {"mask": mask, "valid": valid, "lengths": lengths, "additive": additive}
-        if all(value is ... for value in values.values()):
+        given = [form for form, value in values.items() if value is not ...]
+        if not given:
             raise ValueError(
                 "padding() without a mask: give one, or None, which says that there is no padding"
             )
-        given = [form for form in FORMS if values[form] is not None and values[form] is not ...]
-        if len(given) > 1:
-            raise ValueError(
-                f"padding({', '.join(f'{form}=' for form in given)}): give one of them"
-            )
-        self._mask = (
-            PaddingMask(given[0], values[given[0]], f"padding({given[0]}=...)") if given else None
-        )
-        if only is not None:
-            only = (only,) if isinstance(only, str) else tuple(only)
-        self._only = only
+        masks = [form for form in given if values[form] is not None]
+        if len(masks) > 1:
+            raise ValueError(f"padding({'=, '.join(masks)}=): give one of them")
+        self._mask = None
+        for form in masks:
+            self._mask = PaddingMask(form, values[form], f"padding({form}=...)")
+        self._only = patterns_of(only)
         self._blocks: list[Block] = []
 
     def __enter__(self) -> padding:
@@ -332,14 +350,15 @@ class padding(AbstractContextManager):
     def __exit__(self, *error) -> None:
         block = self._blocks.pop()
         block.__exit__(*error)
-        if not any(error) and block.asked and not any(block.asked.values()):
-            warnings.warn(
-                f"`with padding(..., only={', '.join(map(repr, block.only))})` was for none of the "
-                "norms that looked "
-                "for a mask in it: "
-                f"{', '.join(list(block.asked)[:3])}{', ...' * (len(block.asked) > 3)}",
-                stacklevel=2,
-            )
+        if any(error) or not block.asked or any(block.asked.values()):
+            return
+        patterns, asked = ", ".join(map(repr, block.only)), list(block.asked)
+        more = ", ..." if len(asked) > 3 else ""
+        warnings.warn(
+            f"`with padding(..., only={patterns})` was for none of the norms that looked for a "
+            f"mask in it: {', '.join(asked[:3])}{more}",
+            stacklevel=2,
+        )
 
     @staticmethod
     def context_fn() -> tuple[AbstractContextManager, AbstractContextManager]:

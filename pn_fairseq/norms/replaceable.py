@@ -5,14 +5,13 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Iterable
-from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 
 from pn_fairseq.norms.base import ChannelNorm
 from pn_fairseq.norms.converted import BATCH_NORMS, EPS_NAMES, eps_of, gain_of
-from pn_fairseq.norms.padding import ARGUMENT_FORMS
+from pn_fairseq.norms.padding import ARGUMENT_FORMS, matches, patterns_of
 
 
 def norms_to_replace(
@@ -27,62 +26,57 @@ def norms_to_replace(
     Raises:
         ValueError: there is none, a pattern matches none, or the weight of a norm would be lost.
     """
-    only, skip = (
-        [patterns] if isinstance(patterns, str) else None if patterns is None else list(patterns)
-        for patterns in (only, skip)
-    )
+    only, skip = patterns_of(only), patterns_of(skip) or ()
     # the model may be in the making in `with torch.device("meta")`, as in transformers
     with torch.device("cpu"):
-        offsets = {
-            module: offset for module in names if (offset := _offset(module, layout)) is not None
-        }
-    for pattern in [*(only or ()), *(skip or ())]:
-        if not any(fnmatchcase(name, pattern) for module in offsets for name in names[module]):
-            known = ", ".join(names[module][0] or "the model" for module in offsets)
+        offsets = {module: _offset(module, layout) for module in names}
+    norms = {module: offset for module, offset in offsets.items() if offset is not None}
+    for pattern in (*(only or ()), *skip):
+        if not any(matches(names[module], [pattern]) for module in norms):
+            known = ", ".join(names[module][0] or "the model" for module in norms)
             known = f"norms: {known}" if known else _why_none(names)
             raise ValueError(f"the pattern {pattern!r} matches no norm of the model; {known}")
-
-    def matches(module: nn.Module, patterns: list[str]) -> bool:
-        return any(fnmatchcase(name, pattern) for name in names[module] for pattern in patterns)
-
-    wanted = [
-        module
-        for module in offsets
-        if (only is None or matches(module, only))
-        and not (skip is not None and matches(module, skip))
-    ]
-    labels = {module: names[module][0] or type(module).__name__ for module in wanted}
-    chosen = {module: offsets[module] for module in wanted if not isinstance(offsets[module], str)}
+    chosen, reasons = {}, {}
+    for module, offset in norms.items():
+        is_wanted = only is None or matches(names[module], only)
+        if not is_wanted or matches(names[module], skip):
+            continue
+        if isinstance(offset, str):
+            reasons[module] = offset
+        else:
+            chosen[module] = offset
+    labels = {module: names[module][0] or type(module).__name__ for module in norms}
     if not chosen:
-        listed = "; ".join(f"{labels[module]} {offsets[module]}" for module in wanted)
-        if not offsets:
+        listed = "; ".join(f"{labels[module]} {reason}" for module, reason in reasons.items())
+        if not norms:
             listed = _why_none(names)
-        elif not wanted:
-            listed = "only= and skip= leave none"
-        raise ValueError(f"the model has no norm to replace: {listed}")
-    left = [
-        module
-        for module in wanted
-        if module not in chosen and chosen.keys().isdisjoint(module.modules())
-    ]
-    _warn_of_those_left({labels[module]: offsets[module] for module in left})
+        raise ValueError(
+            f"the model has no norm to replace: {listed or 'only= and skip= leave none'}"
+        )
+    left = {}
+    for module, reason in reasons.items():
+        if chosen.keys().isdisjoint(module.modules()):
+            left.setdefault(reason, []).append(labels[module])
+    if left:
+        _warn_of_those_left(left)
     for module in chosen:
-        for key in ("weight", "bias"):
-            if key not in module._parameters and isinstance(getattr(module, key, None), Tensor):
-                raise ValueError(
-                    f"the {key} of {labels[module]} is not a parameter of its own and would be "
-                    "lost (does a "
-                    "parametrization or pruning compute it?); convert the model first, or leave "
-                    "this norm as it is "
-                    "(skip=...)"
-                )
+        _refuse_what_would_be_lost(module, labels[module])
         if layout == "BCT" and not isinstance(module, BATCH_NORMS):
             raise ValueError(
                 f"layout='BCT' is for batch norms; {labels[module]} is a {type(module).__name__} "
-                "over the last "
-                "dimension: give 'BTC' or 'TBC'"
+                "over the last dimension: give 'BTC' or 'TBC'"
             )
     return chosen
+
+
+def _refuse_what_would_be_lost(module: nn.Module, label: str) -> None:
+    for key in ("weight", "bias"):
+        if key not in module._parameters and isinstance(getattr(module, key, None), Tensor):
+            raise ValueError(
+                f"the {key} of {label} is not a parameter of its own and would be lost (does a "
+                "parametrization or pruning compute it?); convert the model first, or leave this "
+                "norm as it is (skip=...)"
+            )
 
 
 def _why_none(modules: Iterable[nn.Module]) -> str:
@@ -95,27 +89,21 @@ def _why_none(modules: Iterable[nn.Module]) -> str:
         )
     return (
         "it has neither a LayerNorm or RMSNorm over the last dimension, nor a BatchNorm1d or "
-        "SyncBatchNorm, nor a "
-        "module of another class that computes the same"
+        "SyncBatchNorm, nor a module of another class that computes the same"
     )
 
 
-def _warn_of_those_left(reasons: dict[str, str]) -> None:
-    """``reasons``: name of a norm -> why it cannot be replaced."""
-    names_of: dict[str, list[str]] = {}
-    for name, reason in reasons.items():
-        names_of.setdefault(reason, []).append(name)
+def _warn_of_those_left(names_of: dict[str, list[str]]) -> None:
+    """``names_of``: why a norm cannot be replaced -> the names of such norms."""
     lines = []
     for reason, names in names_of.items():
         more = f" (so do {len(names) - 1} others)" if len(names) > 1 else ""
         lines.append(f"{names[0]} {reason}{more}")
-    if lines:
-        warnings.warn(
-            f"convert_norms leaves some norms as they are: {'; '.join(lines)}. (With their names "
-            "in skip=... it "
-            "does so without this warning.)",
-            stacklevel=5,
-        )
+    warnings.warn(
+        f"convert_norms leaves some norms as they are: {'; '.join(lines)}. (With their names in "
+        "skip=... it does so without this warning.)",
+        stacklevel=5,
+    )
 
 
 #: Norms that always stay as they are.
@@ -127,8 +115,11 @@ def _offset(module: nn.Module, layout: str | None) -> float | str | None:
     no norm, or of a kind that always stays.
     """
     offset = _offset_with_one_input(module, layout)
-    second = None if offset is None or isinstance(offset, str) else _second_input(module)
-    return offset if second is None else f"takes a second input, {second}, that is no padding mask"
+    if isinstance(offset, float):
+        second = _second_input(module)
+        if second is not None:
+            return f"takes a second input, {second}, that is no padding mask"
+    return offset
 
 
 def _second_input(module: nn.Module) -> str | None:
@@ -158,17 +149,16 @@ def _offset_with_one_input(module: nn.Module, layout: str | None) -> float | str
     if isinstance(module, _OTHERS):
         return None
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
-        if len(module.normalized_shape) != 1:
-            return f"normalizes {len(module.normalized_shape)} dimensions"
+        dimensions = len(module.normalized_shape)
+        if dimensions != 1:
+            return f"normalizes {dimensions} dimensions"
         return 0.0 if type(module) in (nn.LayerNorm, nn.RMSNorm) else _compare(module)
     gain = gain_of(module)
     if gain is None or getattr(module, gain).dim() != 1 or gain in module._buffers:
         return None
-    others = [
-        name for name, _ in module.named_parameters() if gain not in name and "bias" not in name
-    ]
-    if others:
-        return None
+    for name, _ in module.named_parameters():
+        if gain not in name and "bias" not in name:
+            return None
     if eps_of(module) is not None or "norm" in type(module).__name__.lower():
         return _compare(module)
     if module._modules or module._buffers:  # a call might change its state
@@ -196,29 +186,23 @@ def _compare(module: nn.Module) -> float | str:
     generator = torch.Generator().manual_seed(0)
     gain_name = gain_of(module)
     weight, bias = getattr(module, gain_name or "", None), getattr(module, "bias", None)
-    channels = weight.numel() if weight is not None else module.normalized_shape[0]
+    channels = module.normalized_shape[0] if weight is None else weight.numel()
     # Short tokens show where eps is added.
-    x = torch.randn(3, 4, channels, generator=generator)
-    x = (
-        x * torch.tensor([1.0, 1e-3, 10.0])[:, None, None]
-        + torch.linspace(-1, 1, 4)[None, :, None] * 1e-3
-    )
+    lengths = torch.tensor([1.0, 1e-3, 10.0])[:, None, None]
+    shifts = torch.linspace(-1, 1, 4)[None, :, None] * 1e-3
+    x = torch.randn(3, 4, channels, generator=generator) * lengths + shifts
     if weight is not None:
         x = x.to("cpu" if weight.is_meta else weight.device, weight.dtype)
     eps = eps_of(module)
     is_stored = eps is not None or hasattr(module, "eps")
     if eps is None:  # as nn.RMSNorm; a class that has no such attribute adds nothing
         eps = torch.finfo(x.dtype).eps if is_stored else 0.0
-    affine = {
-        name: value for name, value in ((gain_name, weight), ("bias", bias)) if value is not None
-    }
-    learned = [name for name in affine if name in module._parameters]
-    random = {name: (torch.rand(channels, generator=generator) + 0.5).to(x) for name in learned}
-    affine |= random
-    gain, shift = (
-        affine.get(gain_name, torch.ones(())).double(),
-        affine.get("bias", torch.zeros(())).double(),
-    )
+    random = {}
+    for name in (gain_name, "bias"):
+        if module._parameters.get(name) is not None:
+            random[name] = (torch.rand(channels, generator=generator) + 0.5).to(x)
+    gain = _wide(random.get(gain_name, weight), 1.0)
+    shift = _wide(random.get("bias", bias), 0.0)
     y = _output(module, random, x)
     if y is None:
         return "does not accept inputs of shape (..., C)"
@@ -232,6 +216,10 @@ def _compare(module: nn.Module) -> float | str:
         if y is not None and _fitting_offset(long, y, gain, shift, 0.0) is not None:
             return _UNKNOWN_EPS
     return "computes neither LayerNorm nor RMSNorm with its weight"
+
+
+def _wide(value: Tensor | None, default: float) -> Tensor:
+    return torch.tensor(default, dtype=torch.float64) if value is None else value.double()
 
 
 def _output(module: nn.Module, parameters: dict[str, Tensor], x: Tensor) -> Tensor | None:
@@ -252,8 +240,7 @@ def _fitting_offset(x: Tensor, y: Tensor, gain: Tensor, shift: Tensor, eps: floa
     for centered in (wide - wide.mean(-1, keepdim=True), wide):
         normalized = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps)
         for offset in (0.0, 1.0):
-            if torch.allclose(
-                y, (gain + offset) * normalized + shift, rtol=tolerance, atol=tolerance
-            ):
+            expected = (gain + offset) * normalized + shift
+            if torch.allclose(y, expected, rtol=tolerance, atol=tolerance):
                 return offset
     return None

@@ -29,57 +29,34 @@ def register() -> None:
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.experimental import register_sharding
 
-    operators = torch.ops.pn_fairseq
+    #: Operator -> its arguments that have the tokens of x, and its results that do, each with the
+    #: number of dimensions before those of x; the results that are gradients of parameters; the
+    #: number of results.
+    rules = {
+        "normalize": ({0: 0, 6: 0}, {0: 0, 1: 0}, (), 4),
+        "gradient": ({0: 0, 1: 0, 10: 0}, {0: 0}, (1, 2), 3),
+        "standardize": ({0: 0}, {0: 0, 1: 1}, (), 2),
+        "standardize_gradient": ({0: 0, 1: 0, 3: 1}, {0: 0}, (1,), 2),
+        "squash": ({0: 0}, {0: 0}, (), 1),
+        "squash_gradient": ({0: 0, 1: 0}, {0: 0}, (1, 2), 3),
+    }
 
-    def rules(arguments: list, split: dict[int, int], dimensions: int, results) -> list:
-        """``split``: index of an argument that has the tokens of x -> the number of dimensions
-        before those of x. ``dimensions``: of x. ``results``: the dimension that is split (None:
-        none) -> placements of the results.
-        """
-        found = []
-        for dimension in (None, *range(dimensions - 1)):
-            placements = []
-            for index, argument in enumerate(arguments):
-                if not hasattr(argument, "shape"):
-                    placements.append(None)
-                elif index in split and dimension is not None:
-                    placements.append(Shard(dimension + split[index]))
-                else:
-                    placements.append(Replicate())
-            found.append((results(dimension), placements))
-        return found
+    def add(name: str, inputs: dict, outputs: dict, sums: tuple, number: int) -> None:
+        @register_sharding(getattr(torch.ops.pn_fairseq, name).default)
+        def placements(*arguments):
+            whole = [Replicate() if hasattr(each, "shape") else None for each in arguments]
+            found = [([Replicate()] * number, whole)]
+            for dimension in range(len(arguments[0].shape) - 1):
+                given, results = list(whole), [Replicate()] * number
+                for index, before in inputs.items():
+                    if given[index] is not None:
+                        given[index] = Shard(dimension + before)
+                for index, before in outputs.items():
+                    results[index] = Shard(dimension + before)
+                for index in sums:
+                    results[index] = Partial()
+                found.append((results, given))
+            return found
 
-    def placed(dimension: int | None, shift: int = 0):
-        return Replicate() if dimension is None else Shard(dimension + shift)
-
-    def summed(dimension: int | None):
-        return Replicate() if dimension is None else Partial()
-
-    @register_sharding(operators.normalize.default)
-    def normalize(*arguments):
-        results = lambda d: [placed(d), placed(d), Replicate(), Replicate()]  # noqa: E731
-        return rules(arguments, {0: 0, 6: 0}, len(arguments[0].shape), results)
-
-    @register_sharding(operators.gradient.default)
-    def gradient(*arguments):
-        results = lambda d: [placed(d), summed(d), summed(d)]  # noqa: E731
-        return rules(arguments, {0: 0, 1: 0, 10: 0}, len(arguments[0].shape), results)
-
-    @register_sharding(operators.standardize.default)
-    def standardize(*arguments):
-        results = lambda d: [placed(d), placed(d, 1)]  # noqa: E731
-        return rules(arguments, {0: 0}, len(arguments[0].shape), results)
-
-    @register_sharding(operators.standardize_gradient.default)
-    def standardize_gradient(*arguments):
-        results = lambda d: [placed(d), summed(d)]  # noqa: E731
-        return rules(arguments, {0: 0, 1: 0, 3: 1}, len(arguments[0].shape), results)
-
-    @register_sharding(operators.squash.default)
-    def squash(*arguments):
-        return rules(arguments, {0: 0}, len(arguments[0].shape), lambda d: [placed(d)])
-
-    @register_sharding(operators.squash_gradient.default)
-    def squash_gradient(*arguments):
-        results = lambda d: [placed(d), summed(d), summed(d)]  # noqa: E731
-        return rules(arguments, {0: 0, 1: 0}, len(arguments[0].shape), results)
+    for name, rule in rules.items():
+        add(name, *rule)

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.models import SHORT
 from pn_fairseq.common.command import UserError
-from pn_fairseq.pipeline.settings import compose
+from pn_fairseq.pipeline.training_settings import compose
 
 from ..scripts_helpers import ROOT, run
 

@@ -27,11 +27,10 @@ __all__ = ["BLOCK", "VOCABULARY", "arch_args", "build", "make_dictionary", "make
 
 def both_sides(**settings) -> dict:
     """Settings for the encoder and for the decoder."""
-    return {
-        f"{side}_{name}": value
-        for side in ("encoder", "decoder")
-        for name, value in settings.items()
-    }
+    both = {}
+    for side in ("encoder", "decoder"):
+        both |= {f"{side}_{name}": value for name, value in settings.items()}
+    return both
 
 
 def padded_batch(seed: int = 0, batch: int = 3, source: int = 7, target: int = 5):
@@ -45,7 +44,8 @@ def padded_batch(seed: int = 0, batch: int = 3, source: int = 7, target: int = 5
 
 
 def loss_of(model, src, prev):
-    return F.cross_entropy(model(src, None, prev)[0].flatten(0, 1), prev.flatten(), ignore_index=1)
+    logits = model(src, None, prev)[0].flatten(0, 1)
+    return F.cross_entropy(logits, prev.flatten(), ignore_index=1)
 
 
 def write_data(folder: Path, sentences: int = 11, splits=("train", "valid", "test")) -> Path:

@@ -11,16 +11,15 @@ from .helpers import VOCABULARY, arch_args, build
 
 #: size -> embedding, feed-forward, heads, layers on each side: the numbers of the papers.
 SIZES = {"tiny": (128, 256, 4, 3), "iwslt": (512, 1024, 4, 6), "wmt_en_de_big": (1024, 4096, 16, 6)}
-ARCHS = [
-    (f"transformer_{entry.short}_{size}", name, size)
-    for name, entry in NORMS.items()
-    for size in SIZES
-]
+ARCHS = []
 #: Every norm in one size and every size with PN; the others take seconds.
-SOME = [
-    arch if arch[1] == "power" or arch[2] == "tiny" else pytest.param(*arch, marks=pytest.mark.slow)
-    for arch in ARCHS
-]
+SOME = []
+for _name, _entry in NORMS.items():
+    for _size in SIZES:
+        _arch = (f"transformer_{_entry.short}_{_size}", _name, _size)
+        ARCHS.append(_arch)
+        is_quick = _name == "power" or _size == "tiny"
+        SOME.append(pytest.param(*_arch, marks=() if is_quick else pytest.mark.slow))
 
 #: Parameters of a norm over so many channels, where they are not gain and bias.
 NORM_PARAMETERS = {
@@ -48,11 +47,13 @@ def expected_parameters(name: str, width: int, inner: int, layers: int) -> int:
 
 
 def test_every_norm_has_every_size_and_nothing_else_is_registered():
-    registered = {
-        arch for arch, model in ARCH_MODEL_NAME_REGISTRY.items() if model == "transformer_pn"
-    }
+    registered = set()
+    for arch, model in ARCH_MODEL_NAME_REGISTRY.items():
+        if model == "transformer_pn":
+            registered.add(arch)
     assert registered == {"transformer_pn", *(arch for arch, _, _ in ARCHS)}
-    assert {f"transformer_{norm}_iwslt" for norm in ("ln", "bn", "pnv", "pn")} <= registered
+    found = {f"transformer_{norm}_iwslt" for norm in ("ln", "bn", "pnv", "pn")}
+    assert found <= registered
 
 
 @pytest.mark.parametrize(("arch", "norm", "size"), SOME)
@@ -60,13 +61,13 @@ def test_architecture_has_the_sizes_of_the_papers(arch, norm, size):
     width, inner, heads, layers = SIZES[size]
     with torch.device("meta"):  # the big ones would need seconds and gigabytes
         model = build(arch)
-    assert sum(parameter.numel() for parameter in model.parameters()) == expected_parameters(
-        norm, width, inner, layers
-    )
+    found = sum(parameter.numel() for parameter in model.parameters())
+    assert found == expected_parameters(norm, width, inner, layers)
     for stack in (model.encoder, model.decoder):
         assert len(stack.layers) == layers
         assert all(layer.self_attn.num_heads == heads for layer in stack.layers)
-    cls, layer_norm = NORMS[norm].cls, NORMS["layer"].cls
+    cls = NORMS[norm].cls
+    layer_norm = NORMS["layer"].cls
     groups = heads if norm in ("power", "power-v") else 0
     encoder_norms = [model.encoder.layer_norm]
     decoder_norms = [model.decoder.layer_norm]
@@ -78,12 +79,12 @@ def test_architecture_has_the_sizes_of_the_papers(arch, norm, size):
             layer.encoder_attn_layer_norm,
             layer.final_layer_norm,
         ]
-    assert all(
-        type(module) is cls and module.layer_scale.groups == groups for module in encoder_norms
-    )
-    assert all(
-        type(module) is layer_norm and module.layer_scale.groups == 0 for module in decoder_norms
-    )
+    for module in encoder_norms:
+        assert type(module) is cls
+        assert module.layer_scale.groups == groups
+    for module in decoder_norms:
+        assert type(module) is layer_norm
+        assert module.layer_scale.groups == 0
 
 
 def test_big_architecture_has_the_dropouts_of_tensor2tensor():
@@ -96,10 +97,7 @@ def test_big_architecture_has_the_dropouts_of_tensor2tensor():
 
 
 def test_same_seed_gives_all_norms_the_same_weights():
-    """What differs between two architectures of one size is the norm,
-
-    not the draw of the weights.
-    """
+    """Two architectures of one size differ in the norm, not in the draw of the weights."""
     weights = []
     for entry in NORMS.values():
         torch.manual_seed(1)

@@ -26,11 +26,11 @@ def test_the_encoder_is_one_graph():
     compiled = torch.compile(encoder, backend="aot_eager", fullgraph=True)
     src, _ = padded_batch()
     for tokens in (src, src.masked_fill(src.eq(PAD), 7)):
-        actual, expected = compiled(tokens), encoder(tokens)
+        actual = compiled(tokens)
+        expected = encoder(tokens)
         assert torch.equal(actual["encoder_padding_mask"][0], tokens.eq(PAD))
-        torch.testing.assert_close(
-            actual["encoder_out"][0], expected["encoder_out"][0], rtol=1e-5, atol=1e-6
-        )
+        found = actual["encoder_out"][0]
+        torch.testing.assert_close(found, expected["encoder_out"][0], rtol=1e-5, atol=1e-6)
     torch._dynamo.reset()
 
 
@@ -58,6 +58,11 @@ def test_torchscript_traces_a_model_and_refuses_to_compile_it(norm):
         torch.jit.script(model)
 
 
+def run(module, inputs):
+    tensors = [torch.tensor(value).contiguous() for value in inputs]
+    return [result.numpy() for result in module(*tensors)]
+
+
 def load(folder, kind):
     """Encoder and decoder step as functions of NumPy arrays."""
     if kind == "onnx":
@@ -73,10 +78,7 @@ def load(folder, kind):
             program = torch.export.load(folder / f"{name}.pt2")
             assert not any("pn_fairseq" in str(node.target) for node in program.graph.nodes)
             module = program.module()
-            return lambda *inputs: [
-                each.numpy()
-                for each in module(*(torch.tensor(each).contiguous() for each in inputs))
-            ]
+            return lambda *inputs: run(module, inputs)
 
     return function("encoder"), function("decoder")
 
@@ -86,7 +88,9 @@ def beam_search(encoder, decoder, sentence):
     keys, values, padding = encoder(sentence[None])
     memory = keys.repeat(BEAM, 1), values.repeat(BEAM, 1), padding.repeat(BEAM, 0)
     keys = values = memory[0][:, :, :, :0]
-    prefixes, scores, finished = [[EOS]] * BEAM, np.array([0.0] + [-np.inf] * (BEAM - 1)), []
+    prefixes = [[EOS]] * BEAM
+    scores = np.array([0.0] + [-np.inf] * (BEAM - 1))
+    finished = []
     for step in range(LONGEST + 1):
         tokens = np.array([prefix[-1:] for prefix in prefixes])
         logits, keys, values = decoder(tokens, *memory, keys, values)
@@ -97,46 +101,38 @@ def beam_search(encoder, decoder, sentence):
         if step == LONGEST:
             total[:, np.arange(VOCABULARY) != EOS] = -np.inf
         kept = []
-        for rank, place in enumerate(np.argsort(-total, axis=None, kind="stable")[: 2 * BEAM]):
+        best = np.argsort(-total, axis=None, kind="stable")[: 2 * BEAM]
+        for rank, place in enumerate(best):
             row, token = divmod(int(place), VOCABULARY)
+            score = total[row, token]
             if token != EOS:
-                kept.append((row, token, total[row, token]))
-            elif rank < BEAM and len(finished) < BEAM and total[row, token] > -np.inf:
-                finished.append((total[row, token] / (step + 1), [*prefixes[row][1:], EOS]))
+                kept.append((row, token, score))
+            elif rank < BEAM and len(finished) < BEAM and score > -np.inf:
+                finished.append((score / (step + 1), [*prefixes[row][1:], EOS]))
         if len(finished) == BEAM or step == LONGEST:
             break
         rows, chosen, scores = (np.array(each) for each in zip(*kept[:BEAM], strict=True))
         prefixes = [[*prefixes[row], int(token)] for row, token in zip(rows, chosen, strict=True)]
-        keys, values = keys[:, rows], values[:, rows]
+        keys = keys[:, rows]
+        values = values[:, rows]
     return [tokens for _, tokens in sorted(finished, key=lambda each: -each[0])]
+
+
+def slow(kind, norm, flags, label):
+    return pytest.param(kind, norm, flags, id=label, marks=pytest.mark.slow)
 
 
 SEPARATE = {"share_all_embeddings": False, "decoder_norm": "batch"}
 LEARNED = {"encoder_learned_pos": True, "decoder_learned_pos": True, "decoder_norm": "layer"}
-CASES = [
-    pytest.param("pt2", "power", {"encoder_layers": 1}, id="pt2"),
-    pytest.param("onnx", "power", {"encoder_layers": 1}, id="onnx", marks=pytest.mark.slow),
-    pytest.param("pt2", "layer", LEARNED, id="pt2-learned-positions", marks=pytest.mark.slow),
-    pytest.param(
-        "pt2",
-        "batch",
-        {"no_token_positional_embeddings": True},
-        id="pt2-no-positions",
-        marks=pytest.mark.slow,
-    ),
-    pytest.param("onnx", "prep-batch", SEPARATE, id="onnx-all-folded", marks=pytest.mark.slow),
-    pytest.param(
-        "pt2", "power", {"encoder_norm_placement": "post"}, id="pt2-post", marks=pytest.mark.slow
-    ),
-    pytest.param("pt2", "power", {"qk_norm": "rms"}, id="pt2-qk-norm", marks=pytest.mark.slow),
-    pytest.param(
-        "pt2",
-        "dyt",
-        {"checkpoint_activations": True},
-        id="pt2-checkpointing",
-        marks=pytest.mark.slow,
-    ),
-]
+NO_POSITIONS = {"no_token_positional_embeddings": True}
+CASES = [pytest.param("pt2", "power", {"encoder_layers": 1}, id="pt2")]
+CASES.append(slow("onnx", "power", {"encoder_layers": 1}, "onnx"))
+CASES.append(slow("pt2", "layer", LEARNED, "pt2-learned-positions"))
+CASES.append(slow("pt2", "batch", NO_POSITIONS, "pt2-no-positions"))
+CASES.append(slow("onnx", "prep-batch", SEPARATE, "onnx-all-folded"))
+CASES.append(slow("pt2", "power", {"encoder_norm_placement": "post"}, "pt2-post"))
+CASES.append(slow("pt2", "power", {"qk_norm": "rms"}, "pt2-qk-norm"))
+CASES.append(slow("pt2", "dyt", {"checkpoint_activations": True}, "pt2-checkpointing"))
 
 
 @pytest.mark.parametrize(("kind", "norm", "flags"), CASES)
@@ -147,7 +143,8 @@ def test_a_beam_search_over_the_graphs_gives_fairseqs_hypotheses(
         pytest.importorskip("onnxscript", reason="needs the extra [export]")
     model, args = make(norm, **flags)
     torch.save(state_of(model, args, dictionaries), tmp_path / "trained.pt")
-    assert main([str(tmp_path / "trained.pt"), f"--{kind}", str(tmp_path / "out")]) == 0
+    found = main([str(tmp_path / "trained.pt"), f"--{kind}", str(tmp_path / "out")])
+    assert found == 0
     printed = capsys.readouterr().out
     difference, largest = re.search(r"difference (\S+) \(largest logit (\S+),", printed).groups()
     assert float(difference) == pytest.approx(0, abs=1e-5 * max(1.0, float(largest)))
@@ -179,19 +176,21 @@ def test_a_model_that_cannot_be_exported_is_refused_in_a_line(
     model, args = make("layer", **flags)
     args.arch = args.arch if flags else "transformer"
     torch.save(state_of(model, args, dictionaries), tmp_path / "trained.pt")
-    assert main([str(tmp_path / "trained.pt"), "--pt2", str(tmp_path / "out")]) == 2
+    found = main([str(tmp_path / "trained.pt"), "--pt2", str(tmp_path / "out")])
+    assert found == 2
     error = capsys.readouterr().err
-    assert error.startswith("pn export: error: ") and message in error and error.count("\n") == 1
+    assert error.startswith("pn export: error: ")
+    assert message in error
+    assert error.count("\n") == 1
 
 
 def test_a_runtime_that_is_not_installed_is_named_in_a_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(
         "importlib.util.find_spec", lambda name: None if name == "onnxruntime" else name
     )
-    assert main([str(tmp_path / "trained.pt"), "--onnx", str(tmp_path)]) == 2
+    found = main([str(tmp_path / "trained.pt"), "--onnx", str(tmp_path)])
+    assert found == 2
     error = capsys.readouterr().err
-    assert (
-        error.startswith("pn export: error: ")
-        and "pip install onnxruntime" in error
-        and error.count("\n") == 1
-    )
+    assert error.startswith("pn export: error: ")
+    assert "pip install onnxruntime" in error
+    assert error.count("\n") == 1

@@ -20,7 +20,9 @@ def weights(arch: str, seed: int, **flags) -> tuple[dict, torch.Tensor]:
 
 
 def equal(one: dict, other: dict) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+    if one.keys() != other.keys():
+        return False
+    return all(torch.equal(one[key], other[key]) for key in one)
 
 
 @pytest.mark.parametrize("arch", MODELS)
@@ -29,7 +31,8 @@ def test_initial_weights_follow_a_seed_of_their_own(arch):
     torch.default_generator.manual_seed(8)
     state = torch.get_rng_state()
     own, after = weights(arch, 8, init_seed=5)
-    assert equal(own, plain) and torch.equal(after, state)
+    assert equal(own, plain)
+    assert torch.equal(after, state)
     assert not equal(weights(arch, 8, init_seed=6)[0], own)
     assert equal(weights(arch, 9, init_seed=5)[0], own)
 
@@ -42,7 +45,8 @@ def test_without_it_nothing_changes():
     theirs = original(TransformerPNModel, TransformerPNConfig.from_args(args), make_task())
     after = torch.get_rng_state()
     ours, state = weights("transformer_pn_tiny", 5)
-    assert equal(ours, theirs.state_dict()) and torch.equal(after, state)
+    assert equal(ours, theirs.state_dict())
+    assert torch.equal(after, state)
 
 
 @pytest.mark.parametrize("arch", MODELS[:2])
@@ -52,20 +56,23 @@ def test_attention_like_torchs_linear_layers(arch):
     The default draws as before.
     """
     model = build(arch, attention_init="torch")
-    drawn = {
-        name: value
-        for name, value in model.named_parameters()
-        if "_attn.out_proj" in name or "q_proj" in name
-    }
-    assert len(drawn) == (2 * 2 * 9 if arch == MODELS[0] else 2 * 2 * 3)
+    drawn = {}
+    for name, value in model.named_parameters():
+        if "_attn.out_proj" in name or "q_proj" in name:
+            drawn[name] = value
+    expected = 2 * 2 * 9 if arch == MODELS[0] else 2 * 2 * 3
+    assert len(drawn) == expected
     bound = 128**-0.5
     for name, value in drawn.items():
-        assert (0.95 if value.dim() == 2 else 0.5) * bound < value.abs().max() <= bound, name
+        least = 0.95 if value.dim() == 2 else 0.5
+        assert least * bound < value.abs().max() <= bound, name
     joined = torch.cat([value.flatten() for value in drawn.values()])
-    assert joined.std().item() == pytest.approx(bound / 3**0.5, rel=0.01)
+    found = joined.std().item()
+    assert found == pytest.approx(bound / 3**0.5, rel=0.01)
     plain, state = weights(arch, 5)
-    assert all(
-        plain[name].std() > 1.2 * joined.std() for name in drawn if name.endswith("out_proj.weight")
-    )
+    for name in drawn:
+        if name.endswith("out_proj.weight"):
+            assert plain[name].std() > 1.2 * joined.std()
     same, after = weights(arch, 5, attention_init="fairseq")
-    assert equal(plain, same) and torch.equal(state, after)
+    assert equal(plain, same)
+    assert torch.equal(state, after)

@@ -75,7 +75,8 @@ def test_a_value_that_is_refused_by_the_parser(flag, value, words, capsys):
         parse(f"{flag}={value}")
     assert stop.value.code == 2
     last = capsys.readouterr().err.strip().splitlines()[-1]
-    assert flag in last and all(word in last for word in words)
+    assert flag in last
+    assert all(word in last for word in words)
 
 
 def test_shared_flags_reach_the_norms():
@@ -83,20 +84,15 @@ def test_shared_flags_reach_the_norms():
         "--decoder-norm batch --norm-eps 1e-3 --norm-alpha-fwd 0.95 --norm-alpha-bwd 0.8 "
         "--layer-scale-groups 2"
     )
-    model = build(
-        "transformer_pn_tiny", **vars(parse(*flags.split(), "--psi-warmup-updates", "11"))
-    )
+    settings = parse(*flags.split(), "--psi-warmup-updates", "11")
+    model = build("transformer_pn_tiny", **vars(settings))
     norm = model.encoder.layers[1].final_layer_norm
     assert (norm.eps, norm.alpha_fwd, norm.alpha_bwd) == (1e-3, 0.95, 0.8)
     assert (norm.layer_scale.groups, norm.psi_warmup_updates) == (2, 11)
     norm = model.decoder.layers[1].encoder_attn_layer_norm
     # BN has no layer-scale by default, so the flag does not change a BN decoder.
-    assert (type(norm), norm.eps, norm.alpha_fwd, norm.layer_scale.groups) == (
-        NORMS["batch"].cls,
-        1e-3,
-        0.95,
-        0,
-    )
+    assert type(norm) is NORMS["batch"].cls
+    assert (norm.eps, norm.alpha_fwd, norm.layer_scale.groups) == (1e-3, 0.95, 0)
 
 
 @pytest.mark.parametrize(
@@ -138,14 +134,16 @@ OWN = {
 
 def test_every_own_option_is_tested():
     for name, entry in NORMS.items():
-        assert set(entry.own_options) == set(read_pairs(OWN[name][0]) if name in OWN else ()), name
+        tested = read_pairs(OWN[name][0]) if name in OWN else {}
+        assert entry.own_options.keys() == tested.keys(), name
 
 
 @pytest.mark.parametrize("name", OWN)
 def test_options_of_one_norm_reach_it(name):
     text, attributes = OWN[name]
     norms = {"encoder_norm": name, "decoder_norm": name}
-    in_hydra = OmegaConf.create({"options": parse_options(text, {name: NORMS[name]})}).options
+    parsed = parse_options(text, {name: NORMS[name]})
+    in_hydra = OmegaConf.create({"options": parsed}).options
     for given in (parse("--norm-options", text).norm_options, in_hydra, {name: read_pairs(text)}):
         model = build("transformer_pn_tiny", **norms, norm_options=given)
         for norm in (model.encoder.layer_norm, model.decoder.layers[0].encoder_attn_layer_norm):
@@ -173,22 +171,19 @@ def test_a_norm_of_its_own_after_the_last_layer(arch):
     model = build(
         arch, **norms, encoder_norm="rms", encoder_norm_last="mabn", norm_options="mabn.window=3"
     )
-    kinds = {
-        name: type(norm) for name, norm in model.named_modules() if isinstance(norm, ChannelNorm)
-    }
+    kinds = {}
+    for name, module in model.named_modules():
+        if isinstance(module, ChannelNorm):
+            kinds[name] = type(module)
     assert kinds.pop("decoder.layer_norm") is NORMS["power"].cls
-    assert kinds.pop("encoder.layer_norm", None) is (
-        NORMS["mabn"].cls if "lm" not in arch else None
-    )
-    assert {kind for name, kind in kinds.items() if name.startswith("decoder")} == {
-        NORMS["batch"].cls
-    }
-    assert {kind for name, kind in kinds.items() if name.startswith("encoder")} <= {
-        NORMS["rms"].cls
-    }
-    assert model.decoder.layer_norm.layer_scale.groups == (
-        1 if arch.startswith("tensorized") else 4
-    )
+    expected = None if "lm" in arch else NORMS["mabn"].cls
+    assert kinds.pop("encoder.layer_norm", None) is expected
+    found = {kind for name, kind in kinds.items() if name.startswith("decoder")}
+    assert found == {NORMS["batch"].cls}
+    found = {kind for name, kind in kinds.items() if name.startswith("encoder")}
+    assert found <= {NORMS["rms"].cls}
+    expected = 1 if arch.startswith("tensorized") else 4
+    assert model.decoder.layer_norm.layer_scale.groups == expected
 
 
 def test_a_norm_in_a_file_has_options_of_its_own_and_a_checkpoint_rebuilds_it(my_norm, tmp_path):
@@ -202,7 +197,8 @@ def test_a_norm_in_a_file_has_options_of_its_own_and_a_checkpoint_rebuilds_it(my
     moved = my_norm.rename(tmp_path / "moved.py")
     settings = model_settings_of(state, "x.pt")
     settings.norm_module = str(moved)
-    assert model_of(settings, state["model"], "x.pt").encoder.layer_norm.beta == 0.3
+    found = model_of(settings, state["model"], "x.pt").encoder.layer_norm.beta
+    assert found == 0.3
     with pytest.raises(ValueError, match="unknown norm option 'betta', did you mean 'beta'"):
         build("transformer_pn_tiny", encoder_norm="my-scaled", norm_options={"betta": 1})
     with pytest.raises(ValueError, match="beta=-1"):
@@ -228,12 +224,10 @@ def test_psi_warmup_is_the_learning_rates_unless_it_is_given(key):
     args = Namespace(**{key: 400})
     assert NormOptions.from_args(args).psi_warmup_updates == 400
     assert args.psi_warmup_updates == 400, "the checkpoint has to contain what was used"
-    assert (
-        NormOptions.from_args(Namespace(**{key: 400}, psi_warmup_updates=7)).psi_warmup_updates == 7
-    )
-    assert (
-        NormOptions.from_args(Namespace(**{key: 400}, psi_warmup_updates=0)).psi_warmup_updates == 0
-    )
+    found = NormOptions.from_args(Namespace(**{key: 400}, psi_warmup_updates=7)).psi_warmup_updates
+    assert found == 7
+    found = NormOptions.from_args(Namespace(**{key: 400}, psi_warmup_updates=0)).psi_warmup_updates
+    assert found == 0
     assert NormOptions.from_args(Namespace()).psi_warmup_updates == 0
 
 
@@ -297,12 +291,12 @@ def test_variant_is_passed_to_the_norms_that_have_it():
     )
     model = build("transformer_pn_tiny", **flags)
     norms = [module for module in model.modules() if isinstance(module, ChannelNorm)]
-    assert {type(norm) for norm in norms} == {NORMS["power"].variants["release"]}
+    found = {type(norm) for norm in norms}
+    assert found == {NORMS["power"].variants["release"]}
     # The release's norm after the last encoder layer has a warm-up of its own, independent of the
     # flag.
-    assert {norm.psi_warmup_updates for norm in norms if norm is not model.encoder.layer_norm} == {
-        11
-    }
+    found = {norm.psi_warmup_updates for norm in norms if norm is not model.encoder.layer_norm}
+    assert found == {11}
     assert model.encoder.layer_norm.psi_warmup_updates == 1000
     assert {norm.layer_scale.groups for norm in norms} == {4}
     paper = build("transformer_pn_tiny", psi_warmup_updates=11)
@@ -332,7 +326,8 @@ def test_help_lists_every_norm_and_with_an_architecture_its_flags(help_flag, cap
     own = argparse.ArgumentParser(add_help=False)
     NormOptions.add_args(own)
     flags = [action.option_strings[0] for action in own._actions]
-    assert all(text.count(flag) for flag in flags) and len(flags) > 15
+    assert all(text.count(flag) for flag in flags)
+    assert len(flags) > 15
     parser = options.get_training_parser()
     with pytest.raises(SystemExit):
         options.parse_args_and_arch(parser, ["data", help_flag])

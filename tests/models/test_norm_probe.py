@@ -96,7 +96,8 @@ def test_every_column_against_numpy(name, groups, tmp_path):
     options = {"psi_warmup_updates": 0, "renorm_updates": 0}
     norm = randomize_affine(build_norm(name, 12, layer_scale_groups=groups, **options))
     model = OneNorm(norm)
-    probe, criterion = NormProbe(model, str(tmp_path / "probe"), 4, "norm"), Criterion()
+    probe = NormProbe(model, str(tmp_path / "probe"), 4, "norm")
+    criterion = Criterion()
     batches, size = [], 10
     for step in range(4):
         sample = sample_of(step)
@@ -112,56 +113,51 @@ def test_every_column_against_numpy(name, groups, tmp_path):
     now = statistics[-1]
     decay = getattr(norm, "alpha_fwd", 0.9)
     weights = np.array([decay**2, decay, 1]) / (decay**2 + decay + 1)
-    running = {
-        key: sum(w * s[key] for w, s in zip(weights, statistics, strict=False)) for key in now
-    }
+    running = {}
+    for key in now:
+        kept = np.stack([statistic[key] for statistic in statistics])
+        running[key] = weights @ kept
     if "running_psi2" in before:
         running["psi2"] = before["running_psi2"]
     if "running_var" in before:
-        mean, var = before["running_mean"], before["running_var"]
+        mean = before["running_mean"]
+        var = before["running_var"]
         running = {"mu": mean, "sigma2": var, "psi2": var + mean**2}
-    sigma, psi = np.sqrt(now["sigma2"] + EPS), np.sqrt(now["psi2"] + EPS)
-    vectors = {f"{key}_distance": running[key] - now[key] for key in now} | {
-        "g_mu": dy.mean(0),
-        "g_sigma2": (dy * (h - now["mu"]) / sigma).mean(0),
-        "g_psi2": (dy * h / psi).mean(0),
-    }
+    sigma = np.sqrt(now["sigma2"] + EPS)
+    psi = np.sqrt(now["psi2"] + EPS)
+    vectors = {f"{key}_distance": running[key] - now[key] for key in now}
+    vectors["g_mu"] = dy.mean(0)
+    vectors["g_sigma2"] = (dy * (h - now["mu"]) / sigma).mean(0)
+    vectors["g_psi2"] = (dy * h / psi).mean(0)
     for key, vector in vectors.items():
-        np.testing.assert_allclose(
-            (row[f"{key}_l1"], row[f"{key}_l2"]), lengths(vector), rtol=2e-4, err_msg=key
-        )
+        found = (row[f"{key}_l1"], row[f"{key}_l2"])
+        np.testing.assert_allclose(found, lengths(vector), rtol=2e-4, err_msg=key)
     running_sigma = np.sqrt(running["sigma2"] + EPS)
-    np.testing.assert_allclose(
-        row["tid_mean"], np.mean(np.abs(running["mu"] - now["mu"]) / sigma), rtol=1e-4
-    )
-    np.testing.assert_allclose(
-        row["tid_var"], np.mean(np.abs(running_sigma / sigma - 1)), rtol=1e-4
-    )
-    np.testing.assert_allclose(
-        row["psi_batch_over_psi"], psi / np.sqrt(running["psi2"] + EPS), rtol=1e-4
-    )
+    running_psi = np.sqrt(running["psi2"] + EPS)
+    of_mean = np.mean(np.abs(running["mu"] - now["mu"]) / sigma)
+    of_variance = np.mean(np.abs(running_sigma / sigma - 1))
+    np.testing.assert_allclose(row["tid_mean"], of_mean, rtol=1e-4)
+    np.testing.assert_allclose(row["tid_var"], of_variance, rtol=1e-4)
+    np.testing.assert_allclose(row["psi_batch_over_psi"], psi / running_psi, rtol=1e-4)
     if "weight" in before and before["weight"].shape == (12,):
         np.testing.assert_allclose(row["gamma_over_psi_batch"], before["weight"] / psi, rtol=1e-4)
     else:
         assert row["gamma_over_psi_batch"] is None
     if "nu" in before:
-        nu_xhat = before["nu"] / size * h / np.sqrt(running["psi2"] + EPS)
+        nu_xhat = before["nu"] / size * h / running_psi
         expected = np.sqrt((nu_xhat**2).sum(1).mean()) / 12
         np.testing.assert_allclose(row["nu_xhat_l2"], expected, rtol=1e-4)
     else:
         assert np.isnan(row["nu_xhat_l2"])
-    assert (row["update"], row["forward"], row["norm"], row["kind"]) == (4, 0, "norm", name)
-    assert (row["tokens"], row["sample_size"], row["loss_scale"], row["channels"]) == (
-        len(h),
-        size,
-        8.0,
-        12,
-    )
+    assert (row["update"], row["forward"]) == (4, 0)
+    assert (row["norm"], row["kind"], row["channels"]) == ("norm", name, 12)
+    assert (row["tokens"], row["sample_size"], row["loss_scale"]) == (len(h), size, 8.0)
 
 
 def test_only_recorded_updates_and_those_before_them_have_hooks(tmp_path):
     norm = build_norm("layer", 12)
-    model, criterion = OneNorm(norm), Criterion()
+    model = OneNorm(norm)
+    criterion = Criterion()
     probe = NormProbe(model, str(tmp_path / "probe"), 30, "norm")
     with_hooks = []
     for completed in range(60):
@@ -169,12 +165,14 @@ def test_only_recorded_updates_and_those_before_them_have_hooks(tmp_path):
         if norm._forward_hooks:
             with_hooks.append(completed + 1)
         probe.end(completed + 1)
-        assert not norm._forward_hooks and not criterion._forward_hooks
+        assert not norm._forward_hooks
+        assert not criterion._forward_hooks
     assert with_hooks == [*range(20, 31), *range(50, 61)]
 
 
 def test_a_skipped_update_is_not_recorded(tmp_path):
-    model, criterion = OneNorm(build_norm("batch", 12)), Criterion()
+    model = OneNorm(build_norm("batch", 12))
+    criterion = Criterion()
     probe = NormProbe(model, str(tmp_path / "probe"), 1, "norm")
     probe.begin(0, criterion, "")
     criterion(model, sample_of(0))[0].backward()
@@ -184,11 +182,8 @@ def test_a_skipped_update_is_not_recorded(tmp_path):
 
 # The curves of the plain run.
 
-CURVES = [
-    field.name
-    for field in SCHEMA
-    if field.name not in ("forward", "running", "kind", "norm", "loss_scale")
-]
+NO_CURVES = ("forward", "running", "kind", "norm", "loss_scale")
+CURVES = [field.name for field in SCHEMA if field.name not in NO_CURVES]
 
 
 def sentences(rows):
@@ -202,36 +197,35 @@ def sentences(rows):
 class Translation(nn.Module):
     def forward(self, model, sample):
         logits = model(sample["src"], None, sample["prev"])[0]
-        loss = nn.functional.cross_entropy(
-            logits.flatten(0, 1), sample["prev"].flatten(), reduction="sum"
-        )
+        target = sample["prev"].flatten()
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), target, reduction="sum")
         return loss, sample["size"], {}
 
 
 def curves(folder, parts, flags, updates=3):
-    """The rows of a model that takes ``updates`` times the sentences of ``parts``,
-
-    one forward each.
+    """The rows of a model that takes ``updates`` times the sentences of ``parts``, one forward
+    each.
     """
     torch.manual_seed(3)
-    model = build(
-        f"transformer_{flags.pop('norm')}_tiny", dropout=0.0, attention_dropout=0.0, **flags
-    )
+    arch = f"transformer_{flags.pop('norm')}_tiny"
+    model = build(arch, dropout=0.0, attention_dropout=0.0, **flags)
     model.train()
-    probe, criterion = NormProbe(model, str(folder), 1, "encoder.*"), Translation()
+    probe = NormProbe(model, str(folder), 1, "encoder.*")
+    criterion = Translation()
     for completed in range(updates):
         model.set_num_updates(completed)
         update(probe, model, criterion, [sentences(rows) for rows in parts], completed)
     return read_probe(folder) if folder.exists() else None
 
 
-ALL, FIRST_RANK = slice(0, 8), slice(0, 3)
+ALL = slice(0, 8)
+FIRST_RANK = slice(0, 3)
 
 
 def assert_same_curves(one, other, updates=3):
-    one, other = (
-        frame.sort_values(["update", "norm"], ignore_index=True)[CURVES] for frame in (one, other)
-    )
+    order = ["update", "norm"]
+    one = one.sort_values(order, ignore_index=True)[CURVES]
+    other = other.sort_values(order, ignore_index=True)[CURVES]
     assert len(one) == updates * 7
     pd.testing.assert_frame_equal(one, other, rtol=2e-3, atol=1e-6, check_dtype=False)
 
@@ -249,15 +243,17 @@ def test_accumulation_gives_the_curves_of_the_plain_run(tmp_path):
     plain = curves(tmp_path / "plain", [ALL], {"norm": "ln"})
     parts = [slice(0, 2), slice(2, 4), slice(4, 6), slice(6, 8)]
     accumulated = curves(tmp_path / "accumulated", parts, {"norm": "ln"})
-    assert (
-        list(accumulated[accumulated.norm == "encoder.layer_norm"].forward.fillna(-1))
-        == [0, 1, 2, 3, -1] * 3
-    )
-    of_the_past = [
-        name for name in CURVES if "distance" in name or name.startswith(("tid", "psi_batch"))
-    ]
-    assert plain[plain["update"] == 1][of_the_past].isna().all(axis=None)
-    assert not plain[plain["update"] == 2][of_the_past].isna().any(axis=None)
+    found = list(accumulated[accumulated.norm == "encoder.layer_norm"].forward.fillna(-1))
+    expected = [0, 1, 2, 3, -1] * 3
+    assert found == expected
+    of_the_past = []
+    for name in CURVES:
+        if "distance" in name or name.startswith(("tid", "psi_batch")):
+            of_the_past.append(name)
+    first = plain[plain["update"] == 1][of_the_past]
+    second = plain[plain["update"] == 2][of_the_past]
+    assert first.isna().all(axis=None)
+    assert not second.isna().any(axis=None)
     assert_same_curves(plain, accumulated[accumulated.forward.isna()])
 
 
@@ -278,9 +274,12 @@ def test_accumulation_of_equal_batches_gives_the_curves_of_the_plain_run(norm, t
 def test_losses_and_state_have_the_same_bits_with_a_probe(name, tmp_path):
     results = []
     for probed in (False, True):
-        model, criterion = OneNorm(build_norm(name, 12)), Criterion()
+        model = OneNorm(build_norm(name, 12))
+        criterion = Criterion()
         probe = NormProbe(model.train(), str(tmp_path / "probe"), 1, "norm")
-        parameters, losses, gradients = list(model.parameters()), [], []
+        parameters = list(model.parameters())
+        losses = []
+        gradients = []
         for completed in range(3):
             sample = sample_of(completed)
             if probed:
@@ -294,13 +293,15 @@ def test_losses_and_state_have_the_same_bits_with_a_probe(name, tmp_path):
             for parameter in parameters:
                 parameter.data -= 0.1 * parameter.grad
         results.append([*losses, *gradients, *model.state_dict().values()])
-    assert len(read_probe(tmp_path / "probe")["update"].unique()) == 3
+    found = len(read_probe(tmp_path / "probe")["update"].unique())
+    assert found == 3
     assert all(map(torch.equal, *results))
 
 
 def of_a_rank(rank, world, folder, norms):
+    part = [FIRST_RANK, slice(3, 8)][rank]
     for norm in norms:
-        curves(folder / norm, [FIRST_RANK, slice(3, 8)][rank : rank + 1], {"norm": norm})
+        curves(folder / norm, [part], {"norm": norm})
 
 
 def test_two_ranks_give_the_curves_of_the_plain_run(tmp_path):
@@ -311,9 +312,8 @@ def test_two_ranks_give_the_curves_of_the_plain_run(tmp_path):
     run_ranks(of_a_rank, 2, tmp_path, norms)
     for norm in norms:
         part = FIRST_RANK if norm == "pn" else ALL
-        assert_same_curves(
-            curves(tmp_path / f"plain {norm}", [part], {"norm": norm}), read_probe(tmp_path / norm)
-        )
+        plain = curves(tmp_path / f"plain {norm}", [part], {"norm": norm})
+        assert_same_curves(plain, read_probe(tmp_path / norm))
 
 
 # Under fairseq-train.
@@ -328,17 +328,17 @@ def probed(data, tmp_path_factory):
 
 def test_a_training_has_the_same_bits_with_a_probe(data, tmp_path, probed):
     train(data, tmp_path)
-    plain, recorded = model_of(tmp_path), model_of(probed)
+    plain = model_of(tmp_path)
+    recorded = model_of(probed)
     assert plain.keys() == recorded.keys()
     for key, value in plain.items():
         assert torch.equal(recorded[key], value), key
     table = read_probe(probed / "probe")
-    assert list(table["update"].unique()) == [2, 4, 6] and len(table) == 3 * 7
-    assert (
-        (table.kind == "power").all()
-        and (table.running == "psi2").all()
-        and (table.loss_scale == 1).all()
-    )
+    assert list(table["update"].unique()) == [2, 4, 6]
+    assert len(table) == 3 * 7
+    assert (table.kind == "power").all()
+    assert (table.running == "psi2").all()
+    assert (table.loss_scale == 1).all()
 
 
 def test_a_training_that_is_killed_and_resumed_has_every_update_once(data, tmp_path, probed):
@@ -349,7 +349,8 @@ def test_a_training_that_is_killed_and_resumed_has_every_update_once(data, tmp_p
     shutil.copy(folder / "update-000000002.parquet", folder / "update-000000005.parquet")
     (folder / "update-000000006.parquet.partial").write_bytes(b"PAR1")
     train(data, tmp_path, *flags)
-    resumed, straight = read_probe(folder), read_probe(probed / "probe")
+    resumed = read_probe(folder)
+    straight = read_probe(probed / "probe")
     assert list(resumed["update"]) == list(straight["update"])
     for column in ("psi2_distance_l2", "g_psi2_l2", "nu_xhat_l2", "loss"):
         assert list(resumed[column]) == list(straight[column]), column
@@ -395,14 +396,13 @@ def test_a_training_does_not_replace_the_file_of_another(data, tmp_path, capsys)
         read_probe(tmp_path)
     shutil.rmtree(tmp_path / "one/checkpoints")  # killed before its first checkpoint
     train(data, tmp_path / "one", *flags, updates=1)
-    assert list(read_probe(tmp_path / "probe")["update"].unique()) == [1]
+    found = list(read_probe(tmp_path / "probe")["update"].unique())
+    assert found == [1]
 
 
 def test_patches_that_are_turned_off_are_one_line(data, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("pn_fairseq.models.norm_probe.patches_enabled", lambda: False)
     with pytest.raises(SystemExit) as end:
         train(data, tmp_path, "--norm-probe", "probe", updates=1)
-    assert (
-        end.value.code == 2
-        and "--norm-probe needs the patches of fairseq" in capsys.readouterr().err
-    )
+    assert end.value.code == 2
+    assert "--norm-probe needs the patches of fairseq" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """pn average --recalibrate, on a model that fairseq has trained."""
 
+import math
 import re
 import shutil
 from itertools import islice
@@ -34,10 +35,10 @@ def trained(data, tmp_path_factory):
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        assert (
-            verb("train")(["verses_es_en", "--data", str(data), "--run", str(run_dir), *settings])
-            == 0
+        found = verb("train")(
+            ["verses_es_en", "--data", str(data), "--run", str(run_dir), *settings]
         )
+        assert found == 0
     return run_dir
 
 
@@ -56,25 +57,25 @@ def plain(trained, tmp_path, capsys):
 
 
 def loss_by_sentence(path, data):
-    """Bits per token of the validation data as fairseq loads model and data,
-
-    without batches and without padding.
+    """Bits per token of the validation data as fairseq loads model and data, without batches and
+    without padding.
     """
-    (model,), _, task = checkpoint_utils.load_model_ensemble_and_task(
-        [str(path)], {"data": str(data / "bin")}
-    )
+    settings = {"data": str(data / "bin")}
+    models, _, task = checkpoint_utils.load_model_ensemble_and_task([str(path)], settings)
+    (model,) = models
     task.load_dataset("valid")
-    dataset, total, tokens = task.dataset("valid"), 0.0, 0
+    dataset = task.dataset("valid")
+    total = 0.0
+    tokens = 0
     model.eval()
     with torch.no_grad():
         for number in range(len(dataset)):
             sample = dataset.collater([dataset[number]])
             logits, _ = model(**sample["net_input"])
-            total += F.cross_entropy(
-                logits[0].double(), sample["target"][0], reduction="sum"
-            ).item()
+            target = sample["target"][0]
+            total += F.cross_entropy(logits[0].double(), target, reduction="sum").item()
             tokens += sample["target"].numel()
-    return total / tokens / torch.log(torch.tensor(2.0)).item(), len(dataset), tokens
+    return total / tokens / math.log(2.0), len(dataset), tokens
 
 
 @pytest.mark.slow
@@ -85,17 +86,16 @@ def test_losses_are_those_of_the_files_over_all_sentences(trained, data, plain, 
     )
     assert (code, err) == (0, "")
     used = int(re.search(r"recalibrated 7 norms on (\d+) training batches", out)[1])
-    batches = list(
-        ModelWithData(load_checkpoint(plain), "plain", data / "bin").batches("train", train=True)
-    )
+    model = ModelWithData(load_checkpoint(plain), "plain", data / "bin")
+    batches = list(model.batches("train", train=True))
     assert used == len(batches)  # all, where more were asked for than there are
     assert sum(len(batch["id"]) for batch in batches) == 600  # and none is lost to a batch multiple
 
-    losses = re.findall(
+    line = (
         r"validation loss (before|after): +([\d.]+) bits per token \((\d+) sentences, (\d+) "
-        r"tokens\)",
-        out,
+        r"tokens\)"
     )
+    losses = re.findall(line, out)
     assert [loss[0] for loss in losses] == ["before", "after"]
     for path, (_, bits, sentences, tokens) in zip((plain, output), losses, strict=True):
         expected = loss_by_sentence(path, data)
@@ -112,7 +112,8 @@ def test_only_the_running_statistics_change_and_they_fit_the_averaged_weights(
     for output in outputs:
         _, out, _ = average(trained, output, capsys, "--recalibrate", data / "bin", "--batches", 4)
         assert "recalibrated 7 norms on 4 training batches" in out
-    before, after, again = (load_checkpoint(path)["model"] for path in (plain, *outputs))
+    before = load_checkpoint(plain)["model"]
+    after, again = (load_checkpoint(path)["model"] for path in outputs)
     assert list(before) == list(after)
     for key, value in after.items():
         assert value.dtype == before[key].dtype
@@ -127,10 +128,9 @@ def test_only_the_running_statistics_change_and_they_fit_the_averaged_weights(
     def look(module, arguments):
         x, mask = arguments
         groups = x.double().unflatten(-1, (module.layer_scale.groups, -1))
-        scaled = (groups / (groups.square().mean(-1, keepdim=True) + module.eps).sqrt()).flatten(-2)
-        real = (
-            scaled.transpose(0, 1).flatten(0, 1) if mask is None else scaled.transpose(0, 1)[~mask]
-        )
+        squares = groups.square().mean(-1, keepdim=True)
+        scaled = (groups / (squares + module.eps).sqrt()).flatten(-2).transpose(0, 1)
+        real = scaled.flatten(0, 1) if mask is None else scaled[~mask]
         psi2.append(real.square().mean(0))
 
     norm.register_forward_pre_hook(look)
@@ -154,40 +154,35 @@ def test_half_precision_weights_stay_so_and_arithmetic_is_float32(plain, data):
     assert model.validate().bits == pytest.approx(expected.bits, abs=0.01)
     model.recalibrate(2)
     model.store(weights)
-    assert {key: value.dtype for key, value in weights.items()} == dtypes
-    assert {parameter.dtype for parameter in model.model.parameters()} == {torch.float32}
+    found = {key: value.dtype for key, value in weights.items()}
+    assert found == dtypes
+    found = {parameter.dtype for parameter in model.model.parameters()}
+    assert found == {torch.float32}
 
 
 def test_nothing_to_recalibrate(trained, plain, data, tmp_path, capsys):
     """A model with LayerNorm: the PN model's checkpoint without its statistics."""
     state = load_checkpoint(plain)
     statistics = ("running_psi2", ".nu", "num_batches_tracked")
-    state["model"] = {
-        key: value for key, value in state["model"].items() if not key.endswith(statistics)
-    }
+    for key in list(state["model"]):
+        if key.endswith(statistics):
+            del state["model"][key]
     model = state["cfg"]["model"]
     if isinstance(model, dict):
         model["encoder_norm"] = "layer"
     else:
         model.encoder_norm = "layer"
     save_checkpoint(state, tmp_path / "ln.pt")
-    arguments = (
-        "--inputs",
-        tmp_path / "ln.pt",
-        "--output",
-        tmp_path / "out.pt",
-        "--recalibrate",
-        data / "bin",
-    )
+    files = ["--inputs", tmp_path / "ln.pt", "--output", tmp_path / "out.pt"]
+    arguments = [*files, "--recalibrate", data / "bin"]
     assert main([str(argument) for argument in arguments]) == 0
     captured = capsys.readouterr()
-    assert "nothing to recalibrate" in captured.out and captured.err == ""
+    assert "nothing to recalibrate" in captured.out
+    assert captured.err == ""
     written = load_checkpoint(tmp_path / "out.pt")["model"]
-    assert all(
-        torch.equal(written[key], value)
-        for key, value in state["model"].items()
-        if "_float_tensor" not in key
-    )
+    for key, value in state["model"].items():
+        if "_float_tensor" not in key:
+            assert torch.equal(written[key], value), key
 
 
 def longer_dictionary(bin_folder):
@@ -225,7 +220,9 @@ def test_data_that_does_not_fit(change, needles, trained, data, tmp_path, capsys
     shutil.copytree(data / "bin", tmp_path / "bin")
     change(tmp_path / "bin")
     code, _, err = average(trained, tmp_path / "out.pt", capsys, "--recalibrate", tmp_path / "bin")
-    assert code == 2 and err.count("\n") == 1 and str(tmp_path / "bin") in err
+    assert code == 2
+    assert err.count("\n") == 1
+    assert str(tmp_path / "bin") in err
     assert all(needle in err for needle in needles), err
     assert [path.name for path in tmp_path.iterdir()] == ["bin"], "something was written"
 
@@ -241,13 +238,12 @@ def test_the_script_knows_how_the_average_was_made(trained, tmp_path, capsys):
         ((), True),
         ((), False),
     ):
-        assert main([str(argument) for argument in (*flags, *options)]) == 0
+        found = main([str(argument) for argument in (*flags, *options)])
+        assert found == 0
         printed = capsys.readouterr()
         assert ("already" not in printed.err) == averaged_again, options
         assert ("validation loss after" in printed.out) == (averaged_again and bool(options))
         psi2.append(load_checkpoint(averaged)["model"]["encoder.layer_norm.running_psi2"])
-    assert (
-        torch.equal(psi2[0], psi2[1])
-        and not torch.equal(psi2[1], psi2[2])
-        and torch.equal(psi2[2], psi2[3])
-    )
+    assert torch.equal(psi2[0], psi2[1])
+    assert not torch.equal(psi2[1], psi2[2])
+    assert torch.equal(psi2[2], psi2[3])

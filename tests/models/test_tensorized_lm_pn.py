@@ -40,21 +40,16 @@ def triple_loop(layer, x, positions, u, w, masked, mask=None):
         for i in range(len(x)):
             for j in range(len(x)):
                 for n in range(len(x)):
-                    if (
-                        masked
-                        and (j > i or n > i)
-                        or mask is not None
-                        and (mask[b, j] or mask[b, n])
-                    ):
+                    if masked and (j > i or n > i):
+                        continue
+                    if mask is not None and (mask[b, j] or mask[b, n]):
                         continue
                     a = 0.0
                     for g in cores:
                         for r in range(RANK):
-                            a += (
-                                g[r]
-                                * ((q[i, r] + u[r]) * k[j, r] + (q[i, r] + w[r]) * p[j, r])
-                                * v[n, r]
-                            )
+                            of_content = (q[i, r] + u[r]) * k[j, r]
+                            of_position = (q[i, r] + w[r]) * p[j, r]
+                            a += g[r] * (of_content + of_position) * v[n, r]
                     y[i, b] += a / len(cores) * weights["out_proj"][j, n]
     return y
 
@@ -68,16 +63,16 @@ def test_attention_is_the_triple_loop(cores, softmax, masked, padded):
     mask[1, -3:] = True
     mask = mask if padded else None
     expected = triple_loop(layer, *inputs, masked, mask)
-    np.testing.assert_allclose(
-        layer(*inputs, mask).detach().numpy(), expected, rtol=1e-10, atol=1e-10
-    )
+    found = layer(*inputs, mask).detach().numpy()
+    np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-10)
 
 
 def test_the_core_starts_on_the_simplex():
     for softmax in (True, False):
         layer, *_ = attention(softmax=softmax)
         core = layer.core.softmax(-1) if softmax else layer.core
-        assert (core > 0).all() and core.sum().item() == pytest.approx(1)
+        assert (core > 0).all()
+        assert core.sum().item() == pytest.approx(1)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +92,8 @@ def test_parameters_are_as_many_as_in_the_authors_code(arch, vocabulary, tokens,
     )
     with torch.device("meta"):
         model = ARCH_MODEL_REGISTRY[arch].build_model(arch_args(arch), task)
-    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+    found = sum(parameter.numel() for parameter in model.parameters())
+    assert found == parameters
 
 
 def test_positions_are_distances_to_the_end_of_the_longest_block():
@@ -115,19 +111,19 @@ def test_model_is_its_formula(post_norm):
         "tensorized_lm_ln_tiny", post_norm=post_norm, decoder_layers=1, decoder_final_norm=False
     )
     model = model.double().eval()
-    assert sum(isinstance(each, ChannelNorm) for each in model.modules()) == 2
-    decoder, layer = model.decoder, model.decoder.layers[0]
+    found = sum(isinstance(each, ChannelNorm) for each in model.modules())
+    assert found == 2
+    decoder = model.decoder
+    layer = model.decoder.layers[0]
     tokens = torch.randint(4, VOCABULARY, (2, BLOCK))
 
     def norm(x):
-        return (x - x.mean(-1, keepdim=True)) / (
-            x.var(-1, correction=0, keepdim=True) + 1e-5
-        ).sqrt()
+        variance = x.var(-1, correction=0, keepdim=True)
+        return (x - x.mean(-1, keepdim=True)) / (variance + 1e-5).sqrt()
 
     def feed_forward(x):
-        return (x @ layer.fc1.weight.T + layer.fc1.bias).clamp(
-            min=0
-        ) @ layer.fc2.weight.T + layer.fc2.bias
+        hidden = x @ layer.fc1.weight.T + layer.fc1.bias
+        return hidden.clamp(min=0) @ layer.fc2.weight.T + layer.fc2.bias
 
     def attend(x):
         arguments = decoder.positions.double(), decoder.content_bias, decoder.position_bias
@@ -140,45 +136,46 @@ def test_model_is_its_formula(post_norm):
     else:
         y = x + attend(norm(x))
         y = y + feed_forward(norm(y))
-    torch.testing.assert_close(
-        model(tokens)[0], y @ decoder.embed_tokens.weight.T + decoder.output_bias
-    )
+    expected = y @ decoder.embed_tokens.weight.T + decoder.output_bias
+    torch.testing.assert_close(model(tokens)[0], expected)
 
 
 def test_adaptive_softmax_is_normalized_and_shares_the_embedding():
     model = build("tensorized_lm_ln_tiny", adaptive_softmax_cutoff="20,60").double().eval()
-    softmax, weight = model.decoder.adaptive_softmax, model.decoder.embed_tokens.weight
+    softmax = model.decoder.adaptive_softmax
+    weight = model.decoder.embed_tokens.weight
     with torch.no_grad():
         softmax.bias.normal_()
         softmax.clusters.bias.normal_()
     features = torch.randn(1, 7, 128, dtype=torch.float64)
     target = torch.tensor([[4, 19, 20, 59, 60, 99, 30]])
     whole = softmax.get_log_prob(features, None)
-    torch.testing.assert_close(whole.exp().sum(-1), torch.ones(1, 7, dtype=torch.float64))
+    found = whole.exp().sum(-1)
+    torch.testing.assert_close(found, torch.ones(1, 7, dtype=torch.float64))
     logits = features[0] @ weight.T + softmax.bias
     head = torch.cat([logits[:, :20], softmax.clusters(features[0])], 1).log_softmax(1)
-    tails = [
-        logits[:, 20:60].log_softmax(1) + head[:, [20]],
-        logits[:, 60:].log_softmax(1) + head[:, [21]],
-    ]
-    expected = torch.cat([head[:, :20], *tails], 1)
+    first = logits[:, 20:60].log_softmax(1) + head[:, [20]]
+    second = logits[:, 60:].log_softmax(1) + head[:, [21]]
+    expected = torch.cat([head[:, :20], first, second], 1)
     torch.testing.assert_close(whole[0], expected)
     outputs, targets = softmax(features, target)  # what the criterion adaptive_loss takes
-    loss = sum(
-        torch.nn.functional.cross_entropy(*pair, reduction="sum")
-        for pair in zip(outputs, targets, strict=True)
-    )
+    loss = 0.0
+    for output, chosen in zip(outputs, targets, strict=True):
+        loss += torch.nn.functional.cross_entropy(output, chosen, reduction="sum")
     torch.testing.assert_close(loss, -expected.gather(1, target.T).sum())
 
 
 def test_copy_of_the_model_has_its_own_embedding():
     """--store-ema copies the model."""
     model = build("tensorized_lm_ln_tiny", adaptive_softmax_cutoff="20,60").eval()
-    other, features = copy.deepcopy(model), torch.randn(1, 3, 128)
+    other = copy.deepcopy(model)
+    features = torch.randn(1, 3, 128)
     before = model.decoder.adaptive_softmax.get_log_prob(features, None)
     torch.nn.init.normal_(other.decoder.embed_tokens.weight)
-    assert torch.equal(model.decoder.adaptive_softmax.get_log_prob(features, None), before)
-    assert not torch.equal(other.decoder.adaptive_softmax.get_log_prob(features, None), before)
+    own = model.decoder.adaptive_softmax.get_log_prob(features, None)
+    of_copy = other.decoder.adaptive_softmax.get_log_prob(features, None)
+    assert torch.equal(own, before)
+    assert not torch.equal(of_copy, before)
 
 
 def test_block_that_is_too_long_is_refused():
@@ -195,7 +192,8 @@ def test_unmasked_model_warns_and_is_not_causal(caplog):
     tokens = torch.randint(4, VOCABULARY, (1, BLOCK))
     changed = tokens.clone()
     changed[0, -1] += 1 if tokens[0, -1] < VOCABULARY - 1 else -1
-    assert not torch.equal(model(tokens)[0][0, 0], model(changed)[0][0, 0])
+    first = model(tokens)[0][0, 0]
+    assert not torch.equal(first, model(changed)[0][0, 0])
 
 
 @pytest.mark.parametrize("offload", [False, True])

@@ -42,16 +42,8 @@ def test_an_overflow_in_half_precision_leaves_the_statistics_alone(flags, data, 
     """A loss scale at which every gradient overflows: fairseq skips those steps, and so do the
     statistics.
     """
-    log = train(
-        data,
-        tmp_path,
-        *flags,
-        "--fp16-init-scale",
-        2**26,
-        "--disable-validation",
-        "--batch-size",
-        1,
-    )
+    scale = ("--fp16-init-scale", 2**26)
+    log = train(data, tmp_path, *flags, *scale, "--disable-validation", "--batch-size", 1)
     overflows = len(re.findall("gradient overflow detected", log))
     assert overflows >= 3
     model = model_of(tmp_path)
@@ -60,7 +52,8 @@ def test_an_overflow_in_half_precision_leaves_the_statistics_alone(flags, data, 
     assert all(6 <= count <= 6 + overflows - 3 for count in counters(model).values()), overflows
     for key, value in model.items():
         if key.endswith(("running_psi2", ".nu")):
-            assert value.dtype == torch.float32 and value.isfinite().all(), key
+            assert value.dtype == torch.float32, key
+            assert value.isfinite().all(), key
             assert float(value.abs().max()) < 1e6, key
 
 
@@ -73,12 +66,12 @@ def test_accumulation_counts_updates_for_the_warmup_and_batches_for_the_statisti
     # In the warm-up PN divides by the batch's own psi, so Gamma = psi_B^2 / (psi_B^2 + eps) is just
     # below 1; after it, by the running one. Three warm-up updates of three batches each.
     log = (tmp_path / "train.log").read_text("utf-8")
-    records = [
-        json.loads(line[line.find("{") :]) for line in log.splitlines() if "norm_gamma_max" in line
-    ]
-    gamma = {
-        int(r["num_updates"]): float(r["norm_gamma_max"]) for r in records if "num_updates" in r
-    }
+    gamma = {}
+    for line in log.splitlines():
+        if "norm_gamma_max" in line:
+            record = json.loads(line[line.find("{") :])
+            if "num_updates" in record:
+                gamma[int(record["num_updates"])] = float(record["norm_gamma_max"])
     # A record of update n + 1 reports what was seen up to the end of update n.
     in_warmup = [gamma[update] for update in (2, 3, 4)]
     afterwards = [gamma[update] for update in (5, 6)]
@@ -92,9 +85,11 @@ def test_accumulation_counts_updates_for_the_warmup_and_batches_for_the_statisti
 )
 def test_recomputation_gives_the_same_losses(flag, data, tmp_path, plain):
     train(data, tmp_path, flag)
-    expected, got = read_log(plain / "train.log"), read_log(tmp_path / "train.log")
+    expected = read_log(plain / "train.log")
+    got = read_log(tmp_path / "train.log")
     assert len(expected.train) == 6
-    assert got.train == expected.train and got.valid == expected.valid
+    assert got.train == expected.train
+    assert got.valid == expected.valid
     assert counters(model_of(tmp_path)) == counters(model_of(plain))
     recomputed = model_of(tmp_path)
     for key, value in model_of(plain).items():
@@ -102,10 +97,10 @@ def test_recomputation_gives_the_same_losses(flag, data, tmp_path, plain):
         # which has no influence on attention, and in some entries of a weight. The norm is that of
         # all entries.
         if not key.endswith("k_proj.bias"):
-            error = (recomputed[key].double() - value.double()).norm()
-            torch.testing.assert_close(
-                error.item(), 0.0, rtol=0, atol=1e-4 * value.double().norm().item(), msg=key
-            )
+            value = value.double()
+            error = (recomputed[key].double() - value).norm().item()
+            close = 1e-4 * value.norm().item()
+            torch.testing.assert_close(error, 0.0, rtol=0, atol=close, msg=key)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +122,8 @@ def test_a_placement_trains_resumes_to_the_bit_and_decodes(placement, data, tmp_
     train(data, tmp_path / "straight", *flags, updates=4)
     for updates in (2, 4):
         train(data, tmp_path / "resumed", *flags, updates=updates)
-    resumed, straight = model_of(tmp_path / "resumed"), model_of(tmp_path / "straight")
+    resumed = model_of(tmp_path / "resumed")
+    straight = model_of(tmp_path / "straight")
     assert resumed.keys() == straight.keys()
     assert all(torch.equal(resumed[key], value) for key, value in straight.items())
     folder = tmp_path / "straight/checkpoints"
@@ -180,4 +176,5 @@ def test_two_ranks_under_both_backends(arch, data, tmp_path):
         models.append(model_of(where))
     assert set(counters(models[0]).values()) == {6}
     for key, value in models[0].items():
-        torch.testing.assert_close(models[1][key], value, rtol=1e-3, atol=1e-5, msg=key)
+        found = models[1][key]
+        torch.testing.assert_close(found, value, rtol=1e-3, atol=1e-5, msg=key)

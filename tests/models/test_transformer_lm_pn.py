@@ -35,9 +35,8 @@ def tiny(stem, name, **flags):
 
 
 def blocks(seed=0, batch=3, length=BLOCK, padded=True):
-    tokens = torch.randint(
-        4, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed)
-    )
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(4, VOCABULARY, (batch, length), generator=generator)
     if padded:
         tokens[1, -4:] = 1
     return tokens
@@ -51,7 +50,8 @@ def trained(model, updates=2):
     for update in range(updates):
         model.set_num_updates(update)
         tokens = blocks(update, padded=False)
-        F.cross_entropy(model(tokens)[0].flatten(0, 1), tokens.flatten()).backward()
+        logits = model(tokens)[0].flatten(0, 1)
+        F.cross_entropy(logits, tokens.flatten()).backward()
         optimizer.step()
         optimizer.zero_grad()
     return model.eval()
@@ -76,16 +76,16 @@ def norms_of(model):
 def test_norms_are_in_every_place(stem, name):
     norms = norms_of(tiny(stem, name, layer_scale_groups=2))
     assert len(norms) == 2 * 3 + 1
-    assert all(type(norm) is NORMS[name].cls and norm.layer_scale.groups == 2 for norm in norms)
+    assert {type(norm) for norm in norms} == {NORMS[name].cls}
+    assert {norm.layer_scale.groups for norm in norms} == {2}
 
 
 @EVERY_KIND
 def test_layer_scale_has_a_group_for_each_head(name):
     with torch.device("meta"):
         norms = norms_of(build(f"transformer_lm_{NORMS[name].short}_base"))
-    assert {norm.layer_scale.groups for norm in norms} == {
-        8 if NORMS[name].default("layer_scale_groups") is HEADS else 0
-    }
+    found = {norm.layer_scale.groups for norm in norms}
+    assert found == {8 if NORMS[name].default("layer_scale_groups") is HEADS else 0}
 
 
 @pytest.mark.parametrize(
@@ -101,14 +101,13 @@ def test_layer_norm_model_is_fairseqs_own(flags):
     with torch.no_grad():
         for padded in (True, False):
             tokens = blocks(padded=padded)
-            outputs = ours(tokens), theirs(tokens)
-            torch.testing.assert_close(outputs[0][0], outputs[1][0])
+            found = ours(tokens)
+            expected = theirs(tokens)
+            torch.testing.assert_close(found[0], expected[0])
             sample = {"target": tokens}
-            probabilities = [
-                model.get_normalized_probs(output, True, sample)
-                for model, output in zip((ours, theirs), outputs, strict=True)
-            ]
-            torch.testing.assert_close(*probabilities)
+            found = ours.get_normalized_probs(found, True, sample)
+            expected = theirs.get_normalized_probs(expected, True, sample)
+            torch.testing.assert_close(found, expected)
 
 
 @EVERY_KIND
@@ -122,27 +121,29 @@ def test_prefix_has_the_outputs_that_it_has_in_the_whole_block(stem, name):
         whole = model(tokens)[0]
         close = {"rtol": 0, "atol": 1e-5 * whole.abs().max().item()}
         for end in (1, 5, 8, 9):
-            torch.testing.assert_close(model(tokens[:, :end])[0], whole[:, :end], **close)
+            found = model(tokens[:, :end])[0]
+            expected = whole[:, :end]
+            torch.testing.assert_close(found, expected, **close)
         if stem == "transformer_lm":
             state = {}
-            steps = [
-                model.decoder(tokens[:, :end], incremental_state=state)[0]
-                for end in range(1, BLOCK + 1)
-            ]
+            steps = []
+            for end in range(1, BLOCK + 1):
+                logits, _ = model.decoder(tokens[:, :end], incremental_state=state)
+                steps.append(logits)
             torch.testing.assert_close(torch.cat(steps, dim=1), whole, **close)
 
 
 @EVERY_KIND
 @BOTH
 def test_more_padding_changes_nothing_in_training(stem, name):
-    narrow = tiny(
-        stem, name, decoder_layers=1, dropout=0.0, max_target_positions=BLOCK + 3
-    ).double()
+    size = {"decoder_layers": 1, "max_target_positions": BLOCK + 3}
+    narrow = tiny(stem, name, dropout=0.0, **size).double()
     wide = copy.deepcopy(narrow)
     tokens = blocks()
     losses = []
     for model, inputs in ((narrow, tokens), (wide, F.pad(tokens, (0, 3), value=1))):
-        loss = F.cross_entropy(model(inputs)[0].flatten(0, 1), inputs.flatten(), ignore_index=1)
+        logits = model(inputs)[0].flatten(0, 1)
+        loss = F.cross_entropy(logits, inputs.flatten(), ignore_index=1)
         loss.backward()
         losses.append(loss)
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-9, atol=0)
@@ -161,9 +162,8 @@ def test_some_layers_of_a_checkpoint_are_kept():
 
 def test_wiki103_has_the_settings_of_fairseqs():
     args = arch_args("transformer_lm_pn_wiki103")
-    assert (args.decoder_layers, args.decoder_embed_dim, args.adaptive_softmax_cutoff) == (
-        16,
-        1024,
-        "20000,60000",
-    )
-    assert args.no_decoder_final_norm and args.tie_adaptive_weights and args.decoder_norm == "power"
+    assert (args.decoder_layers, args.decoder_embed_dim) == (16, 1024)
+    assert args.adaptive_softmax_cutoff == "20000,60000"
+    assert args.no_decoder_final_norm
+    assert args.tie_adaptive_weights
+    assert args.decoder_norm == "power"

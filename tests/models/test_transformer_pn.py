@@ -13,9 +13,11 @@ def test_all_hidden_states_are_returned_when_asked_for():
     model = build("transformer_pn_tiny").eval()
     src, _ = padded_batch()
     out = model.encoder(src, return_all_hiddens=True)
-    assert len(out["encoder_states"]) == 4 and len(out["fc_results"]) == 3
+    assert len(out["encoder_states"]) == 4
+    assert len(out["fc_results"]) == 3
     assert out["encoder_out"][0].shape == (7, 3, 128)
-    assert out["src_lengths"][0].flatten().tolist() == [7, 4, 7]
+    found = out["src_lengths"][0].flatten().tolist()
+    assert found == [7, 4, 7]
 
 
 @pytest.mark.parametrize("variant", ["paper", "release"])
@@ -55,9 +57,9 @@ def test_compiled_model_trains_and_evaluates_like_the_plain_one():
     plain.eval()
     compiled.eval()
     with torch.no_grad():
-        torch.testing.assert_close(
-            compiled(src, None, prev)[0], plain(src, None, prev)[0], rtol=1e-9, atol=1e-12
-        )
+        found = compiled(src, None, prev)[0]
+        expected = plain(src, None, prev)[0]
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -81,12 +83,14 @@ def test_training_tells_once_that_a_decoder_sees_future_tokens(settings, told, c
     model.eval()
     model.train()
     model.train()
-    assert told in caplog.text and caplog.text.count("(a leak)") == bool(told)
+    assert told in caplog.text
+    assert caplog.text.count("(a leak)") == bool(told)
 
 
 def test_tokens_that_are_known_to_hold_no_padding_are_not_looked_at(monkeypatch):
     """On a GPU a look at values waits for the device."""
-    task, tokens = make_task(), torch.tensor([[5, 6, 7], [8, 9, 1]])
+    task = make_task()
+    tokens = torch.tensor([[5, 6, 7], [8, 9, 1]])
     sample = {"net_input": {"src_tokens": tokens, "prev_output_tokens": tokens[:1]}}
     assert has_padding(task, sample) == {"src_tokens": True, "prev_output_tokens": False}
     assert has_padding(task, None) == has_padding(task, {}) == {}
@@ -97,7 +101,8 @@ def test_tokens_that_are_known_to_hold_no_padding_are_not_looked_at(monkeypatch)
             blind.setattr(torch.Tensor, "any", None)
             mask = mask_of(told, 1)
         assert mask is expected or torch.equal(mask, expected)
-    assert mask_of(tokens[:1], 1) is None and torch.equal(mask_of(tokens, 1), tokens.eq(1))
+    assert mask_of(tokens[:1], 1) is None
+    assert torch.equal(mask_of(tokens, 1), tokens.eq(1))
 
 
 def test_compiled_layers_train_as_plain_ones(monkeypatch):
@@ -130,4 +135,6 @@ def test_compiled_layers_train_as_plain_ones(monkeypatch):
     with torch.no_grad():
         for parameter in averaged.parameters():
             parameter.zero_()
-    assert loss_of(compiled.eval(), *padded_batch()) != loss_of(averaged, *padded_batch())
+    found = loss_of(compiled.eval(), *padded_batch())
+    expected = loss_of(averaged, *padded_batch())
+    assert found != expected

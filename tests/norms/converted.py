@@ -16,8 +16,10 @@ class FeedForward(nn.Module):
 
     def __init__(self, norm=nn.LayerNorm, channels=C):
         super().__init__()
-        self.inner, self.norm = nn.Linear(channels, channels), norm(channels)
-        self.outer, self.last = nn.Linear(channels, channels), norm(channels)
+        self.inner = nn.Linear(channels, channels)
+        self.norm = norm(channels)
+        self.outer = nn.Linear(channels, channels)
+        self.last = norm(channels)
 
     def forward(self, x, lengths=None):
         return self.last(x + self.outer(self.norm(self.inner(x)).relu()))
@@ -30,7 +32,9 @@ class ByVariance(nn.Module):
 
     def __init__(self, offset=0.0, gain="weight"):
         super().__init__()
-        self.variance_epsilon, self.offset, self.gain = 1e-3, offset, gain
+        self.variance_epsilon = 1e-3
+        self.offset = offset
+        self.gain = gain
         self.register_parameter(gain, nn.Parameter(torch.rand(C)))
 
     def forward(self, x):

@@ -12,10 +12,9 @@ from .converted import MASK, B, ByVariance, C, FeedForward, T, randomized
 
 
 def test_training_cannot_be_exported():
+    model = convert_norms(FeedForward(), "power")
     with pytest.raises(RuntimeError, match=r"torch.export .* call eval\(\) first"):
-        torch.export.export(
-            convert_norms(FeedForward(), "power"), (torch.randn(B, T, C),), strict=False
-        )
+        torch.export.export(model, (torch.randn(B, T, C),), strict=False)
     assert not open_scopes  # a model that is compiled next would run in them
 
 
@@ -26,16 +25,14 @@ class PreNorm(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.q, self.k = nn.LayerNorm(C), nn.Linear(C, C, bias=False), nn.Linear(C, C)
-        self.convolution, self.middle = (
-            nn.Conv1d(C, C, 3, padding=1, groups=C, bias=False),
-            nn.BatchNorm1d(C),
-        )
-        self.edge, self.padded, self.post = (
-            nn.BatchNorm1d(C),
-            nn.Conv1d(C, C, 3, padding=1),
-            nn.LayerNorm(C),
-        )
+        self.first = nn.LayerNorm(C)
+        self.q = nn.Linear(C, C, bias=False)
+        self.k = nn.Linear(C, C)
+        self.convolution = nn.Conv1d(C, C, 3, padding=1, groups=C, bias=False)
+        self.middle = nn.BatchNorm1d(C)
+        self.edge = nn.BatchNorm1d(C)
+        self.padded = nn.Conv1d(C, C, 3, padding=1)
+        self.post = nn.LayerNorm(C)
 
     def forward(self, x):
         h = self.first(x)
@@ -60,13 +57,15 @@ def test_folding(norm):
     assert fold_norms(model, x) == [("first", "q, k"), ("middle", "convolution")]
     torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
     assert [each.name for each in norm_report(model)] == ["edge", "post"]
-    assert fold_norms(convert_norms(PreNorm(), norm, zero_padding=True).eval(), x) == []
+    found = fold_norms(convert_norms(PreNorm(), norm, zero_padding=True).eval(), x)
+    assert found == []
     for chain, example, folded in (
         (InADict(nn.LayerNorm(C), nn.Linear(C, C)), x, ("0", "1")),
         (nn.Sequential(nn.Linear(C, C), nn.LayerNorm(C)), x, ("1", "0")),
         (nn.Sequential(nn.BatchNorm1d(C), nn.Conv1d(C, C, 2)), x.transpose(1, 2), ("0", "1")),
     ):
-        assert fold_norms(randomized(convert_norms(chain, norm)).eval(), example) == [folded]
+        found = fold_norms(randomized(convert_norms(chain, norm)).eval(), example)
+        assert found == [folded]
 
 
 @pytest.mark.parametrize("norm_first", [True, False])
@@ -74,12 +73,13 @@ def test_folding(norm):
 def test_folding_torchs_encoder(norm_first, only):
     """Its layers read eps of their norms, and have a fast path that computes LayerNorm."""
     layer = nn.TransformerEncoderLayer(C, 2, 32, batch_first=True, norm_first=norm_first)
-    model = convert_norms(
-        nn.TransformerEncoder(layer, 1, enable_nested_tensor=False), "batch", only=only
-    )
-    model, x = randomized(model).eval(), torch.randn(B, T, C)
+    model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+    convert_norms(model, "batch", only=only)
+    model = randomized(model).eval()
+    x = torch.randn(B, T, C)
     expected = model(x)
-    assert fold_norms(model, x) == ([("layers.0.norm2", "layers.0.linear1")] if norm_first else [])
+    folded = [("layers.0.norm2", "layers.0.linear1")] if norm_first else []
+    assert fold_norms(model, x) == folded
     torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
     with torch.no_grad():
         torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
@@ -92,15 +92,19 @@ def test_torchs_encoder_reads_no_gain_that_is_stored_in_another_way(offset, gain
     """
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(C, 2, 32, batch_first=True), 2)
     for layer in model.layers:
-        layer.norm1, layer.norm2 = (ByVariance(offset, gain) for _ in range(2))
+        layer.norm1 = ByVariance(offset, gain)
+        layer.norm2 = ByVariance(offset, gain)
     convert_norms(model, "layer").eval()
     x = torch.randn(B, T, C)
     for mask in (None, MASK):
         expected = model(x, src_key_padding_mask=mask)
         with torch.no_grad():
-            torch.testing.assert_close(
-                model(x, src_key_padding_mask=mask), expected, rtol=1e-4, atol=1e-5
-            )
+            found = model(x, src_key_padding_mask=mask)
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def before(linear):
+    return nn.Sequential(nn.ReLU(), nn.LayerNorm(C), linear)
 
 
 class InADict(nn.Sequential):
@@ -125,23 +129,19 @@ class Tied(nn.Sequential):
     "make",
     [
         Tied,
-        lambda: nn.Sequential(
-            nn.ReLU(), nn.LayerNorm(C), nn.utils.parametrizations.weight_norm(nn.Linear(C, C))
-        ),
-        lambda: nn.Sequential(
-            nn.ReLU(), nn.LayerNorm(C), prune.identity(nn.Linear(C, C), "weight")
-        ),
+        lambda: before(nn.utils.parametrizations.weight_norm(nn.Linear(C, C))),
+        lambda: before(prune.identity(nn.Linear(C, C), "weight")),
         lambda: ReadsItsNorm(nn.ReLU(), nn.LayerNorm(C), nn.Linear(C, C)),
     ],
     ids=["tied", "weight norm", "pruned", "read"],
 )
 def test_what_cannot_be_folded_is_left_as_it_is(make):
-    model, x = randomized(convert_norms(make(), "batch")).eval(), torch.randn(B, C)
-    expected, modules, parameters = (
-        model(x),
-        dict(model.named_modules()),
-        [*map(id, model.parameters())],
-    )
+    model = randomized(convert_norms(make(), "batch")).eval()
+    x = torch.randn(B, C)
+    expected = model(x)
+    modules = dict(model.named_modules())
+    parameters = [*map(id, model.parameters())]
     assert fold_norms(model, x) == []
-    assert dict(model.named_modules()) == modules and model(x).equal(expected)
+    assert dict(model.named_modules()) == modules
+    assert model(x).equal(expected)
     assert [*map(id, model.parameters())] == parameters

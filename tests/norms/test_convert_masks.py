@@ -37,7 +37,8 @@ class Sub(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.norm, self.pool = nn.LayerNorm(C), nn.LayerNorm(C)
+        self.norm = nn.LayerNorm(C)
+        self.pool = nn.LayerNorm(C)
 
     def forward(self, x, padding_mask=None, *, lengths=None):
         return self.pool(self.norm(x)[:, ::2])
@@ -46,7 +47,8 @@ class Sub(nn.Module):
 class Outer(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.inner = nn.LayerNorm(C), Sub()
+        self.first = nn.LayerNorm(C)
+        self.inner = Sub()
 
     def forward(self, x, attention_mask, halved=None, fail=False):
         x = self.first(x)
@@ -96,7 +98,8 @@ def test_the_scopes_of_two_conversions_end(fail):
 def test_an_argument_that_is_none_hides_the_masks_of_modules_around():
     """With the warning, as the inner module may have other tokens; a block holds there."""
     x = torch.randn(B, T, C)
-    filled, real = x.masked_fill(MASK[..., None], 1e4), ~MASK[:, ::2]
+    filled = x.masked_fill(MASK[..., None], 1e4)
+    real = ~MASK[:, ::2]
     for form, mask, full in (
         ("valid", (~MASK).int(), torch.ones_like(MASK, dtype=torch.int)),
         ("lengths", LENGTHS, torch.full_like(LENGTHS, T)),
@@ -113,7 +116,8 @@ def test_an_argument_that_is_none_hides_the_masks_of_modules_around():
             model(x, full)  # Hugging Face's models hand None on if there is no padding
             with padding(MASK):
                 y, expected = (copy.deepcopy(model)(each, mask) for each in (filled, x))
-        assert y[real].equal(expected[real]) and not y[real].equal(hidden[real])
+        assert y[real].equal(expected[real])
+        assert not y[real].equal(hidden[real])
     model = convert_norms(Outer(), "batch", mask_from=arguments, only="inner.norm")
     with pytest.warns(UserWarning, match="inner.norm"):
         model(x, full + 2)  # of other sequences
@@ -133,7 +137,8 @@ class Attending(nn.Module):
 class EncoderDecoder(nn.Module):
     def __init__(self):
         super().__init__()
-        self.encoder, self.decoder = nn.LayerNorm(C), Attending()
+        self.encoder = nn.LayerNorm(C)
+        self.decoder = Attending()
 
     def forward(self, x, y, src_lengths=None, lengths=None, target_lengths=None, attends=True):
         memory = self.encoder(x)
@@ -167,13 +172,13 @@ def test_a_mask_of_the_source_is_none_for_what_attends_to_it(
     model = convert_norms(
         EncoderDecoder(), "batch", mask_from={argument: "lengths"}, layout="BTC", only="decoder*"
     )
-    source, target = torch.randn(B, source_length, C), torch.randn(B, T, C)
+    source = torch.randn(B, source_length, C)
+    target = torch.randn(B, T, C)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model(source, target, attends=attends, **{argument: LENGTHS}).sum().backward()
-    assert ["no padding mask has reached it: " in str(each.message) for each in caught] == [
-        True
-    ] * (not used)
+    found = ["no padding mask has reached it: " in str(each.message) for each in caught]
+    assert found == [True] * (not used)
     # encoder_out may be None
     assert norm_report(model)[-1].masks == (f"argument {argument} of the model",)
     model.eval()
@@ -206,7 +211,8 @@ def test_names_of_what_a_module_attends_to(forward):
     x = torch.randn(B, T, C)
     with pytest.warns(UserWarning, match="no padding mask has reached it"):
         model(x, LENGTHS).sum().backward()
-    torch.testing.assert_close(model.decoder.norm.running_mean, 0.1 * x.mean((0, 1)))
+    expected = 0.1 * x.mean((0, 1))
+    torch.testing.assert_close(model.decoder.norm.running_mean, expected)
 
 
 def test_the_decoder_of_torchs_transformer_does_not_take_the_mask_of_the_source():
@@ -214,21 +220,22 @@ def test_the_decoder_of_torchs_transformer_does_not_take_the_mask_of_the_source(
     source, target = torch.randn(2, B, T, C)
     masks = {"src_key_padding_mask": MASK, "tgt_key_padding_mask": MASK.flip(0)}
     model = convert_norms(make(), "batch", mask_from="src_key_padding_mask", layout="BTC")
-    assert [bool(each.masks) for each in norm_report(model)] == [
-        each.name[:2] == "en" for each in norm_report(model)
-    ]
+    found = [bool(each.masks) for each in norm_report(model)]
+    assert found == [each.name[:2] == "en" for each in norm_report(model)]
     with pytest.warns(
         UserWarning, match="decoder.layers.0.norm1 .* no padding mask has reached it: "
     ):
         model(source, target, src_key_padding_mask=MASK)
-    model, real = convert_norms(make(), "batch", mask_from=list(masks), layout="BTC"), ~MASK.flip(0)
+    model = convert_norms(make(), "batch", mask_from=list(masks), layout="BTC")
+    real = ~MASK.flip(0)
     filled = target.masked_fill(~real[..., None], 1e4)
     y, expected = (copy.deepcopy(model)(source, each, **masks)[real] for each in (filled, target))
     assert y.equal(expected)
 
 
 def test_functions_of_an_argument():
-    ids, x = torch.where(MASK, 1, 5), torch.randn(B, T, C)
+    ids = torch.where(MASK, 1, 5)
+    x = torch.randn(B, T, C)
     additive = torch.zeros(B, 1, 1, T).masked_fill(
         MASK[:, None, None], torch.finfo(torch.float32).min
     )
@@ -306,6 +313,17 @@ def test_masks_of_another_form_than_the_tokens(given, message):
         model(torch.randn(B, T, C))
 
 
+@pytest.mark.parametrize("given", [[7, 4, 2], np.array([7, 4, 2])])
+def test_an_argument_that_the_caller_names_is_a_tensor(given):
+    """Not so one of a known name, which may mean something else."""
+    model = convert_norms(FeedForward(), "batch", mask_from="lengths")
+    message = r"norm: argument lengths of the model: expected a tensor, got .*lengths=torch.tensor"
+    with pytest.raises(ValueError, match=message):
+        model(torch.randn(B, T, C), given)
+    with pytest.warns(UserWarning, match="no padding mask has reached it"):
+        convert_norms(FeedForward(), "batch")(torch.randn(B, T, C), given)
+
+
 @pytest.mark.parametrize("form", ["additive", "mask"])
 def test_wrong_additive_mask(form):
     with (
@@ -320,7 +338,8 @@ def test_wrong_additive_mask(form):
 
 @pytest.mark.parametrize("form", ["valid", "lengths", "additive"])
 def test_a_block_whose_tensor_is_refilled_has_another_mask(form):
-    x, model = torch.randn(B, T, C), convert_norms(FeedForward(), "batch")
+    x = torch.randn(B, T, C)
+    model = convert_norms(FeedForward(), "batch")
     given = {
         "valid": ~MASK,
         "lengths": LENGTHS.clone(),
@@ -351,9 +370,8 @@ def test_one_warning_for_a_model_without_any_mask():
         warnings.simplefilter("always")
         model.train()(x)
         model(x)
-    assert len(caught) == 1 and str(caught[0].message).startswith(
-        "norm takes statistics over the tokens of a batch"
-    )
+    assert len(caught) == 1
+    assert str(caught[0].message).startswith("norm takes statistics over the tokens of a batch")
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -411,7 +429,8 @@ def test_hooks_of_a_model_serve_copies_of_its_norms_and_no_other_model(copied):
     assert all(
         each.masks == ("argument attention_mask of the model",) for each in norm_report(model)
     )
-    x, valid = torch.randn(B, T, C), (~MASK).long()
+    x = torch.randn(B, T, C)
+    valid = (~MASK).long()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         y, expected = (
@@ -428,7 +447,8 @@ class Known(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.inner, self.norm = nn.Sequential(nn.Linear(C, C), nn.LayerNorm(C)), nn.LayerNorm(C)
+        self.inner = nn.Sequential(nn.Linear(C, C), nn.LayerNorm(C))
+        self.norm = nn.LayerNorm(C)
 
     def forward(self, x, mask=None, lengths=None):
         return self.norm(self.inner(x))
@@ -436,7 +456,8 @@ class Known(nn.Module):
 
 @pytest.mark.parametrize("package", ["joeynmt.encoders", "of_a_user"])
 def test_masks_of_known_names_are_found_without_being_named(package):
-    x, expected = torch.randn(B, T, C), convert_norms(Known(), "batch", mask_from="lengths")
+    x = torch.randn(B, T, C)
+    expected = convert_norms(Known(), "batch", mask_from="lengths")
     known = type("Known", (Known,), {"__module__": package})
     model = convert_norms(known(), "batch")
     model.load_state_dict(expected.state_dict())
@@ -456,7 +477,9 @@ def test_masks_of_known_names_are_found_without_being_named(package):
 class Checkpointed(nn.Module):
     def __init__(self, inner, hands_on=True, **options):
         super().__init__()
-        self.inner, self.hands_on, self.options = inner, hands_on, options
+        self.inner = inner
+        self.hands_on = hands_on
+        self.options = options
 
     def forward(self, x, lengths=None):
         given = (lengths,) if self.hands_on and lengths is not None else ()
@@ -508,10 +531,8 @@ def test_a_recomputation_without_its_mask_is_an_error(reentrant):
     since another forward may have run in another block.
     """
     model = convert_norms(FeedForward(), "batch")
-    again, x = (
-        Checkpointed(model, use_reentrant=reentrant),
-        torch.randn(B, T, C, requires_grad=True),
-    )
+    again = Checkpointed(model, use_reentrant=reentrant)
+    x = torch.randn(B, T, C, requires_grad=True)
     with padding(None):
         again(x).sum().backward()
     model(x.flatten(0, 1)).sum().backward()
@@ -540,7 +561,8 @@ def test_a_recomputation_without_its_mask_is_an_error(reentrant):
 # Several masks at once. Those of source and target differ, because equal ones hide which of them
 # was taken.
 
-SOURCE_MASK, TARGET_MASK = MASK, MASK.flip(0)
+SOURCE_MASK = MASK
+TARGET_MASK = MASK.flip(0)
 
 
 def effect_of_padding(model, call, mask):
@@ -581,12 +603,10 @@ def test_two_masks_for_one_module_are_refused_by_name():
         model(x, SOURCE_MASK, x, TARGET_MASK)
     # an argument may stand behind one that is None
     for masks in ((SOURCE_MASK, None), (None, SOURCE_MASK)):
-        assert (
-            effect_of_padding(
-                model, lambda m, x, masks=masks: m(x, masks[0], x, masks[1])[0], SOURCE_MASK
-            )
-            == 0
+        found = effect_of_padding(
+            model, lambda m, x, masks=masks: m(x, masks[0], x, masks[1])[0], SOURCE_MASK
         )
+        assert found == 0
 
     def in_blocks(model, x):
         with padding(SOURCE_MASK):
@@ -603,7 +623,8 @@ def test_a_block_wins_for_the_norms_that_it_is_for():
     model = convert_norms(
         EncoderDecoder(), "batch", mask_from={"target_lengths": "lengths"}, layout="BTC"
     )
-    source, wrong = torch.randn(B, T, C), torch.zeros(B, T, dtype=torch.bool)
+    source = torch.randn(B, T, C)
+    wrong = torch.zeros(B, T, dtype=torch.bool)
 
     def effect(decoders_mask, decoders_block):
         def run(model, x):
@@ -632,7 +653,8 @@ def test_a_block_wins_for_the_norms_that_it_is_for():
 
 
 def test_a_block_for_no_norm_that_asks_is_named():
-    model, x = convert_norms(FeedForward(), "batch"), torch.randn(B, T, C)
+    model = convert_norms(FeedForward(), "batch")
+    x = torch.randn(B, T, C)
     with pytest.warns(
         UserWarning, match=r"padding\(..., only='lst'\)` was for none .* mask in it: norm, last"
     ):
@@ -667,7 +689,8 @@ def test_a_block_takes_the_place_of_a_mask_that_cannot_be_read():
 
 
 def test_a_block_that_hides_padding_is_told_once():
-    x, model = torch.randn(B, T, C), convert_norms(FeedForward(), "batch")
+    x = torch.randn(B, T, C)
+    model = convert_norms(FeedForward(), "batch")
     full = torch.full_like(LENGTHS, T)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -768,7 +791,8 @@ def test_a_mask_that_the_caller_names_counts_beside_a_second_sequence():
     model = convert_norms(layer, "batch", layout="BTC", mask_from="key_padding_mask")
     x, skip = torch.randn(2, B, T, C)
     model(x, skip, MASK).sum().backward()
-    torch.testing.assert_close(model.norm.running_mean, 0.1 * x[~MASK].mean(0))
+    expected = 0.1 * x[~MASK].mean(0)
+    torch.testing.assert_close(model.norm.running_mean, expected)
 
 
 @pytest.mark.parametrize(
@@ -783,7 +807,8 @@ def test_the_targets_own_mask_beside_a_second_sequence(mask_from):
     for call in (model, torch.compile(copy.deepcopy(model), backend="aot_eager")):
         call(x, z, MASK, MASK.flip(0)).sum().backward()
         call.eval()
-        torch.testing.assert_close(call.norm.running_mean, 0.1 * x[~MASK.flip(0)].mean(0))
+        expected = 0.1 * x[~MASK.flip(0)].mean(0)
+        torch.testing.assert_close(call.norm.running_mean, expected)
 
 
 class CrossAttention(nn.Module):
@@ -822,7 +847,9 @@ class Heads(nn.Module):
 
     def __init__(self, heads_first, heads=4):
         super().__init__()
-        self.heads, self.heads_first, self.norm = heads, heads_first, nn.LayerNorm(C // heads)
+        self.heads = heads
+        self.heads_first = heads_first
+        self.norm = nn.LayerNorm(C // heads)
 
     def forward(self, x, attention_mask=None):
         heads = x.unflatten(-1, (self.heads, -1))
@@ -876,11 +903,9 @@ def _two_contents(x, mask):
 @pytest.mark.parametrize("norm", ["batch", "power"])
 def test_a_mask_of_a_cache_says_what_helps(norm):
     """A step of decoding in training mode: one token, and the mask of all."""
-    model, x, mask = (
-        convert_norms(FeedForward(), norm, layout="BTC"),
-        torch.randn(B, 1, C),
-        {"valid": ~MASK},
-    )
+    model = convert_norms(FeedForward(), norm, layout="BTC")
+    x = torch.randn(B, 1, C)
+    mask = {"valid": ~MASK}
     with torch.no_grad(), padding(**mask), pytest.raises(ValueError) as error:
         model(x)
     assert "norm: its tokens are 3 sequences of length 1" in str(error.value)
@@ -914,10 +939,8 @@ def test_lengths_count_a_token_that_the_model_puts_in_front():
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_recomputation_does_not_take_the_argument_that_a_block_hid(reentrant):
-    model, x = (
-        Checkpointed(FeedForward(), use_reentrant=reentrant),
-        torch.randn(B, T, C, requires_grad=True),
-    )
+    model = Checkpointed(FeedForward(), use_reentrant=reentrant)
+    x = torch.randn(B, T, C, requires_grad=True)
     convert_norms(model, "batch")
     for block in (padding(MASK.flip(0)), padding(None)):
         with block, warnings.catch_warnings():
@@ -947,7 +970,8 @@ def test_the_report_says_which_line_of_the_table_held():
     for (line, words), (model, call) in cases.items():
         forms = {"target_lengths": "lengths"} if model is decoder else None
         convert_norms(model, "batch", mask_from=forms, layout="BTC")
-        assert norm_report(model)[0].line is None and "; last" not in str(norm_report(model)[0])
+        assert norm_report(model)[0].line is None
+        assert "; last" not in str(norm_report(model)[0])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             call(model)
@@ -983,7 +1007,8 @@ def texts(caught):
 )
 @pytest.mark.parametrize("layout", ["BTC", "TBC"])
 def test_sentences_without_a_token_are_told_once(given, count, layout):
-    model, x = convert_norms(FeedForward(), "batch", layout=layout), torch.randn(B, T, C)
+    model = convert_norms(FeedForward(), "batch", layout=layout)
+    x = torch.randn(B, T, C)
     x = x if layout == "BTC" else x.transpose(0, 1)
     with warnings.catch_warnings(record=True) as caught, padding(**given):
         warnings.simplefilter("always")
@@ -994,7 +1019,8 @@ def test_sentences_without_a_token_are_told_once(given, count, layout):
         f"norm: by padding({name}=...) {count} of 3 sentences consist of padding only: is the mask "
         f"inverted? True"
     )
-    assert len(caught) == bool(count) and all(text.startswith(expected) for text in texts(caught))
+    assert len(caught) == bool(count)
+    assert all(text.startswith(expected) for text in texts(caught))
 
 
 class Embedded(nn.Module):
@@ -1002,7 +1028,8 @@ class Embedded(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embed, self.positions = nn.Embedding(50, C), nn.Embedding(T, C)
+        self.embed = nn.Embedding(50, C)
+        self.positions = nn.Embedding(T, C)
         self.norm = nn.LayerNorm(C)
 
     def forward(self, ids):
@@ -1052,7 +1079,8 @@ def test_a_norm_of_ones_own_layer_tells_once_of_sentences_without_a_token(batch_
 
 
 def test_a_later_batch_with_an_empty_sentence_is_told_but_not_by_a_norm_that_uses_no_mask():
-    model, x = convert_norms(FeedForward(), "batch", layout="BTC"), torch.randn(B, T, C)
+    model = convert_norms(FeedForward(), "batch", layout="BTC")
+    x = torch.randn(B, T, C)
     other = convert_norms(FeedForward(), "rms", layout="BTC")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -1066,7 +1094,8 @@ def test_a_later_batch_with_an_empty_sentence_is_told_but_not_by_a_norm_that_use
 
 
 def test_evaluation_of_a_norm_that_counted_no_step_is_told_once():
-    x, model = torch.randn(B, T, C), convert_norms(FeedForward(), "batch")
+    x = torch.randn(B, T, C)
+    model = convert_norms(FeedForward(), "batch")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model.eval()(x)
@@ -1105,7 +1134,8 @@ def test_evaluation_of_a_norm_that_counted_no_step_is_told_once():
 
 def test_a_compiled_model_that_counted_no_step_is_told_once():
     """While it is compiled."""
-    x, model = torch.randn(B, T, C), convert_norms(FeedForward(), "batch").eval()
+    x = torch.randn(B, T, C)
+    model = convert_norms(FeedForward(), "batch").eval()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -1136,7 +1166,8 @@ def test_numbers_of_tokens_in_the_place_of_a_mask_name_lengths(given, message):
 def test_the_table_of_the_page_has_the_lines_of_the_search():
     page = (Path(__file__).parents[2] / "docs/own_model.md").read_text("utf-8")
     rows = re.findall(r"^\| (\d+) \| (.*?) \| (.*?) \|$", page, re.M)
-    assert [int(number) for number, _, _ in rows] == [*range(1, 13)]
+    found = [int(number) for number, _, _ in rows]
+    assert found == [*range(1, 13)]
     words = {
         mask_search.GIVEN: "`norm(x, mask)`",
         mask_search.BLOCK: "`with padding(...)` block around the call",
@@ -1152,4 +1183,5 @@ def test_the_table_of_the_page_has_the_lines_of_the_search():
         named = re.findall(
             r"`(\w+_)\.\.\.`", rows[mask_search.OF_TARGET - 1][2].partition(";")[2 * column]
         )
-        assert named and all(name.startswith(prefixes) for name in named)
+        assert named
+        assert all(name.startswith(prefixes) for name in named)

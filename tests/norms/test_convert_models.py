@@ -115,7 +115,8 @@ def test_hugging_face(make, norm, checkpointing):
     model = make()
     state = copy.deepcopy(model.state_dict())
     convert_norms(model, norm, mask_from="attention_mask").load_state_dict(state)
-    assert len(norm_report(model)) >= 6 and all(each.masks for each in norm_report(model))
+    assert len(norm_report(model)) >= 6
+    assert all(each.masks for each in norm_report(model))
     if checkpointing:
         model.activation_checkpointing_enable(
             {"use_reentrant": False, "context_fn": padding.context_fn}
@@ -123,18 +124,17 @@ def test_hugging_face(make, norm, checkpointing):
     model.train()
     ids = torch.randint(4, VOCABULARY, (B, T))
     # equal ones would hide which of them a norm takes
-    source_mask, target_mask = MASK, MASK.flip(0)
+    source_mask = MASK
+    target_mask = MASK.flip(0)
     masks = {
         "attention_mask": (~source_mask).long(),
         "decoder_attention_mask": (~target_mask).long(),
     }
     found = []
     for content in (PAD, 5):  # at padding
-        one, source, target = (
-            copy.deepcopy(model),
-            ids.masked_fill(MASK, content),
-            ids.masked_fill(target_mask, content),
-        )
+        one = copy.deepcopy(model)
+        source = ids.masked_fill(MASK, content)
+        target = ids.masked_fill(target_mask, content)
         logits = one(input_ids=source, decoder_input_ids=target, **masks).logits[~target_mask]
         (logits * torch.linspace(-1, 1, VOCABULARY)).sum().backward()
         found.append(
@@ -151,14 +151,16 @@ def test_hugging_face(make, norm, checkpointing):
 @pytest.mark.parametrize("make", [marian, t5])
 def test_a_decoder_without_its_mask_does_not_take_the_one_of_the_source(make):
     model = convert_norms(make(), "batch", mask_from="attention_mask", layout="BTC").train()
-    ids, given = torch.randint(4, VOCABULARY, (2, B, T)), {"attention_mask": (~MASK).long()}
+    ids = torch.randint(4, VOCABULARY, (2, B, T))
+    given = {"attention_mask": (~MASK).long()}
     with pytest.warns(UserWarning, match="decoder.* no padding mask has reached it "):
         model(input_ids=ids[0], decoder_input_ids=ids[1], **given)
     for report in norm_report(model):
         assert report.line in ((5, 12) if "decoder." in report.name else (4,)), str(report)
     with padding(MASK.flip(0), only="*decoder.*"):
         model(input_ids=ids[0], decoder_input_ids=ids[1], **given)
-    assert {each.line for each in norm_report(model) if "decoder." in each.name} == {2}
+    found = {each.line for each in norm_report(model) if "decoder." in each.name}
+    assert found == {2}
 
 
 def decayed(model):
@@ -189,7 +191,8 @@ def test_weight_decay_stays_where_it_was(name):
     convert_norms(model, "batch", layout="BTC")
     after = decayed(model)
     assert (after != before) == (name != "Bert")
-    assert after - set(norm_parameter_names(model, nn.LayerNorm)) == before
+    found = after - set(norm_parameter_names(model, nn.LayerNorm))
+    assert found == before
 
 
 class Conformer(nn.Module):
@@ -233,7 +236,8 @@ def train(model, rows, way):
     steps = list(zip(*batches(), strict=True))
 
     def loss(x, lengths):
-        x, lengths = x[rows], lengths[rows]
+        x = x[rows]
+        lengths = lengths[rows]
         real = torch.arange(T) < lengths[:, None]
         if way == "BERT":
             x = x.masked_fill(~real[..., None], 1e4)
@@ -358,7 +362,8 @@ def test_bert_trains_in_one_graph_with_the_statistics_of_real_tokens():
     ):
         assert torch.equal(one, two), name
     counters = torch._dynamo.utils.counters
-    assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 2
+    assert not counters["graph_break"]
 
 
 def test_padding_of_one_thread_is_not_that_of_another():
@@ -367,4 +372,5 @@ def test_padding_of_one_thread_is_not_that_of_another():
     from pn_fairseq.norms.padding import current_scope
 
     with padding(MASK), ThreadPoolExecutor(1) as pool:
-        assert current_scope() is not None and pool.submit(current_scope).result() is None
+        assert current_scope() is not None
+        assert pool.submit(current_scope).result() is None

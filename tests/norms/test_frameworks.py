@@ -60,9 +60,8 @@ def x_transformers(norm: str = ""):
     import x_transformers as package
 
     options = {norm: True} if norm else {}
-    return package.Encoder(dim=C, depth=2, heads=2, attn_dim_head=8, **options), lambda m, x: m(
-        x, mask=~MASK
-    )
+    model = package.Encoder(dim=C, depth=2, heads=2, attn_dim_head=8, **options)
+    return model, lambda m, x: m(x, mask=~MASK)
 
 
 def joeynmt():
@@ -126,16 +125,13 @@ def conformer():
 
 def torch_encoder():
     layer = nn.TransformerEncoderLayer(C, 2, 32, dropout=0.0, batch_first=True)
-    return nn.TransformerEncoder(layer, 2, nn.LayerNorm(C)), lambda m, x: m(
-        x, src_key_padding_mask=MASK
-    )
+    model = nn.TransformerEncoder(layer, 2, nn.LayerNorm(C))
+    return model, lambda m, x: m(x, src_key_padding_mask=MASK)
 
 
 def torch_transformer():
     model = nn.Transformer(C, 2, 1, 1, 32, dropout=0.0, batch_first=True)
-    masks = dict.fromkeys(
-        ("src_key_padding_mask", "tgt_key_padding_mask", "memory_key_padding_mask"), MASK
-    )
+    masks = {f"{part}_key_padding_mask": MASK for part in ("src", "tgt", "memory")}
     return model, lambda m, x: m(x, x, **masks)
 
 
@@ -229,7 +225,8 @@ def whisper():
 
     def call(m, x):
         sound = x.masked_fill(MASK[..., None], 0.0).repeat_interleave(2, 1).transpose(1, 2)
-        tokens, mask = tokens_of(x).flip(0), (~MASK).long().flip(0)
+        tokens = tokens_of(x).flip(0)
+        mask = (~MASK).long().flip(0)
         with padding(MASK, only="encoder.*"):
             y = m(
                 input_features=sound, decoder_input_ids=tokens, decoder_attention_mask=mask
@@ -328,13 +325,13 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_framework(name, norm):
     statistics, effect = errors(CASES[name], norm)
-    assert statistics < 1e-5 and effect < 1e-4
+    assert statistics < 1e-5
+    assert effect < 1e-4
 
 
 def options_of(norm: str) -> dict:
-    """With which the statistics are exponential averages:
-
-    those of a warm-up are means over all steps.
+    """With which the statistics are exponential averages: those of a warm-up are means over all
+    steps.
     """
     return {"psi_warmup_updates": 0} if norm == "power" else {}
 
@@ -348,7 +345,8 @@ def errors(case: Case, norm: str) -> tuple[float, float]:
         return trainer_errors(case, norm)
     torch.manual_seed(1)
     model, call = case.make()
-    model = case.wrap(convert_norms(model, norm, layout="BTC", **case.options, **options_of(norm)))
+    options = {**case.options, **options_of(norm)}
+    model = case.wrap(convert_norms(model, norm, layout="BTC", **options))
     norms = running_norms(model.train())
     assert len(norms) >= 2
     for module in model.modules():
@@ -357,26 +355,34 @@ def errors(case: Case, norm: str) -> tuple[float, float]:
     other = copy.deepcopy(model)
     real = torch.ones(B, T, dtype=torch.bool) if case.no_padding else ~MASK
     seen = {each: [] for each in norms}
+
+    def see(module, args):
+        seen[module].append(args[0].detach().double())
+
     for each in norms:
-        each.register_forward_pre_hook(
-            lambda module, args: seen[module].append(args[0].detach().double())
-        )
-    target, effect = torch.randn(B, T, 40), 0.0
+        each.register_forward_pre_hook(see)
+    target = torch.randn(B, T, 40)
+    effect = 0.0
     for _ in range(STEPS):
         x = torch.randn(B, T, C)
         results = []
-        for one, given in ((model, x), (other, x.masked_fill(~real[..., None], 3.0))):
+        filled = x.masked_fill(~real[..., None], 3.0)
+        for one, given in ((model, x), (other, filled)):
             with padding(None) if case.no_padding else nullcontext():
                 y = call(one, given)[real]
             one.zero_grad()
-            (y * target[real][:, : y.size(-1)]).sum().backward()
-            results.append([y, *(p.grad for p in one.parameters() if p.grad is not None)])
-        effect = max(effect, *(difference(*pair) for pair in zip(*results, strict=True)))
-    reverse = [bool(case.reversed_in) and each.name.startswith(case.reversed_in) for each in norms]
-    masks = [real.flip(0) if turned else real for turned in reverse]
-    return max(
-        state_error(each, seen[each], mask) for each, mask in zip(norms, masks, strict=True)
-    ), effect
+            weights = target[real][:, : y.size(-1)]
+            (y * weights).sum().backward()
+            gradients = [each.grad for each in one.parameters() if each.grad is not None]
+            results.append([y, *gradients])
+        for first, second in zip(*results, strict=True):
+            effect = max(effect, difference(first, second))
+    error = 0.0
+    for each in norms:
+        is_reversed = case.reversed_in and each.name.startswith(case.reversed_in)
+        mask = real.flip(0) if is_reversed else real
+        error = max(error, state_error(each, seen[each], mask))
+    return error, effect
 
 
 def trainer_errors(case: Case, norm: str) -> tuple[float, float]:
@@ -384,16 +390,18 @@ def trainer_errors(case: Case, norm: str) -> tuple[float, float]:
     trained parameters.
     """
 
+    names = ("input_ids", "attention_mask", "labels")
+
     def trained(content):
         torch.manual_seed(1)
         tokens = torch.randint(1, 40, (2 * STEPS, B, T)).masked_fill(MASK, content)
-        rows = {"input_ids": tokens, "attention_mask": (~MASK).long().expand_as(tokens)}
-        rows["labels"] = tokens.masked_fill(MASK, -100)
+        valid = (~MASK).long().expand_as(tokens)
+        labels = tokens.masked_fill(MASK, -100)
         model = convert_norms(case.make(), norm, layout="BTC", **options_of(norm))
-        model.activation_checkpointing_enable(
-            {"use_reentrant": False, "context_fn": padding.context_fn}
-        )
-        seen, recomputed = {each: [] for each in running_norms(model)}, set()
+        settings = {"use_reentrant": False, "context_fn": padding.context_fn}
+        model.activation_checkpointing_enable(settings)
+        seen = {each: [] for each in running_norms(model)}
+        recomputed = set()
 
         def see(module, args):
             if torch._C._current_graph_task_id() == -1:
@@ -403,17 +411,21 @@ def trainer_errors(case: Case, norm: str) -> tuple[float, float]:
 
         for each in seen:
             each.register_forward_pre_hook(see)
-        sentences = zip(*(values.flatten(0, 1) for values in rows.values()), strict=True)
-        train(model, [dict(zip(rows, sentence, strict=True)) for sentence in sentences])
+        sentences = []
+        for batch in zip(tokens, valid, labels, strict=True):
+            for row in zip(*batch, strict=True):
+                sentences.append(dict(zip(names, row, strict=True)))
+        train(model, sentences)
         assert len(recomputed) == 2 * SIZES["num_hidden_layers"]
-        return model, max(
-            state_error(each, inputs, ~MASK, 2 * STEPS) for each, inputs in seen.items()
-        )
+        errors = [state_error(each, inputs, ~MASK, 2 * STEPS) for each, inputs in seen.items()]
+        return model, max(errors)
 
-    (one, error), (other, _) = trained(0), trained(7)
-    return error, max(
-        difference(*pair) for pair in zip(one.parameters(), other.parameters(), strict=True)
-    )
+    one, error = trained(0)
+    other, _ = trained(7)
+    effect = 0.0
+    for first, second in zip(one.parameters(), other.parameters(), strict=True):
+        effect = max(effect, difference(first, second))
+    return error, effect
 
 
 def state_error(norm, inputs, real, steps=STEPS) -> float:
@@ -423,7 +435,8 @@ def state_error(norm, inputs, real, steps=STEPS) -> float:
 
 
 def difference(one, two) -> float:
-    return ((one - two).abs().max() / two.abs().max().clamp(min=1.0)).item()
+    largest = two.abs().max().clamp(min=1.0)
+    return ((one - two).abs().max() / largest).item()
 
 
 def table() -> str:
@@ -449,13 +462,15 @@ def table() -> str:
 def expected_state(norm, inputs, real):
     """Statistics of evaluation after the inputs, by a loop over real tokens in float64."""
     name = norm.moment_name
-    mean, moment = torch.zeros(C, dtype=torch.float64), torch.ones(C, dtype=torch.float64)
+    mean = torch.zeros(C, dtype=torch.float64)
+    moment = torch.ones(C, dtype=torch.float64)
     for x in inputs:
         x = x.transpose(1, 2) if norm.layout.own else x
         tokens = [x[b, t] for b in range(B) for t in range(T) if real[b, t]]
         count = len(tokens)
         if norm.mean_name is None:
-            batch_mean, batch = mean, sum(token.square() for token in tokens) / count
+            batch_mean = mean
+            batch = sum(token.square() for token in tokens) / count
         else:
             batch_mean = sum(tokens) / count
             batch = sum((token - batch_mean).square() for token in tokens) / (count - 1)

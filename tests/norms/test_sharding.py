@@ -37,18 +37,22 @@ def on_a_rank(rank, world):
     from torch.distributed.tensor import Shard, distribute_tensor
     from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
-    mesh, found = init_device_mesh("cpu", (world,)), {}
+    mesh = init_device_mesh("cpu", (world,))
+    found = {}
     of_plain_tensors = norm_of("rms")(tensors()[0]).grad_fn.name()
     for name in PER_TOKEN:
         for dimension in (0, 1):
-            x, dy = (distribute_tensor(tensor, mesh, [Shard(dimension)]) for tensor in tensors())
+            x, dy = tensors()
+            x = distribute_tensor(x, mesh, [Shard(dimension)])
+            dy = distribute_tensor(dy, mesh, [Shard(dimension)])
             norm = parallelize_module(norm_of(name), mesh, SequenceParallel(sequence_dim=dimension))
-            found[name, dimension] = [tensor.full_tensor() for tensor in step(norm, x, dy)]
-            assert norm.eval()(x).full_tensor().equal(found[name, dimension][0])
+            results = [tensor.full_tensor() for tensor in step(norm, x, dy)]
+            found[name, dimension] = results
+            y = norm.eval()(x).full_tensor()
+            assert y.equal(results[0])
     assert norm_of("rms")(tensors()[0]).grad_fn.name() == of_plain_tensors
-    norm = parallelize_module(
-        convert_norms(nn.Sequential(nn.LayerNorm(C)), "batch"), mesh, {"0": SequenceParallel()}
-    )
+    model = convert_norms(nn.Sequential(nn.LayerNorm(C)), "batch")
+    norm = parallelize_module(model, mesh, {"0": SequenceParallel()})
     with pytest.raises(
         ValueError,
         match="0: MaskedBatchNorm needs the statistics of all tokens, but its input is a D",
@@ -64,8 +68,9 @@ def tensors():
 
 def test_norms_of_each_token_are_sharded():
     """Sums over the 24 tokens in another order: five times 24 roundings."""
+    close = 5 * 24 * 2**-24
     expected = {name: step(norm_of(name), *tensors()) for name in PER_TOKEN}
     for found in run_ranks(on_a_rank, 2):
         for (name, _), results in found.items():
             for one, two in zip(results, expected[name], strict=True):
-                torch.testing.assert_close(one, two, rtol=5 * 24 * 2**-24, atol=5 * 24 * 2**-24)
+                torch.testing.assert_close(one, two, rtol=close, atol=close)
