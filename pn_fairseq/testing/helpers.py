@@ -114,8 +114,13 @@ def some_steps(norm, number=3, seed=8, **options):
 
 
 def gradients_of(module):
-    """The gradients of the parameters that have one."""
-    return [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    """The gradients of the parameters that are trained, each of which must have got one."""
+    gradients = []
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            assert parameter.grad is not None
+            gradients.append(parameter.grad)
+    return gradients
 
 
 def poison(values, mask, bad):
