@@ -91,14 +91,20 @@ def check_input(
         )
 
 
-IS_INVERTED = (
-    "is the mask inverted? True is padding; where 1 is a token, give ~mask, or padding(valid=...)."
-)
+#: Form of a mask -> what to ask where it seems to call tokens padding.
+IS_INVERTED = {
+    "mask": "is the mask inverted? True is padding; where 1 is a token, give ~mask, or "
+    "padding(valid=...).",
+    "valid": "is the mask inverted? 1 is a token, as in a tokenizer's attention_mask; where 1 is "
+    "padding, give mask == 0.",
+    "additive": "is the mask inverted? 0 is a token, and -inf is padding.",
+    "lengths": "their length is 0.",
+}
 
 
-def empty_sentences(count: int, sentences: int) -> str:
-    """What to say of a mask (B, T) that leaves ``count`` of ``sentences`` without a token."""
-    return f"{count} of {sentences} sentences consist of padding only: {IS_INVERTED}"
+def empty_sentences(count: int, sentences: int, form: str) -> str:
+    """What to say of a mask of this form that leaves ``count`` of ``sentences`` without a token."""
+    return f"{count} of {sentences} sentences consist of padding only: {IS_INVERTED[form]}"
 
 
 def tokens_are_padding(x: Tensor, padding: Tensor) -> bool:
@@ -124,7 +130,8 @@ def warn_of_empty_sentences(padding_mask: Tensor) -> None:
     if count:
         _told.add("empty sentences")
         warnings.warn(
-            f"padding_mask: by it {empty_sentences(count, len(padding_mask))}", stacklevel=4
+            f"padding_mask: by it {empty_sentences(count, len(padding_mask), 'mask')}",
+            stacklevel=4,
         )
 
 

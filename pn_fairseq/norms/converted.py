@@ -249,10 +249,10 @@ class ConvertedNorm:
             if tokens_are_padding(sentences, mask.of(sentences.size(1))):
                 text = (
                     "what every sentence has at its end as tokens is the same in all of them, and "
-                    f"what is called padding differs: {IS_INVERTED}"
+                    f"what is called padding differs: {IS_INVERTED[mask.form]}"
                 )
         if (is_first or not mask.waits_for_device) and mask.empty_sentences:
-            text = empty_sentences(mask.empty_sentences, mask.batch)
+            text = empty_sentences(mask.empty_sentences, mask.batch, mask.form)
         if text:
             self.conversion.warn("inverted", f"{self.name}: by {mask.source} {text}")
 

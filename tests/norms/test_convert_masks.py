@@ -994,19 +994,24 @@ def texts(caught):
 
 
 @pytest.mark.parametrize(
-    ("given", "count"),
+    ("given", "count", "remedy"),
     [
-        ({"mask": ~MASK}, 1),
-        ({"valid": MASK}, 1),
-        ({"additive": torch.zeros(B, T).masked_fill(~MASK, -torch.inf)}, 1),
-        ({"lengths": torch.tensor([7, 0, 0])}, 2),
-        ({"mask": torch.ones(B, T, dtype=torch.bool)}, 3),
-        ({"mask": MASK}, 0),
-        ({"lengths": LENGTHS}, 0),
+        ({"mask": ~MASK}, 1, "is the mask inverted? True is padding"),
+        ({"valid": MASK}, 1, "is the mask inverted? 1 is a token"),
+        ({"valid": MASK.long()}, 1, "is the mask inverted? 1 is a token"),
+        (
+            {"additive": torch.zeros(B, T).masked_fill(~MASK, -torch.inf)},
+            1,
+            "is the mask inverted? 0 is a token",
+        ),
+        ({"lengths": torch.tensor([7, 0, 0])}, 2, "their length is 0."),
+        ({"mask": torch.ones(B, T, dtype=torch.bool)}, 3, "is the mask inverted? True is padding"),
+        ({"mask": MASK}, 0, ""),
+        ({"lengths": LENGTHS}, 0, ""),
     ],
 )
 @pytest.mark.parametrize("layout", ["BTC", "TBC"])
-def test_sentences_without_a_token_are_told_once(given, count, layout):
+def test_sentences_without_a_token_are_told_once(given, count, remedy, layout):
     model = convert_norms(FeedForward(), "batch", layout=layout)
     x = torch.randn(B, T, C)
     x = x if layout == "BTC" else x.transpose(0, 1)
@@ -1016,8 +1021,7 @@ def test_sentences_without_a_token_are_told_once(given, count, layout):
         model(x)
     name = next(iter(given))
     expected = (
-        f"norm: by padding({name}=...) {count} of 3 sentences consist of padding only: is the mask "
-        f"inverted? True"
+        f"norm: by padding({name}=...) {count} of 3 sentences consist of padding only: {remedy}"
     )
     assert len(caught) == bool(count)
     assert all(text.startswith(expected) for text in texts(caught))
