@@ -70,7 +70,8 @@ def open_probe(folder: Path, update: int, training: str) -> None:
 
     Raises:
         ValueError: ``folder`` is something else than a new file of ``--norm-probe``, or one of this
-            run. OSError: it cannot be made.
+            run.
+        OSError: it cannot be made.
     """
     advice = "give a new folder, or that of the same training"
     if folder.exists() and not folder.is_dir():

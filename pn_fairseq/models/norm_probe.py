@@ -303,9 +303,9 @@ def quantities(batch, state: dict, average: dict, eps: float, sample_size: float
 
     Args:
         batch: number of real tokens and their sums of h, h^2, dy / loss scale and dy * h / loss
-            scale, (1 + 4 C,). state: ``mu``, ``sigma2``, ``psi2`` that the norm keeps, ``nu``, and
-            its ``gain``, each (C,); a norm may
-            lack some of them.
+            scale, (1 + 4 C,).
+        state: ``mu``, ``sigma2``, ``psi2`` that the norm keeps, ``nu``, and its ``gain``, each
+            (C,); a norm may lack some of them.
         average: statistics in the place of statistics that the norm does not keep.
         sample_size: what the criterion's loss is divided by.
     """

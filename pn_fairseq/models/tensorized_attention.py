@@ -28,8 +28,9 @@ class TensorizedAttention(nn.Module):
         length: T_max, the longest block.
         cores: h, the number of cores.
         softmax: g_r = softmax(core)_r as in the paper; otherwise the core itself, as in the
-            authors' code. masked: the condition on j and k. Without it the model is not causal: row
-            i sees what comes after it.
+            authors' code.
+        masked: the condition on j and k. Without it the model is not causal: row i sees what comes
+            after it.
     """
 
     def __init__(

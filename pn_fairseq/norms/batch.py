@@ -133,7 +133,8 @@ class MaskedBatchNorm(BatchStatsNorm):
 
     Args:
         alpha_fwd: decay of the running statistics, in (0, 1); torch's ``momentum`` is ``1 -
-            alpha_fwd``. others: see :class:`~pn_fairseq.norms.base.RunningNorm`.
+            alpha_fwd``.
+        others: see :class:`~pn_fairseq.norms.base.RunningNorm`.
 
     Buffers: ``running_mean`` (initially 0) and ``running_var`` (initially 1), (C,) float32, and
     ``num_batches_tracked``, int64. A batch of one real token has no unbiased variance and changes

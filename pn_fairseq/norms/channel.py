@@ -27,8 +27,9 @@ class ChannelNorm(nn.Module):
         num_features: number of channels C.
         eps: added to the second moment before the root, here and in layer-scale.
         affine: if True, the norm has the parameters that :attr:`learned` names. The other
-            parameters are None. layer_scale_groups: groups of the :class:`LayerScale` in front; 0:
-            none. batch_first: activations are (B, T, C) instead of (T, B, C), as in
+            parameters are None.
+        layer_scale_groups: groups of the :class:`LayerScale` in front; 0: none.
+        batch_first: activations are (B, T, C) instead of (T, B, C), as in
             ``torch.nn.TransformerEncoderLayer``.
 
     Raises:

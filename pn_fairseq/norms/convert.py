@@ -60,11 +60,12 @@ def convert_norms(
     Args:
         norm: a key of :data:`pn_fairseq.norms.NORMS`.
         only: pattern or patterns of module names, as in ``fnmatch`` ("encoder.*"); the others stay
-            as they are. skip: patterns of names that stay as they are. layout: "BTC" or "TBC", of
-            the input of norms over the last dimension. By default each norm reads it from the
-            shape of its first mask; if B equals T in that mask, the forward raises ValueError.
-            Batch norms of torch keep their own layout, (B, C, T) or (N, C). "BCHW" also replaces
-            ``BatchNorm2d``.
+            as they are.
+        skip: patterns of names that stay as they are.
+        layout: "BTC" or "TBC", of the input of norms over the last dimension. By default each norm
+            reads it from the shape of its first mask; if B equals T in that mask, the forward
+            raises ValueError. Batch norms of torch keep their own layout, (B, C, T) or (N, C).
+            "BCHW" also replaces ``BatchNorm2d``.
         mask_from: the argument that holds the mask in the forward of the model or of modules in it.
             By default arguments of known names are used: %s (after the dot, in modules of that
             package). For others give a dict: name -> one of %s (see :class:`padding`), or a

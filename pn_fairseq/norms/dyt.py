@@ -17,8 +17,9 @@ class DynamicTanh(ChannelNorm):
 
     Args:
         alpha_init: initial value of ``alpha``, greater than 0. The paper's is 0.5, less in large
-            language models. eps: epsilon of layer-scale. others: see
-            :class:`~pn_fairseq.norms.base.ChannelNorm`.
+            language models.
+        eps: epsilon of layer-scale.
+        others: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
     """
 
     def __init__(self, num_features: int, alpha_init: float = 0.5, **common):

@@ -19,7 +19,8 @@ class GroupNorm(ChannelNorm):
 
     Args:
         groups: number of equal groups that the channels split into. A transformer has as many as
-            attention heads. others: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
+            attention heads.
+        others: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
     """
 
     def __init__(self, num_features: int, groups: int = 1, **common):

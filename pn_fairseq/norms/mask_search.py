@@ -31,8 +31,8 @@ class Arguments(Scope):
     Args:
         hook: the :class:`.ArgumentHook` of the module.
         read: returns the masks, name of the argument -> mask or None. It is called when a norm
-            asks, once. attends: whether the module attends to other tokens, such as the output of
-            an encoder.
+            asks, once.
+        attends: whether the module attends to other tokens, such as the output of an encoder.
     """
 
     def __init__(self, hook, read: Callable[[], dict[str, PaddingMask | None]], attends: bool):

@@ -39,7 +39,8 @@ class ProgressiveBatchNorm(MaskedBatchNorm):
         others: see :class:`~pn_fairseq.norms.base.RunningNorm`.
 
     Parameters: ``weight``, ``bias``, ``ln_weight``, ``ln_bias``, (C,), and ``rep_alpha``, (1,),
-    initially 1. Buffers: see :class:`~pn_fairseq.norms.MaskedBatchNorm`.
+    initially 1.
+    Buffers: see :class:`~pn_fairseq.norms.MaskedBatchNorm`.
     """
 
     follows_updates = True

@@ -86,13 +86,11 @@ class NormEntry:
         short: the abbreviation in architecture names, as in ``transformer_pn_iwslt``.
         title: one line for help texts and tables.
         variants: variant -> the class that replaces ``cls`` in it, with the same constructor
-            arguments. defaults: argument -> its default in a transformer, where that is neither the
-            one of
+            arguments.
+        defaults: argument -> its default in a transformer, where that is neither the one of
             :data:`TRANSFORMER_DEFAULTS` nor the constructor's. ``VARIANT.ARGUMENT`` is the default
-              in this variant, and
-            ``VARIANT.last.ARGUMENT`` the value in the norm after the last encoder layer. A value
-            can be a
-            :class:`FromRun`.
+            in this variant, and ``VARIANT.last.ARGUMENT`` the value in the norm after the last
+            encoder layer. A value can be a :class:`FromRun`.
     """
 
     cls: type[ChannelNorm]

@@ -65,7 +65,8 @@ class DetachNorm(LayerNormSimple):
 
     Args:
         detach: statistics that are constants to the gradient: "mean", "std" or "mean,std", or a
-            sequence of these. others: see :class:`LayerNormSimple`.
+            sequence of these.
+        others: see :class:`LayerNormSimple`.
     """
 
     def __init__(self, num_features: int, detach: str | Sequence[str] = "mean,std", **common):

@@ -172,7 +172,8 @@ class Decoding:
 
         Args:
             log: of fairseq, whose lines P- have a score for each subword and for the end of the
-                sentence. lengths: of the sources, with their ends.
+                sentence.
+            lengths: of the sources, with their ends.
         """
         a, b = self.search["max_len_a"], self.search["max_len_b"]
         positions = self.max_positions["target"] - 1

@@ -77,7 +77,8 @@ def torchrun(layout: RankLayout, arguments: list[str]) -> int:
 
     Raises:
         TrainingFailed: a rank failed. The text names the rank, and its error or the signal that
-            killed it. KeyboardInterrupt: a signal ended the training.
+            killed it.
+        KeyboardInterrupt: a signal ended the training.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

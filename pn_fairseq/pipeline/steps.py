@@ -148,10 +148,12 @@ def reproduce(
             the experiment's. A norm is ``NORM[+key=value...]`` with settings of the model.
         table: a published table, whose rows and configuration replace ``norms``.
         settings: what differs from the configuration, as ``key=value``; ``{run}`` in one is the
-            folder of the run. runs: the folder for the runs and the report (default
-            ``runs/CONFIG``). data: the prepared data (default ``runs/data/CONFIG``). ranks: of each
-            run and decoding. preparation: more options of ``pn prepare``. dry_run: check the
-            settings and print the commands.
+            folder of the run.
+        runs: the folder for the runs and the report (default ``runs/CONFIG``).
+        data: the prepared data (default ``runs/data/CONFIG``).
+        ranks: of each run and decoding.
+        preparation: more options of ``pn prepare``.
+        dry_run: check the settings and print the commands.
 
     Returns:
         The exit code: 1 if a run failed.
