@@ -328,11 +328,9 @@ class ConvertedNorm:
         is_of_sequences = x.dim() == 3 or (x.dim() > 3 and self.zero_padding)
         if "missing" in self.conversion.warned or not is_of_sequences:
             return
-        reason = ""
-        if found.line == NONE:
-            if self.conversion.none_is_no_padding or _is_full(found, x):
-                return
-            reason = f" ({found.where})"
+        if found.line == NONE and (self.conversion.none_is_no_padding or _is_full(found, x)):
+            return
+        reason = f" ({found.where})" if found.line == NONE or found.is_unread else ""
         uses, effects = [], []
         if self.training and isinstance(self, RunningNorm):
             uses.append("takes statistics over the tokens of a batch")

@@ -135,9 +135,20 @@ class ArgumentHook:
         open_scopes.append(enter_scope(tensors, given, names, forms, attends, self.handle, outer))
 
     def scope(self, values: dict, forms: dict, attends: bool) -> Arguments:
-        def read() -> dict[str, PaddingMask | None]:
-            masks = {name: self._mask(name, value, forms[name]) for name, value in values.items()}
-            return {name: mask for name, mask in masks.items() if mask is not NotImplemented}
+        def read() -> tuple[dict[str, PaddingMask | None], list[str]]:
+            masks, unread = {}, []
+            for name, value in values.items():
+                mask = self._mask(name, value, forms[name])
+                if mask is not NotImplemented:
+                    masks[name] = mask
+                elif _is_array(value):
+                    kind = type(value).__name__
+                    unread.append(f"argument {name} of {self.module} is a {kind}, and no tensor")
+                elif isinstance(value, Tensor) and value.dim() == 1:
+                    unread.append(
+                        f"argument {name} of {self.module} is {tuple(value.shape)}, and not (B, T)"
+                    )
+            return masks, unread
 
         return Arguments(self, read, attends)
 
@@ -178,8 +189,7 @@ class ArgumentHook:
             return None
         source = f"argument {name} of {self.module}"
         if not isinstance(value, Tensor):
-            is_array = isinstance(value, list) or hasattr(value, "__array__")
-            if self.named and is_array:
+            if self.named and _is_array(value):
                 return PaddingMask(form, value, source)  # raises the error that says so
             return NotImplemented
         mask = without_dimensions_of_1(value)
@@ -188,6 +198,13 @@ class ArgumentHook:
         if form == "valid" and value.dim() > 2 and value.is_floating_point():
             form = "additive"  # what attention_mask has become inside Hugging Face's models
         return PaddingMask(form, value, source)
+
+
+def _is_array(value) -> bool:
+    """Whether ``value`` is a list or an array of numbers, and no tensor."""
+    return isinstance(value, list) or (
+        hasattr(value, "__array__") and not isinstance(value, Tensor)
+    )
 
 
 def _is_of_source(name: str) -> bool:

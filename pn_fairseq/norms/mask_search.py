@@ -30,15 +30,26 @@ class Arguments(Scope):
 
     Args:
         hook: the :class:`.ArgumentHook` of the module.
-        read: returns the masks, name of the argument -> mask or None. It is called when a norm
-            asks, once.
+        read: returns the masks, name of the argument -> mask or None, and the arguments whose
+            values are of no form of a mask, in words. It is called when a norm asks, once.
         attends: whether the module attends to other tokens, such as the output of an encoder.
     """
 
-    def __init__(self, hook, read: Callable[[], dict[str, PaddingMask | None]], attends: bool):
+    def __init__(
+        self,
+        hook,
+        read: Callable[[], tuple[dict[str, PaddingMask | None], list[str]]],
+        attends: bool,
+    ):
         super().__init__()
         self.hook, self.attends = hook, attends
-        self.masks = cache(read)  # also for copies of the scope
+        self._read = cache(read)  # also for copies of the scope
+
+    def masks(self) -> dict[str, PaddingMask | None]:
+        return self._read()[0]
+
+    def unread(self) -> list[str]:
+        return self._read()[1]
 
 
 @dataclass(frozen=True)
@@ -48,6 +59,7 @@ class Found:
     Attributes:
         line: of the table.
         where: in words.
+        is_unread: whether an argument that may hold a mask holds something else.
         mask: None: there is none.
         scope: in which the search ended.
     """
@@ -56,6 +68,7 @@ class Found:
     where: str
     mask: PaddingMask | None = None
     scope: Scope | None = None
+    is_unread: bool = False
 
 
 def find_mask(norm: str, conversion: str, scopes: list[Scope]) -> Found:
@@ -90,10 +103,12 @@ def find_argument(conversion: str, scopes: Iterable[Scope]) -> Found:
     names say that they are the target's.
     """
     attends = False
+    unread = []
     for scope in scopes:
         if not isinstance(scope, Arguments) or scope.hook.conversion != conversion:
             continue
         masks = scope.masks()
+        unread += scope.unread()
         is_outside = attends and not scope.attends
         if is_outside:
             masks = {name: mask for name, mask in masks.items() if name.startswith(TARGET_NAMES)}
@@ -111,6 +126,8 @@ def find_argument(conversion: str, scopes: Iterable[Scope]) -> Found:
             )
             return Found(NONE, where, scope=scope)
         attends = attends or scope.attends
+    if unread:
+        return Found(NOTHING, "; ".join(unread), is_unread=True)
     return Found(NOTHING, "no block, and no argument of a module")
 
 

@@ -966,6 +966,14 @@ def test_the_report_says_which_line_of_the_table_held():
             lambda m: m(x, x, target_lengths=LENGTHS),
         ),
         (12, "no block, and no argument of a module"): (FeedForward(), lambda m: m.norm(x)),
+        (12, "argument lengths of the model is a list, and no tensor"): (
+            FeedForward(),
+            lambda m: m(x, lengths=LENGTHS.tolist()),
+        ),
+        (12, "argument padding_mask of the model is (7,), and not (B, T)"): (
+            FeedForward(),
+            lambda m: m(x, padding_mask=MASK[0]),
+        ),
     }
     for (line, words), (model, call) in cases.items():
         forms = {"target_lengths": "lengths"} if model is decoder else None
