@@ -78,7 +78,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run ``pn report`` on ``argv`` (by default the process's arguments)."""
     args = _parse(argv)
-    check_folders(args.runs)
+    check_folders(path for path in args.runs if path.name != "multirun.yaml")  # of `SWEEP/*`
 
     # Imported here, so that --help and a misspelt name are answered at once.
     from pn_fairseq.pipeline.paired_bootstrap import RESAMPLES

@@ -195,11 +195,10 @@ class Preparation:
         texts = [(new if new.exists() else folder) / name for name in self.files()]
         sums = {path.name: checksum(path) for path in texts if path.exists()}
         given = self.partial / "codes"
-        model = Path("bpe") / subwords.MODELS[self.settings.segmentation]
         if codes:
             write_lines(given, subwords.merges(codes))
-        elif self.like and (self.like / model).is_file():
-            shutil.copyfile(self.like / model, given)
+        elif self.like and self._model_in(self.like).is_file():
+            shutil.copyfile(self._model_in(self.like), given)
         if given.exists():
             sums["codes"] = checksum(given)
         for path in self._dictionaries_like():
@@ -214,12 +213,16 @@ class Preparation:
         write_settings(self.dest / "settings.txt", settings, sums)
         if given.exists():
             (self.dest / "bpe").mkdir(exist_ok=True)
-            given.replace(self.dest / model)
+            given.replace(self._model_in(self.dest))
         if not folder.exists():
             if self.files_published:
                 (new / "archives").write_text(self._sums(), encoding="utf-8")
             new.rename(folder)
         return True
+
+    def _model_in(self, data: Path) -> Path:
+        """The file of the subwords of prepared data."""
+        return data / "bpe" / subwords.MODELS[self.settings.segmentation]
 
     def _note_on_copies(self) -> None:
         """Say which splits of the text that was read have the same sentences on both sides."""
