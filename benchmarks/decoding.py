@@ -43,9 +43,8 @@ def make_source(sentences: int, length: int, vocabulary: int) -> torch.Tensor:
 def random_checkpoints(
     norms: list[str], size: str, vocabulary: int, src: torch.Tensor
 ) -> dict[str, dict]:
-    """A checkpoint with random weights for each of the norms,
-
-    with running statistics that fit them.
+    """A checkpoint with random weights for each of the norms, with running statistics that fit
+    them.
     """
     states = {}
     for short in dict.fromkeys([BASE, *norms]):

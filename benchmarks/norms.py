@@ -165,9 +165,8 @@ class _CopyAndAdd(torch.autograd.Function):
 
 
 def _compiled(threads: int) -> Callable[[], AbstractContextManager]:
-    """Contexts in which PN's two passes over the tokens are those of the reference,
-
-    each compiled by inductor.
+    """Contexts in which PN's two passes over the tokens are those of the reference, each
+    compiled by inductor.
     """
     torch._dynamo.reset()
     options = {"cpp.enable_kernel_profile": True, "cpp.threads": threads}

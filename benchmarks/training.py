@@ -45,9 +45,8 @@ BATCHES = 4
 
 
 def make_trainer(short: str, dtype: str, args: argparse.Namespace) -> Trainer:
-    """The trainer of ``fairseq-train`` for a norm or for fairseq's own model,
-
-    on generated dictionaries.
+    """The trainer of ``fairseq-train`` for a norm or for fairseq's own model, on generated
+    dictionaries.
     """
     arch = f"transformer_{BASE if short == FAIRSEQ else short}_{args.size}"
     with tempfile.TemporaryDirectory() as data:
@@ -73,9 +72,8 @@ def make_trainer(short: str, dtype: str, args: argparse.Namespace) -> Trainer:
 
 
 def make_batches(args: argparse.Namespace) -> list[dict]:
-    """Batches of at most ``tokens`` a side with about 10% padding,
-
-    as in batches of sentences of similar length.
+    """Batches of at most ``tokens`` a side with about 10% padding, as in batches of sentences of
+    similar length.
     """
     generator = torch.Generator().manual_seed(0)
 

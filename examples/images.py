@@ -130,9 +130,8 @@ def read(folder: Path, part: str, dataset: str | None) -> tuple[list[str], Tenso
 
 
 def augment(images: Tensor) -> Tensor:
-    """Each image at a random place of itself padded by 4 pixels,
-
-    and half of the images mirrored.
+    """Each image at a random place of itself padded by 4 pixels, and half of the images
+    mirrored.
     """
     number, _, height, width = images.shape
     places = F.pad(images, (4, 4, 4, 4)).unfold(2, height, 1).unfold(3, width, 1)
@@ -156,9 +155,8 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
 def train(
     network: str, norm: str, seed: int, epochs: int, data: dict, classes: int, folder: Path
 ) -> None:
-    """Trains the epochs that are not done yet,
-
-    and writes a row of epochs.csv after each of them.
+    """Trains the epochs that are not done yet, and writes a row of epochs.csv after each of
+    them.
     """
     torch.manual_seed(seed)
     images, labels = data["train"]

@@ -124,9 +124,8 @@ def along_the_gradient(model: nn.Module, criterion, batch: dict, steps: list[flo
 
 
 def after_the_layers_before(model: nn.Module, criterion, batch: dict, step: float) -> list[dict]:
-    """A row for each layer of encoder and decoder,
-
-    whose gradient changes because the layers before it moved.
+    """A row for each layer of encoder and decoder, whose gradient changes because the layers
+    before it moved.
     """
     _, gradients = loss_and_gradients(model, criterion, batch)
     parameters = {

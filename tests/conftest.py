@@ -59,9 +59,8 @@ def seeded() -> torch.Tensor:
 
 @pytest.fixture(autouse=True)
 def _seed():
-    """torch.manual_seed formats the stack for each kind of GPU that is not there,
-
-    a millisecond for every test.
+    """torch.manual_seed formats the stack for each kind of GPU that is not there, a millisecond
+    for every test.
     """
     torch.manual_seed(0) if torch.cuda.is_available() else torch.set_rng_state(seeded())
 
@@ -86,9 +85,8 @@ def data(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def dictionaries(tmp_path_factory) -> Path:
-    """A folder with the dictionaries that a translation task looks for,
-
-    of the models in tests/fixtures.
+    """A folder with the dictionaries that a translation task looks for, of the models in
+    tests/fixtures.
     """
     from .models.helpers import VOCABULARY, make_dictionary
 

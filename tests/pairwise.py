@@ -36,9 +36,8 @@ def pairwise(**factors) -> list[dict]:
 
 
 def in_pairs(indirect=(), **factors) -> pytest.MarkDecorator:
-    """Parametrize a test with :func:`pairwise`;
-
-    the factors that ``indirect`` names go to fixtures.
+    """Parametrize a test with :func:`pairwise`; the factors that ``indirect`` names go to
+    fixtures.
     """
     rows = [tuple(row.values()) for row in pairwise(**factors)]
     return pytest.mark.parametrize(tuple(factors), rows, indirect=indirect, ids=str)

@@ -161,9 +161,8 @@ def _child(words: list[str], cwd: str, env: dict[str, str], out: str, err: str) 
 
 
 class _Popen(subprocess.Popen):
-    """Forks ``python -m fairseq_cli.PROGRAM`` and ``-m pn_fairseq`` from this process,
-
-    which has their imports.
+    """Forks ``python -m fairseq_cli.PROGRAM`` and ``-m pn_fairseq`` from this process, which has
+    their imports.
     """
 
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others):
@@ -323,7 +322,6 @@ def wait_for(condition, process: subprocess.Popen | None = None, seconds: float 
 
 def call_in(package: str, file: str, function):
     """Call ``function`` from a function of a module that looks like one of fairseq's programs,
-
     or like another.
     """
     namespace = {"__package__": package, "function": function}

@@ -515,9 +515,8 @@ def test_folders_of_fairseqs_own_command(name):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_file_and_its_defaults_have_no_setting_in_common(name):
-    """The defaults come after the file,
-
-    since fairseq-hydra-train fills the gaps in the file with fairseq's values.
+    """The defaults come after the file, since fairseq-hydra-train fills the gaps in the file
+    with fairseq's values.
     """
 
     def keys(file: str) -> set[str]:

@@ -42,9 +42,8 @@ def sdist(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(sdist, tmp_path_factory):
-    """Runs the commands of a fresh environment that has the wheel;
-
-    what the wheel depends on is this environment's.
+    """Runs the commands of a fresh environment that has the wheel; what the wheel depends on is
+    this environment's.
     """
     base = tmp_path_factory.mktemp("wheel")
     pip = (sys.executable, "-m", "pip")

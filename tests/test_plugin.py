@@ -24,9 +24,8 @@ print(pn_fairseq.__path__[0], "transformer_pn_iwslt" in ARCH_MODEL_REGISTRY)
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """The project as `pip install .` installs it where there is no compiler,
-
-    away from the checkout.
+    """The project as `pip install .` installs it where there is no compiler, away from the
+    checkout.
     """
     base = tmp_path_factory.mktemp("installed")
     for folder in ("pn_fairseq", "configs", "data"):
@@ -204,9 +203,8 @@ def test_missing_kernels_are_named_once(installed, tmp_path):
 
 
 def test_help_needs_no_fairseq():
-    """The packages that take seconds to import are needed when a command runs,
-
-    not for its --help.
+    """The packages that take seconds to import are needed when a command runs, not for its
+    --help.
     """
     verbs = ["score", "generate", "translate", "average", "evaluate-lm", "fold", "import-release"]
     others = "fairseq fairseq_cli sentencepiece subword_nmt pandas hydra".split()

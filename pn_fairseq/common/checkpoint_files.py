@@ -28,9 +28,8 @@ class CheckpointError(UserError):
 
 
 def check_input_path(path: str | os.PathLike) -> os.stat_result:
-    """Raise :class:`CheckpointError` unless ``path`` is a regular file that is not empty;
-
-    return its ``stat``.
+    """Raise :class:`CheckpointError` unless ``path`` is a regular file that is not empty; return
+    its ``stat``.
     """
     try:
         info = os.stat(path)

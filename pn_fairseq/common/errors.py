@@ -11,9 +11,8 @@ from pathlib import Path
 
 
 class Unavailable(RuntimeError):
-    """An implementation of the kernels was asked for that cannot run here;
-
-    the message says why and what to do.
+    """An implementation of the kernels was asked for that cannot run here; the message says why
+    and what to do.
     """
 
 
@@ -47,9 +46,8 @@ def fairseq_program() -> str | None:
 
 @contextmanager
 def one_line_errors(*errors: type[Exception]) -> Iterator[None]:
-    """End a program of fairseq with one line and exit code 2 on one of ``errors``;
-
-    a caller of any other gets it.
+    """End a program of fairseq with one line and exit code 2 on one of ``errors``; a caller of
+    any other gets it.
     """
     try:
         yield
@@ -77,9 +75,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    """The message about a name that does not exist,
-
-    with the most similar name and all names that do.
+    """The message about a name that does not exist, with the most similar name and all names
+    that do.
     """
     known = list(known)
     return (

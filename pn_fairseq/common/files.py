@@ -52,9 +52,8 @@ def find_yaml(name: str, folder: Path) -> Path:
 
 @contextlib.contextmanager
 def atomic_write(path: Path | str, mode: str = "wb") -> Iterator[IO]:
-    """Open a file for writing that replaces ``path`` when the block ends;
-
-    after an error ``path`` is unchanged.
+    """Open a file for writing that replaces ``path`` when the block ends; after an error
+    ``path`` is unchanged.
     """
     path = Path(path)
     partial = path.with_name(f"{path.name}.partial")
@@ -163,9 +162,8 @@ def write_lines(path: Path, lines: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def scratch_folder(path: Path) -> Iterator[Path]:
-    """A new folder ``path`` that is removed when the block ends,
-
-    like one that a killed process has left there.
+    """A new folder ``path`` that is removed when the block ends, like one that a killed process
+    has left there.
     """
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)

@@ -106,9 +106,8 @@ class WithinEpoch:
 
 
 def write_files(original, cfg, trainer, epoch_itr, val_loss):
-    """fairseq's ``save_checkpoint``,
-
-    which also writes the ``checkpoint_E_U.pt`` of an update U that ends epoch E.
+    """fairseq's ``save_checkpoint``, which also writes the ``checkpoint_E_U.pt`` of an update U
+    that ends epoch E.
     """
     interval = cfg.save_interval_updates
     lost = interval > 0 and trainer.get_num_updates() % interval == 0 and epoch_itr.end_of_epoch()
@@ -207,9 +206,8 @@ def begin(original, cfg, trainer, **kwargs):
 
 
 def counter():
-    """fairseq's function whose attributes ``best`` and ``num_runs`` are the count;
-
-    None outside of a training.
+    """fairseq's function whose attributes ``best`` and ``num_runs`` are the count; None outside
+    of a training.
     """
     return getattr(running_program("fairseq_cli.train"), "should_stop_early", None)
 

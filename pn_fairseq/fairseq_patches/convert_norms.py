@@ -180,9 +180,8 @@ def checkpointed_forward(original, original_forward, offload_to_cpu, *args, **kw
 
 @patch(S2TTransformerEncoder, "_forward", "self src_tokens src_lengths return_all_hiddens")
 def encoder_of_speech(original, self, src_tokens, src_lengths, return_all_hiddens=False):
-    """The norm after the last layer gets the mask of the frames that the layers get,
-
-    which is no argument there.
+    """The norm after the last layer gets the mask of the frames that the layers get, which is no
+    argument there.
     """
     norm = self.layer_norm
     if not isinstance(norm, ConvertedNorm) or without_mask in norm._forward_pre_hooks.values():

@@ -49,9 +49,8 @@ class DiagnosticsLog(nn.Module):
             norm.collecting = True
 
     def set_num_updates(self, num_updates: int) -> None:
-        """fairseq calls it while its metrics are being gathered,
-
-        before the forward of update ``num_updates``.
+        """fairseq calls it while its metrics are being gathered, before the forward of update
+        ``num_updates``.
         """
         if num_updates % self.interval or num_updates == self.logged_at:
             return

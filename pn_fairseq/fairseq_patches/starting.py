@@ -80,9 +80,8 @@ if patches_enabled():
 
 @patch(initialize, "add_defaults", "cfg")
 def begin(original, cfg):
-    """A training calls this before everything else that needs settings,
-
-    also in each job of a sweep.
+    """A training calls this before everything else that needs settings, also in each job of a
+    sweep.
     """
     original(cfg)
     forget_earlier_job()

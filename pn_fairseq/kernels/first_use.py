@@ -206,9 +206,8 @@ def cache_file(module: ModuleType, dtype: torch.dtype, device: torch.device) -> 
 
 
 def driver() -> str:
-    """The version of the GPU's driver;
-
-    of the CUDA that it supports where the system does not tell.
+    """The version of the GPU's driver; of the CUDA that it supports where the system does not
+    tell.
     """
     try:
         return Path("/proc/driver/nvidia/version").read_text("utf-8")

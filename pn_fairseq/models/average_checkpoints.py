@@ -13,9 +13,8 @@ from pn_fairseq.common.command import say
 
 
 def num_updates(state: dict) -> int:
-    """Number of updates before a checkpoint was written;
-
-    -1 if the checkpoint does not record it.
+    """Number of updates before a checkpoint was written; -1 if the checkpoint does not record
+    it.
     """
     history = state.get("optimizer_history") or [{}]
     return history[-1].get("num_updates", -1)

@@ -25,9 +25,8 @@ def make_dictionary(size: int) -> Dictionary:
 
 
 def task_of(settings, weights: dict[str, Tensor]) -> Namespace:
-    """A task without data,
-
-    with dictionaries as large as the embeddings in a checkpoint's ``weights``.
+    """A task without data, with dictionaries as large as the embeddings in a checkpoint's
+    ``weights``.
     """
 
     def dictionary(side: str) -> Dictionary:
@@ -55,9 +54,8 @@ def changed(settings, **values):
 
 
 def with_model_settings(state: dict, **values) -> dict:
-    """The checkpoint ``state`` with other ``values`` in the settings of its model;
-
-    ``state`` itself is unchanged.
+    """The checkpoint ``state`` with other ``values`` in the settings of its model; ``state``
+    itself is unchanged.
     """
     if state.get("args") is not None:
         return {**state, "args": changed(state["args"], **values)}
@@ -68,9 +66,8 @@ def with_model_settings(state: dict, **values) -> dict:
 
 
 def with_norm_module(state: dict, norm_module: str | None) -> dict:
-    """The checkpoint ``state`` with another path of the files that register its norms,
-
-    if one is given.
+    """The checkpoint ``state`` with another path of the files that register its norms, if one is
+    given.
     """
     return with_model_settings(state, norm_module=norm_module) if norm_module else state
 

@@ -117,9 +117,8 @@ class TransformerPNEncoder(TransformerEncoderBase):
 
 
 class TransformerPNDecoder(TransformerDecoderBase):
-    """fairseq's decoder with norms built by ``cfg.norms``,
-
-    each of which sees the target's padding mask.
+    """fairseq's decoder with norms built by ``cfg.norms``, each of which sees the target's
+    padding mask.
     """
 
     def __init__(

@@ -188,9 +188,8 @@ class RunningNorm(StatefulNorm):
         return step.moments(centered=self.mean_name is not None)
 
     def statistics_of(self, batch: Moments) -> tuple[Tensor, Tensor | None]:
-        """The moment and the mean of a batch that enter the running statistics;
-
-        :attr:`unbiased` comes on top.
+        """The moment and the mean of a batch that enter the running statistics; :attr:`unbiased`
+        comes on top.
         """
         return batch.moment, batch.mean
 

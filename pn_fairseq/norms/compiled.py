@@ -38,9 +38,8 @@ class _Memory(bytearray):
 
 
 def handle_of(thing: object) -> Tensor:
-    """A tensor by which :func:`find` finds ``thing``,
-
-    as long as something else keeps ``thing`` alive.
+    """A tensor by which :func:`find` finds ``thing``, as long as something else keeps ``thing``
+    alive.
     """
     number = next(_numbers)
     _objects[number] = thing
@@ -48,9 +47,8 @@ def handle_of(thing: object) -> Tensor:
 
 
 def ticket_of(content: object) -> Tensor:
-    """A tensor by which :func:`find` finds ``content``,
-
-    which lives as long as the memory of the tensor.
+    """A tensor by which :func:`find` finds ``content``, which lives as long as the memory of the
+    tensor.
     """
     number = next(_numbers)
     memory = _Memory(number.to_bytes(8, sys.byteorder))

@@ -1,6 +1,5 @@
-"""Replace the norms of any PyTorch model by norms of this package,
-
-which receive the padding mask.
+"""Replace the norms of any PyTorch model by norms of this package, which receive the padding
+mask.
 """
 
 from __future__ import annotations

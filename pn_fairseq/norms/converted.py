@@ -141,9 +141,8 @@ class ConvertedNorm:
 
     @momentum.setter
     def momentum(self, value) -> None:
-        """Recipes that freeze the statistics of torch's BatchNorm set this attribute,
-
-        which no norm here reads.
+        """Recipes that freeze the statistics of torch's BatchNorm set this attribute, which no
+        norm here reads.
         """
         raise AttributeError(
             f"{self.name}: momentum={value} would change nothing, because {type(self).__name__} "
@@ -410,9 +409,8 @@ def _rebuild(cls: type[ChannelNorm]) -> ChannelNorm:
 def replacement(
     module: nn.Module, name: str, norm: str, layout, zero_padding, conversion, options, gain_offset
 ) -> ChannelNorm:
-    """The norm that takes the place of ``module``;
-
-    see :func:`convert_norms` and :func:`.norms_to_replace`.
+    """The norm that takes the place of ``module``; see :func:`convert_norms` and
+    :func:`.norms_to_replace`.
     """
     name = name or type(module).__name__
     weight = getattr(module, gain_of(module) or "", None)

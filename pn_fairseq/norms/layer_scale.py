@@ -52,9 +52,8 @@ class LayerScale(nn.Module):
         return kernels.evaluate(x, None, None, None, None, self.groups, self.eps)
 
     def __prepare_scriptable__(self):
-        """Called by ``torch.jit.script`` for every module of a model;
-
-        every norm of this package holds this one.
+        """Called by ``torch.jit.script`` for every module of a model; every norm of this package
+        holds this one.
         """
         raise RuntimeError(
             "torch.jit.script cannot compile norms of pn_fairseq; use torch.jit.trace or "

@@ -119,6 +119,8 @@ def find_argument(conversion: str, scopes: Iterable[Scope]) -> Found:
         if given:
             mask = masks[given[0]]
             return Found(OF_TARGET if is_outside else ARGUMENT, mask.source, mask, scope)
+        if masks and scope.unread():
+            return Found(NONE, "; ".join(scope.unread()), scope=scope)
         if masks:
             where = f"{' and '.join(masks)} of {scope.hook.module}"
             where = (
@@ -142,9 +144,8 @@ def hidden_mask(conversion: str, scopes: Iterable[Scope]) -> PaddingMask | None:
 
 
 def masks_around(found: Found) -> list[PaddingMask]:
-    """The masks that are hidden by an argument that is None,
-
-    where the modules around attend to the same tokens.
+    """The masks that are hidden by an argument that is None, where the modules around attend to
+    the same tokens.
     """
     masks: list[PaddingMask] = []
     for scope in found.scope.around():

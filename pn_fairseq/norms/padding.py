@@ -233,9 +233,8 @@ class Scope(AbstractContextManager):
         _current.set(self.outer)
 
     def around(self) -> Iterator[Scope]:
-        """This scope and those around it that began in the same backward pass,
-
-        the innermost first.
+        """This scope and those around it that began in the same backward pass, the innermost
+        first.
         """
         scope: Scope | None = self
         while scope is not None and scope.graph_task == self.graph_task:

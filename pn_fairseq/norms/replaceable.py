@@ -123,9 +123,8 @@ def _offset(module: nn.Module, layout: str | None) -> float | str | None:
 
 
 def _second_input(module: nn.Module) -> str | None:
-    """What the forward of ``module`` takes besides the activations and a padding mask,
-
-    such as a gate or a residual.
+    """What the forward of ``module`` takes besides the activations and a padding mask, such as a
+    gate or a residual.
     """
     try:
         parameters = list(inspect.signature(module.forward).parameters.values())[1:]

@@ -141,9 +141,8 @@ class StatefulNorm(ChannelNorm):
         return self._scratch["updates"] if self._told else state[COUNT]
 
     def reset_parameters(self) -> None:
-        """Give the parameters and the state their initial values,
-
-        as ``reset_parameters`` of torch's BatchNorm does.
+        """Give the parameters and the state their initial values, as ``reset_parameters`` of
+        torch's BatchNorm does.
         """
         super().reset_parameters()
         self.reset_running_stats()

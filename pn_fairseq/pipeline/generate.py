@@ -152,9 +152,8 @@ class Decoding:
         return options
 
     def too_long(self, lines: Sequence[str]) -> dict[int, str]:
-        """Number of each line of subwords that the model cannot take -> why;
-
-        fairseq would translate nothing.
+        """Number of each line of subwords that the model cannot take -> why; fairseq would
+        translate nothing.
         """
         positions = self.max_positions["source"]
         reason = "the model takes" if positions <= self.max_tokens else "--max-tokens allows"

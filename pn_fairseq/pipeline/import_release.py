@@ -42,9 +42,8 @@ class _Meter:
 
 
 def load_release(path: Path) -> dict:
-    """Read a checkpoint that fairseq 0.8 wrote,
-
-    as :func:`pn_fairseq.common.checkpoints.load_checkpoint` does.
+    """Read a checkpoint that fairseq 0.8 wrote, as
+    :func:`pn_fairseq.common.checkpoints.load_checkpoint` does.
     """
     meters = [
         (_Meter, f"fairseq.meters.{name}")

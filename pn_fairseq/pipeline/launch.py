@@ -19,9 +19,8 @@ RESUME = "run the same command again to resume"
 
 @dataclass(frozen=True)
 class RankLayout:
-    """The ranks that this process launches on its machine,
-
-    or the one that torchrun started it as.
+    """The ranks that this process launches on its machine, or the one that torchrun started it
+    as.
     """
 
     gpu: bool  # whether the ranks compute on GPUs

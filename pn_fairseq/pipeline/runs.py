@@ -36,9 +36,8 @@ class Run:
 
     @cached_property
     def ours(self) -> bool:
-        """Whether ``pn train`` wrote the folder;
-
-        a run that failed at once has only the last of these files.
+        """Whether ``pn train`` wrote the folder; a run that failed at once has only the last of
+        these files.
         """
         names = ("config.yaml", "data", "data.settings", "starts.jsonl", "failed")
         return any((self.path / name).is_file() for name in names)

@@ -265,9 +265,8 @@ def must(step: Sequence[str | Path]) -> None:
 
 
 def program(step: Sequence[str | Path]) -> list[str | Path]:
-    """The command that runs a step by this very package,
-
-    also where the current folder has another one.
+    """The command that runs a step by this very package, also where the current folder has
+    another one.
     """
     return [
         sys.executable,
@@ -279,9 +278,8 @@ def program(step: Sequence[str | Path]) -> list[str | Path]:
 
 
 def execute(step: Sequence[str | Path], messages: Path | None = None) -> int:
-    """Run a step to its end and return its exit code;
-
-    the file ``messages`` also gets what it writes to stderr.
+    """Run a step to its end and return its exit code; the file ``messages`` also gets what it
+    writes to stderr.
     """
 
     def copy_messages() -> None:

@@ -154,9 +154,8 @@ def start(args, argv: list[str], config: Path, data: Path, run: Path) -> int:
 
 
 def setting_of(option: str, value: str | None, words: list[str]) -> str:
-    """The setting that an option of fairseq-train is,
-
-    in the words of a command line with a configuration.
+    """The setting that an option of fairseq-train is, in the words of a command line with a
+    configuration.
     """
     from pn_fairseq.pipeline import training_settings
 

@@ -106,9 +106,8 @@ class Text(NamedTuple):
 def score_texts(
     scoring: Scoring, tokens: Text | None = None, plain: Text | None = None
 ) -> tuple[dict, list[str]]:
-    """The scores of tokens and of plain text by the name of the metric,
-
-    and what makes them doubtful.
+    """The scores of tokens and of plain text by the name of the metric, and what makes them
+    doubtful.
     """
     scores, warnings = {}, []
     for name, metric in METRICS.items():
@@ -161,9 +160,8 @@ def doubts(text: Text, tokenized: bool) -> list[str]:
 
 
 def only_references_have_case(text: Text) -> bool:
-    """Whether no hypothesis has an upper-case letter,
-
-    and more than a fifth of the lines of a reference have one.
+    """Whether no hypothesis has an upper-case letter, and more than a fifth of the lines of a
+    reference have one.
     """
     hypotheses_have_case = any(map(_has_upper_case, text.hypotheses))
     if hypotheses_have_case or not any(map(str.islower, text.hypotheses)):
@@ -189,9 +187,8 @@ def check_same_length(
 
 
 def results_of_fairseq(run: Path, subset: str, folder: Path) -> Path | None:
-    """What ``fairseq-generate --results-path RUN`` (or ``RUN/checkpoints``) wrote,
-
-    unless ``pn generate`` decoded.
+    """What ``fairseq-generate --results-path RUN`` (or ``RUN/checkpoints``) wrote, unless ``pn
+    generate`` decoded.
     """
     made, paths = (
         folder / "made.txt",

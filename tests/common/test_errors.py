@@ -1,6 +1,5 @@
-"""Kernels that are asked for and cannot run end every program with one line;
-
-a library's user gets an exception.
+"""Kernels that are asked for and cannot run end every program with one line; a library's user
+gets an exception.
 """
 
 import shutil

@@ -26,9 +26,8 @@ def _logging():
 
 
 class Quadratic(nn.Module):
-    """L = |theta|^2 beta / 2 with two layers of an encoder and one of a decoder,
-
-    coupled by ``coupling`` a . b.
+    """L = |theta|^2 beta / 2 with two layers of an encoder and one of a decoder, coupled by
+    ``coupling`` a . b.
     """
 
     def __init__(self, coupling=0.0):

@@ -1,6 +1,5 @@
-"""Each patch against the behaviour of fairseq that it mends,
-
-and the switch that turns all of them off.
+"""Each patch against the behaviour of fairseq that it mends, and the switch that turns all of
+them off.
 """
 
 import argparse

@@ -31,9 +31,8 @@ def work(rank: int, world: int):
 
 
 def validated(rank: int, steps: int, flags: dict):
-    """The statistics of a rank before and after the beginning of a validation,
-
-    and the output of its model in it.
+    """The statistics of a rank before and after the beginning of a validation, and the output of
+    its model in it.
     """
     torch.manual_seed(1)
     model = build("transformer_pn_tiny", dropout=0.0, **flags)

@@ -1,6 +1,5 @@
-"""The installed fairseq uses no name that the pinned NumPy or torch has removed,
-
-once it is patched.
+"""The installed fairseq uses no name that the pinned NumPy or torch has removed, once it is
+patched.
 """
 
 import ast
@@ -68,9 +67,8 @@ def removed_names(file: Path, module: str) -> set[str]:
                 value_of(full)
 
     def evaluated(node: ast.AST):
-        """Name and value of a chain of attributes such as ``np.compat.long``;
-
-        None where it is none of a library.
+        """Name and value of a chain of attributes such as ``np.compat.long``; None where it is
+        none of a library.
         """
         if isinstance(node, ast.Name) and node.id in meaning:
             patched = getattr(sys.modules.get(module), node.id, None)

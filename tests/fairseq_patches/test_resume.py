@@ -1,6 +1,5 @@
-"""What a training remembers over an interruption,
-
-and what one training leaves to the next in the same process.
+"""What a training remembers over an interruption, and what one training leaves to the next in
+the same process.
 """
 
 import logging
@@ -57,9 +56,8 @@ def loaded(who, state, *reset, **also):
 
 @pytest.fixture(autouse=True)
 def _fresh():
-    """Take nothing over in fairseq's memory from trainings of other tests,
-
-    and leave them nothing.
+    """Take nothing over in fairseq's memory from trainings of other tests, and leave them
+    nothing.
     """
     new_process()
     yield

@@ -1,6 +1,5 @@
-"""An implementation of the operators against the reference in float64,
-
-over the samples of ``pn check``.
+"""An implementation of the operators against the reference in float64, over the samples of ``pn
+check``.
 """
 
 import inspect
@@ -200,7 +199,6 @@ def check_samples(
 
 def check_faults(channels: int, device: str) -> None:
     """Neither a number that is not finite nor a batch without a token moves the state;
-
     diagnostics tell the first.
     """
     moment, number = torch.ones(channels, device=device), torch.tensor(3, device=device)

@@ -87,9 +87,8 @@ class Gpu:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
     def normalize(self, dtype=torch.float32):
-        """Calls ``normalize`` as the dispatcher does;
-
-        the operators that were computed by this GPU.
+        """Calls ``normalize`` as the dispatcher does; the operators that were computed by this
+        GPU.
         """
         x = torch.tensor([[1.0, -2.0]], dtype=dtype)
         arguments = x, None, None, None, torch.full((2,), 4.0), None, None, 0, 0.0, False

@@ -1,6 +1,5 @@
-"""The C++ kernels for narrower vectors than this CPU has;
-
-which ones are used is decided once in a process.
+"""The C++ kernels for narrower vectors than this CPU has; which ones are used is decided once in
+a process.
 """
 
 import os

@@ -109,9 +109,8 @@ def test_results_larger_than_the_caches(implementation, channels, dtype):
 
 
 def test_half_types_are_rounded_once():
-    """Each value is the float64 result rounded,
-
-    or a neighbour of that where float32 arithmetic is not exact enough.
+    """Each value is the float64 result rounded, or a neighbour of that where float32 arithmetic
+    is not exact enough.
     """
     for dtype in (torch.float16, torch.bfloat16):
         x, _, _, (weight, bias, moment, _) = make((64, 40), "none", dtype)

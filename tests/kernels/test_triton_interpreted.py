@@ -1,6 +1,5 @@
-"""Runs Triton's kernels under its interpreter,
-
-which has to be chosen before anything imports triton.
+"""Runs Triton's kernels under its interpreter, which has to be chosen before anything imports
+triton.
 """
 
 import os

@@ -18,9 +18,8 @@ BEAM, LONGEST = 4, 12
 
 
 def test_the_encoder_is_one_graph():
-    """The graph is for batches with padding and without,
-
-    and computes what the layers compute without a mask.
+    """The graph is for batches with padding and without, and computes what the layers compute
+    without a mask.
     """
     encoder = build("transformer_pn_tiny", encoder_layers=1, dropout=0.0).eval().encoder
     compiled = torch.compile(encoder, backend="aot_eager", fullgraph=True)

@@ -23,9 +23,8 @@ EPS = 1e-5
 
 
 class Criterion(nn.Module):
-    """The sum of y * weights over the real tokens,
-
-    its sample size as fairseq's criteria give it.
+    """The sum of y * weights over the real tokens, its sample size as fairseq's criteria give
+    it.
     """
 
     def forward(self, model, sample):

@@ -318,9 +318,8 @@ def test_other_options_of_fairseq(placement, changes):
 )
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_half_precision(placement, dtype):
-    """Logits are as in float32 but for rounding to 8 and 11 bits,
-
-    and the statistics stay in float32.
+    """Logits are as in float32 but for rounding to 8 and 11 bits, and the statistics stay in
+    float32.
     """
     src, prev = padded_batch()
     plain = placed(placement, "power")
@@ -345,9 +344,8 @@ class SumOverTokens(torch.nn.Module):
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_statistics_are_recorded_and_estimated_again(placement, tmp_path):
-    """The probe records each norm of the encoder,
-
-    and `recalibrating` reaches every norm of the model.
+    """The probe records each norm of the encoder, and `recalibrating` reaches every norm of the
+    model.
     """
     model = placed(placement, "power", qk_norm="rms").train()
     sample = padded_batch()

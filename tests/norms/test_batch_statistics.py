@@ -227,9 +227,8 @@ def test_brn_unclipped_trains_with_what_evaluation_computes():
 
 @pytest.mark.parametrize("variant", ["paper", "release"])
 def test_penalty_is_among_the_diagnostics(variant):
-    """In the release variances are at least eps,
-
-    and the running statistics hold the batch already.
+    """In the release variances are at least eps, and the running statistics hold the batch
+    already.
     """
     norm = build_norm("batch-reg", CHANNELS, variant, eps=0.5, **PENALTY).double()
     norm.collecting = True

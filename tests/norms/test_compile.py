@@ -145,9 +145,8 @@ def test_steps_without_gradients_are_those_of_eager_mode():
 @pytest.mark.parametrize("where", ["inside", "outside"])
 @pytest.mark.parametrize("name", KINDS)
 def test_two_forwards_before_one_backward_under_checkpointing(name, where):
-    """A recomputation reads what its forward read,
-
-    though the backward of the other batch has moved the state.
+    """A recomputation reads what its forward read, though the backward of the other batch has
+    moved the state.
     """
     torch._dynamo.reset()
     model = Block(name, checkpointed=where == "inside")

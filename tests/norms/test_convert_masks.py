@@ -377,9 +377,8 @@ def test_one_warning_for_a_model_without_any_mask():
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("norm", ["batch", "layer", "rms"])
 def test_one_warning_for_a_model_that_cannot_write_zeros(norm, training):
-    """Without a mask the convolution behind the norm reads padding,
-
-    so the outputs of real tokens are wrong.
+    """Without a mask the convolution behind the norm reads padding, so the outputs of real
+    tokens are wrong.
     """
     model = convert_norms(FeedForward(), norm, zero_padding=True)
     x = torch.randn(B, T, C)
@@ -526,9 +525,8 @@ def test_recomputation_has_the_mask_of_its_forward(norm, way, together):
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_recomputation_without_its_mask_is_an_error(reentrant):
-    """Also if the block lasts until the backward,
-
-    since another forward may have run in another block.
+    """Also if the block lasts until the backward, since another forward may have run in another
+    block.
     """
     model = convert_norms(FeedForward(), "batch")
     again = Checkpointed(model, use_reentrant=reentrant)
@@ -566,9 +564,8 @@ TARGET_MASK = MASK.flip(0)
 
 
 def effect_of_padding(model, call, mask):
-    """The greatest difference between the real outputs of ``call(model,
-
-    x)`` for two contents of x at padding.
+    """The greatest difference between the real outputs of ``call(model, x)`` for two contents of
+    x at padding.
     """
     x = torch.randn(*mask.shape, C)
     y, other = (
@@ -970,8 +967,8 @@ def test_the_report_says_which_line_of_the_table_held():
             FeedForward(),
             lambda m: m(x, lengths=LENGTHS.tolist()),
         ),
-        (12, "argument padding_mask of the model is (7,), and not (B, T)"): (
-            FeedForward(),
+        (5, f"argument padding_mask of the model is {(T,)}, and not (B, T)"): (
+            Sub(),
             lambda m: m(x, padding_mask=MASK[0]),
         ),
     }
@@ -987,6 +984,15 @@ def test_the_report_says_which_line_of_the_table_held():
         assert (report.line, report.decided) == (line, words)
         assert str(report).endswith(f"; last: {words} (line {line})")
         assert pickle.loads(pickle.dumps(model)) is not None
+
+
+def test_the_warning_of_a_missing_mask_names_an_argument_that_is_none():
+    model = convert_norms(FeedForward(), "batch", layout="BTC")
+    with pytest.warns(UserWarning) as caught:
+        model(torch.randn(B, T, C), LENGTHS.numpy())
+    assert (
+        "reached it (argument lengths of the model is a ndarray, and no tensor)" in texts(caught)[0]
+    )
 
 
 def _in_block(model, x):

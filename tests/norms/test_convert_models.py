@@ -164,9 +164,8 @@ def test_a_decoder_without_its_mask_does_not_take_the_one_of_the_source(make):
 
 
 def decayed(model):
-    """The parameters to which ``Trainer`` applies weight decay;
-
-    the names of the class that it looks for.
+    """The parameters to which ``Trainer`` applies weight decay; the names of the class that it
+    looks for.
     """
     from transformers import Trainer
 
@@ -268,9 +267,8 @@ def train(model, rows, way):
 
 
 def converted(norm, way):
-    """The model of a way to train,
-
-    with synchronized norms and the weights of the unconverted model.
+    """The model of a way to train, with synchronized norms and the weights of the unconverted
+    model.
     """
     torch.manual_seed(3)
     make = {"BERT": bert, "Conformer": Conformer}.get(way, partial(FeedForward, channels=C))

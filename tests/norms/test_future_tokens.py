@@ -1,6 +1,5 @@
-"""The warning of norms that show a causal decoder its future tokens,
-
-and the psi warm-up of converted models.
+"""The warning of norms that show a causal decoder its future tokens, and the psi warm-up of
+converted models.
 """
 
 import copy

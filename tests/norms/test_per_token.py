@@ -90,9 +90,8 @@ def test_gradient_is_the_derivative(name):
     ],
 )
 def test_norms_are_those_of_torch(norm, layer):
-    """Tokens are what torch's GroupNorm takes for samples,
-
-    so it is given each sentence by itself.
+    """Tokens are what torch's GroupNorm takes for samples, so it is given each sentence by
+    itself.
     """
     layer.load_state_dict(randomize_affine(norm).state_dict())
     x, _, dy = random_batch(rng(4), (7, CHANNELS), masked=False)

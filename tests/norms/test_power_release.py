@@ -1,6 +1,5 @@
-"""PN as in the authors' release,
-
-against an oracle that does step by step what they are known to do.
+"""PN as in the authors' release, against an oracle that does step by step what they are known to
+do.
 """
 
 from types import SimpleNamespace

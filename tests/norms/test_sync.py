@@ -61,9 +61,8 @@ def noting(original, events):
 
 
 def all_reduces(rank, world):
-    """The all-reduces in the forward and in the backward of a step of PN,
-
-    and psi^2 when the backward has returned.
+    """The all-reduces in the forward and in the backward of a step of PN, and psi^2 when the
+    backward has returned.
     """
     found = {}
     x, dy, mask = shard(rank_batches(world), world, rank)[3]
@@ -380,9 +379,8 @@ def test_a_distributed_checkpoint_is_continued_on_three_ranks_and_in_one_process
 
 
 def test_join_with_synchronized_statistics_ends_with_an_error_on_all_ranks(ranks):
-    """As torch's SyncBatchNorm it needs ``throw_on_early_termination=True``,
-
-    which the error names.
+    """As torch's SyncBatchNorm it needs ``throw_on_early_termination=True``, which the error
+    names.
     """
     expected = whole()[:2]
     for number, rank in enumerate(ranks):

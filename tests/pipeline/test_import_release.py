@@ -166,9 +166,8 @@ def as_release(model, alpha_bwd=0.9, stacked=True) -> OrderedDict:
 
 
 def meters() -> OrderedDict:
-    """The meters that fairseq 0.8 put into its checkpoints,
-
-    of a module that today's fairseq does not have.
+    """The meters that fairseq 0.8 put into its checkpoints, of a module that today's fairseq
+    does not have.
     """
     module = types.ModuleType("fairseq.meters")
     for name in ("AverageMeter", "TimeMeter", "StopwatchMeter"):

@@ -294,9 +294,8 @@ def test_a_sweep_over_norms(data, tmp_path):
 
 
 def batch_script(cluster: Slurm, number: int, command: str, small: str) -> Path:
-    """A script of docs/several_gpus.md as printed,
-
-    with a small training on CPUs in place of ``command``.
+    """A script of docs/several_gpus.md as printed, with a small training on CPUs in place of
+    ``command``.
     """
     scripts = [
         block for block in blocks(ROOT / "docs/several_gpus.md", "bash") if block.startswith("#!")

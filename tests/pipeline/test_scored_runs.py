@@ -349,9 +349,8 @@ def write_results(
 
 
 def test_results_of_fairseq_generate_are_scored(tmp_path, capsys):
-    """`--results-path RUN` writes generate-test.txt;
-
-    pn generate's same hypotheses have the same scores.
+    """`--results-path RUN` writes generate-test.txt; pn generate's same hypotheses have the same
+    scores.
     """
     run_dir = make_run(tmp_path / "run", 1)
     decoded, results = run_dir / "generate/test", run_dir / "generate-test.txt"

@@ -123,9 +123,8 @@ def test_what_a_run_holds(data, trained):
 
 
 def test_a_seed_of_the_initial_weights(data, trained, tmp_path):
-    """The same number as common.seed is the same training;
-
-    another number starts elsewhere with the same batches.
+    """The same number as common.seed is the same training; another number starts elsewhere with
+    the same batches.
     """
     expected = load_checkpoint(trained / "checkpoints/checkpoint_1_4.pt")["model"]
     for seed, same in ((1, True), (2, False)):
@@ -563,9 +562,8 @@ def test_a_signal_ends_it_with_one_line(number, during, data, tmp_path):
 
 @pytest.mark.slow
 def test_a_disk_that_is_full_while_a_checkpoint_is_saved(data, trained, tmp_path):
-    """A file system with room for one checkpoint and a half;
-
-    the second one is the copy that fairseq calls best.
+    """A file system with room for one checkpoint and a half; the second one is the copy that
+    fairseq calls best.
     """
     size = (trained / "checkpoints/checkpoint_last.pt").stat().st_size * 3 // 2
     inside = f'mount -t tmpfs -o size={size} tmpfs "$0" && exec "$@"'

@@ -30,9 +30,8 @@ def decoded(trained) -> Path:
 
 
 def test_both_bleu_flavours(data, trained, decoded):
-    """Tokenized BLEU is what fairseq-generate prints;
-
-    both are what sacrebleu's library computes.
+    """Tokenized BLEU is what fairseq-generate prints; both are what sacrebleu's library
+    computes.
     """
     output = script("score.sh", "--run", trained).stdout
     tokenized, detokenized, chrf, ter = output.splitlines()

@@ -99,9 +99,8 @@ def test_the_newest_supported_interpreter_is_taken(tmp_path):
 
 
 def test_what_another_has_made_stays_as_it_is(made, tmp_path):
-    """The second checkout's script is this one's;
-
-    a mark without ``checkout=`` is that of an earlier version.
+    """The second checkout's script is this one's; a mark without ``checkout=`` is that of an
+    earlier version.
     """
     venv, checkout, mark = (
         tmp_path / "venv",
@@ -133,9 +132,8 @@ def test_what_another_has_made_stays_as_it_is(made, tmp_path):
 
 @pytest.mark.parametrize("reachable", [True, False])
 def test_only_torch_is_asked_of_its_own_index(tmp_path, reachable):
-    """With an interpreter that writes down its arguments,
-
-    and a pip that reaches that index or does not.
+    """With an interpreter that writes down its arguments, and a pip that reaches that index or
+    does not.
     """
     fake, log, checkout = (
         tmp_path / "python",

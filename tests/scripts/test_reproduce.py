@@ -124,9 +124,8 @@ def test_help_lists_the_tables_and_each_is_planned(name, unchecked):
 
 
 def test_the_settings_of_a_table_are_checked():
-    """From the command line to the configuration and the norms;
-
-    tests/test_configs.py has the rows of all tables.
+    """From the command line to the configuration and the norms; tests/test_configs.py has the
+    rows of all tables.
     """
     dry_run("iwslt14", "--table", "adanorm-4-code", "--seeds", "1")
 

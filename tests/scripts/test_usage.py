@@ -14,9 +14,8 @@ USER_SCRIPTS = sorted(path.name for path in SCRIPTS.glob("*.sh"))
 
 
 def quick(name: str, *arguments) -> subprocess.CompletedProcess:
-    """A script,
-
-    in this process where it only calls pn (test_a_script_calls_its_checkout_from_any_folder).
+    """A script, in this process where it only calls pn
+    (test_a_script_calls_its_checkout_from_any_folder).
     """
     words = words_of(name)
     return in_process(*words, *arguments) if words else script(name, *arguments, check=False)

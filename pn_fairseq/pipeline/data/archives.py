@@ -57,9 +57,8 @@ def _size(path: Path) -> int:
 
 
 def _transfer(address: str, partial: Path) -> None:
-    """Append the bytes that ``partial`` does not have yet;
-
-    a server that cannot do that sends the whole file.
+    """Append the bytes that ``partial`` does not have yet; a server that cannot do that sends
+    the whole file.
     """
     begin = _size(partial)
     headers = {"User-Agent": AGENT, **({"Range": f"bytes={begin}-"} if begin else {})}

@@ -100,9 +100,8 @@ def make_bin(
 
 
 def unknown_shares(folder: Path) -> dict[str, str]:
-    """Text,
-
-    as ``train.en`` -> the percentage of its subwords that fairseq-preprocess replaced by <unk>.
+    """Text, as ``train.en`` -> the percentage of its subwords that fairseq-preprocess replaced
+    by <unk>.
     """
     log = (folder / "preprocess.log").read_text("utf-8")
     return dict(re.findall(r"(?:bpe|tok)/(\S+): \d+ sents, \d+ tokens, ([\d.]+)% replaced", log))

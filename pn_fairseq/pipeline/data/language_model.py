@@ -80,9 +80,8 @@ def _bytes(text: bytes) -> bytes:
 
 
 def _unknown(folder: Path) -> dict[str, object]:
-    """Size of fairseq's dictionary without its own symbols,
-
-    and the share of each split that is <unk>.
+    """Size of fairseq's dictionary without its own symbols, and the share of each split that is
+    <unk>.
     """
     lines = (folder / "dict.txt").read_text("utf-8").splitlines()
     counts: dict[str, object] = {}

@@ -368,9 +368,8 @@ class Preparation:
         work: Callable[[str, str], Work],
         splits: Sequence[str] = (),
     ) -> None:
-        """Make the files that are missing in a folder;
-
-        ``work`` is called with the split and the language of each.
+        """Make the files that are missing in a folder; ``work`` is called with the split and the
+        language of each.
         """
         say("prepare", label)
         for name in self.files(splits):
@@ -379,9 +378,8 @@ class Preparation:
                 transform(path, output, work(*name.split(".")), self.workers, f"{label}: {name}")
 
     def detokenize(self, source: str, to: str) -> None:
-        """Turn tokens into plain text,
-
-        by the detokenizer that ``pn score`` uses for translations.
+        """Turn tokens into plain text, by the detokenizer that ``pn score`` uses for
+        translations.
         """
 
         def work(_: str, lang: str) -> Work:

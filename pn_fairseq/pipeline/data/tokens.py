@@ -35,9 +35,8 @@ def scripts(settings: Settings) -> dict[str, str]:
 
 
 def checkout(settings: Settings, moses: Path | None) -> Path:
-    """The checkout of mosesdecoder (--moses);
-
-    it must have Moses' scripts that these settings need.
+    """The checkout of mosesdecoder (--moses); it must have Moses' scripts that these settings
+    need.
     """
     if moses is None:
         raise UserError(
@@ -99,9 +98,8 @@ def sacremoses(settings: Settings, lang: str, straighten: bool = False) -> Calla
 
 
 def moses(checkout: Path, settings: Settings, lang: str, straighten: bool = False) -> Work:
-    """The same by Moses' own Perl scripts in a checkout of mosesdecoder,
-
-    for many lines at a time.
+    """The same by Moses' own Perl scripts in a checkout of mosesdecoder, for many lines at a
+    time.
     """
     flags = {
         "normalize": [language_of(lang)],  # by position: older versions of the script know no -l
@@ -136,9 +134,8 @@ _MARK = "\U00010640"
 def tokenizer(
     settings: Settings, lang: str, straighten: bool = False, checkout_of_moses: Path | None = None
 ) -> Work:
-    """The tokenizer that the settings name,
-
-    for :func:`pn_fairseq.pipeline.data.parallel.transform`.
+    """The tokenizer that the settings name, for
+    :func:`pn_fairseq.pipeline.data.parallel.transform`.
     """
     work = _unprotected(settings, lang, straighten, checkout_of_moses)
     if not settings.protect:

@@ -1,6 +1,5 @@
-"""Recipes and their options,
-
-and what a preparation says where another one works in the same folder.
+"""Recipes and their options, and what a preparation says where another one works in the same
+folder.
 """
 
 import fcntl
@@ -106,9 +105,8 @@ LOWERCASE = (
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("perl"), reason="Moses' scripts need perl")
 def test_moses_scripts_and_sentencepiece(corpus, tmp_path):
-    """Scripts in the place of Moses' that do something easy to say;
-
-    all the rest of the way with sentencepiece.
+    """Scripts in the place of Moses' that do something easy to say; all the rest of the way with
+    sentencepiece.
     """
     moses, data = tmp_path / "moses decoder", tmp_path / "data"
     options = (*LANGUAGES, "--moses", moses, "--segmentation", "sentencepiece")

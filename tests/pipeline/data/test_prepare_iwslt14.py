@@ -1,6 +1,5 @@
-"""``pn prepare iwslt14`` on a small archive in the original layout,
-
-against a simple second reading of it.
+"""``pn prepare iwslt14`` on a small archive in the original layout, against a simple second
+reading of it.
 """
 
 import os

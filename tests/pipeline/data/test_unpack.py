@@ -79,9 +79,8 @@ def test_members_that_are_no_plain_files_of_the_folder(tmp_path, folder, member)
 
 
 def test_members_that_leave_the_folder(tmp_path, folder):
-    """Where nobody asks for them they are not extracted,
-
-    and a file does not go through a link that leaves it.
+    """Where nobody asks for them they are not extracted, and a file does not go through a link
+    that leaves it.
     """
     members = [
         ("../evil", b"1"),
