@@ -193,7 +193,10 @@ def test_nothing_waits_for_the_gpu(name):
 
 
 def test_launches_of_pn():
-    """Two each way and one for the state, besides the accumulation of three gradients."""
+    """Two each way, beside the copy of the state that is read and the accumulation of gradients.
+
+    tests/kernels/test_triton.py counts all of them by the interpreter.
+    """
     norm = NORMS["pn with layer-scale"]().cuda()
     x, dy, mask = inputs()
 
@@ -209,13 +212,12 @@ def test_launches_of_pn():
     names = [
         event.name for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA
     ]
-    names = [name for name in names if "elementwise" not in name]
-    assert sorted(names) == [
-        "finish_gradient_sums",
+    ours = ("norm_", "finish_", "power_", "running_")
+    assert sorted(name for name in names if name.startswith(ours)) == [
         "finish_moments",
+        "finish_power_step",
         "norm_backward",
         "norm_forward",
-        "power_update_",
     ]
 
 
