@@ -41,7 +41,12 @@ def properties() -> str:
         if isinstance(norm, RunningNorm):
             defaults.append("synchronized" if entry.default("sync") else "not synchronized")
         buffers = [(key, value) for key, value in norm.named_buffers() if key != COUNT]
-        flags = [f"`{SHARED[option]}`" for option in _FLAGS if option in entry.options]
+        flags = []
+        for option in _FLAGS:
+            if option in entry.options:
+                default = entry.default(option)
+                value = f" {default}" if isinstance(default, float) else ""
+                flags.append(f"`{SHARED[option]}`{value}")
         row = {"norm": f"`{name}`"}
         row["parameters"] = _listed(f"`{key}` {_shape(p)}" for key, p in norm.named_parameters())
         row["state"] = _listed(f"`{key}` {_shape(value)}" for key, value in buffers)
