@@ -65,6 +65,10 @@ generate --run run --norm-module none.py              | --norm-module; there is 
 generate --run run --gen-subset valid                 | did you mean '--subset valid'?
 generate --run run --path w1.pt                       | did you mean '--checkpoint w1.pt'?
 generate --run run --bean 3                           | --bean; did you mean '--beam'; --help
+generate --run run --output run                       | refusing to overwrite; place/run'
+generate --run run --output data                      | refusing to overwrite; place/data'
+prepare text --corpus text --source es --target en --dest text | --corpus and --dest are both; place/text'
+prepare text --corpus text --source es --target en --dest run | place/run' is a run of pn train
 fold w1.pt w1.pt                                      | is one of the inputs
 fold w1.pt none/out.pt                                | none/out.pt; cannot be written
 import-release none.pt out.pt                         | none.pt; No such file
@@ -190,6 +194,9 @@ train verses_es_en --data daat                        | daat' is not prepared da
 train verses_es_en --data data/bin --check            | data/bin' is inside of prepared data, did you mean '; place/data'?
 train verses_es_en --data ./../place/data/bin         | place/data/bin' is inside of prepared data
 train verses_es_en --check --data a:b                 | a:b' has a colon
+train verses_es_en --data data --run data             | --run; place/data' is prepared data; name another folder
+train verses_es_en --data data --run w1.pt            | w1.pt' is a file; name a folder
+train verses_lm_en --check --data data                | data' was prepared for translation (es-en); language model
 train verses_es_en --dat                              | --dat
 translate                                             | --run
 translate --run data                                  | is not a training run
@@ -228,6 +235,8 @@ optimizer.adam_betas=abc                | optimizer.adam_betas=abc; two numbers
 "optimizer.adam_betas='(0.9,2)'"        | optimizer.adam_betas=(0.9,2); below 1
 optimizer.weight_decay=-1               | optimizer.weight_decay; at least 0
 lr_scheduler.warmup_updates=-5          | warmup_updates; at least 0
+lr_scheduler.warmup_updates=0           | warmup_updates=0; inverse_sqrt; give 1
+average_last=0                          | average_last; at least 1
 criterion.label_smoothing=1             | criterion.label_smoothing; below 1
 optimization.lr=[0.1,0.2]               | learning rate
 """

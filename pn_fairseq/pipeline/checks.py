@@ -105,6 +105,11 @@ def check_values(cfg: DictConfig) -> None:
         raise UserError(
             f"optimizer.adam_betas={betas} must be two numbers from 0 to below 1: '(0.9, 0.98)'"
         )
+    if cfg.lr_scheduler._name == "inverse_sqrt" and cfg.lr_scheduler.warmup_updates == 0:
+        raise UserError(
+            "lr_scheduler.warmup_updates=0 fits no inverse_sqrt, which divides by it; give 1 for "
+            "no warm-up"
+        )
     for name, value in flat(OmegaConf.to_container(cfg)).items():
         for pattern, low, high in RANGES:
             if re.fullmatch(pattern, name):
@@ -264,14 +269,21 @@ def take_languages(cfg: DictConfig, data: Path) -> None:
     """Translate from and to the languages of the prepared data, unless the settings name them.
 
     Raises:
-        UserError: the settings name other languages than those of the data.
+        UserError: the settings name other languages than those of the data, or the data is not
+            of the configuration's kind.
     """
     file = data / "settings.txt"
-    # a language model; pn train --check needs no data
-    if "source_lang" not in cfg.task or not file.is_file():
+    if not file.is_file():  # pn train --check needs no data
         return
     settings = read_settings(file)
     source, target = settings.get("source"), settings.get("target")
+    if "source_lang" not in cfg.task:
+        if source is not None:
+            raise UserError(
+                f"'{data}' was prepared for translation ({source}-{target}), and the configuration "
+                "trains a language model"
+            )
+        return
     if source is None or target is None:
         raise UserError(f"{file} names no languages: it is not of a translation corpus")
     wanted = cfg.task.source_lang or source, cfg.task.target_lang or target

@@ -174,7 +174,8 @@ def measured(
         if norms:
             batch_nll, _, _ = score(loaded, subset, context, max_tokens)
     dictionary = loaded.task.target_dictionary
-    expected = open_data(run.bin, subset, dictionary).sizes.sum()
+    data = open_data(run.bin, subset, dictionary)  # sizes live no longer than it
+    expected = int(data.sizes.sum())
     if tokens != expected:
         raise UserError(f"{tokens} of the {expected} tokens of {subset} were scored")
     symbols = dictionary.symbols[dictionary.nspecial :]

@@ -25,7 +25,15 @@ from pathlib import Path
 
 import numpy as np
 
-from pn_fairseq.common.command import ArgumentParser, UserError, say, say_next, whole, why_it_failed
+from pn_fairseq.common.command import (
+    ArgumentParser,
+    NothingSaved,
+    UserError,
+    say,
+    say_next,
+    whole,
+    why_it_failed,
+)
 from pn_fairseq.common.files import PACKAGE, atomic_folder, only_writer, write_lines, write_settings
 from pn_fairseq.pipeline import RUN_HELP, SUBSET_HELP, add_norm_module, stamp
 from pn_fairseq.pipeline.data.binarize import HEADER
@@ -277,11 +285,14 @@ def main(argv: list[str] | None = None) -> int:
     made = output / "made.txt"
     if stamp.done("generate", made, wanted, output / "hyp.tok"):
         return 0
-    if output.exists() and not made.is_file() and (not output.is_dir() or any(output.iterdir())):
+    if output.exists() and not _may_be_replaced(output):
         raise UserError(
             f"refusing to overwrite '{output}', which has other files; choose another --output"
         )
-    log = _decode(args, decoding, run, subset, output, wanted)
+    try:
+        log = _decode(args, decoding, run, subset, output, wanted)
+    except KeyboardInterrupt as interruption:
+        raise NothingSaved(*interruption.args) from None
     cut = decoding.at_limit(log, dict(enumerate(subset.lengths())))
     if cut:
         say(
@@ -297,6 +308,17 @@ def main(argv: list[str] | None = None) -> int:
         score += ["--output", output]
     say_next("generate", *score)
     return 0
+
+
+def _may_be_replaced(output: Path) -> bool:
+    """Whether what stands there is an empty folder, or hypotheses and what belongs to them."""
+    if not output.is_dir():
+        return False
+    names = {path.name for path in output.iterdir()}
+    # pn train writes a made.txt as well, which names no subset
+    is_decoded = "subset" in stamp.read(output / "made.txt")
+    others = {"config.yaml", "settings.txt", "checkpoints", "bin"}
+    return not names or (is_decoded and not names & others)
 
 
 @dataclass(frozen=True)

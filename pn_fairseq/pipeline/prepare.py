@@ -98,6 +98,10 @@ def main(argv: list[str]) -> None:
     dest = options.dest or absolute(Path("runs/data", name))
     if dest.exists() and not dest.is_dir():
         raise UserError(f"--dest '{dest}' is a file; name a folder")
+    if dest == getattr(options, "corpus", None):
+        raise UserError(f"--corpus and --dest are both '{dest}': name another --dest")
+    if (dest / "config.yaml").is_file():
+        raise UserError(f"--dest '{dest}' is a run of pn train: name another folder")
     settings.check(dest, made_with.as_text(), {})  # before anything is downloaded
     if options.check:
         return

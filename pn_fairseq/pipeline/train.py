@@ -112,6 +112,10 @@ def main(argv: list[str]) -> int:
         check_not_inside(data, "--data")
     else:
         check_prepared(data, "--data")
+    if run.exists() and not run.is_dir():
+        raise UserError(f"--run '{run}' is a file; name a folder")
+    if (run / "settings.txt").is_file():
+        raise UserError(f"--run '{run}' is prepared data; name another folder")
     if ":" in str(data):
         raise UserError(
             f"'{data}' has a colon, at which fairseq splits paths; use another path (--data)"

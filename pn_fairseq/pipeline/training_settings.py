@@ -141,8 +141,10 @@ def compose(
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_one_line(error)) from error
     _make_absolute(cfg)
-    average_last = cfg.get("average_last", (cfg.scoring or {}).get("average_last", 0))
-    cfg.average_last = whole_number("average_last", average_last, least=0) or None
+    average_last = cfg.get("average_last", (cfg.scoring or {}).get("average_last"))
+    if average_last is not None:
+        average_last = whole_number("average_last", average_last)
+    cfg.average_last = average_last
     cfg.tokens_per_update, cfg.scoring = batches.tokens_per_update, None
     return cfg, batches
 

@@ -16,7 +16,7 @@ import torch
 
 from ..fixtures.corpora import lines
 from ..fixtures.runs import small_run
-from ..scripts_helpers import SCRIPTS, environment, refused, verb, wait_for
+from ..scripts_helpers import SCRIPTS, environment, files_of, refused, verb, wait_for
 
 main = verb("generate")
 
@@ -391,7 +391,7 @@ def test_an_interruption_leaves_nothing_behind(place):
         _, messages = process.communicate(timeout=120)
     assert process.returncode == 143
     assert messages.splitlines()[1:] == [
-        "pn generate: interrupted; run the same command again to resume"
+        "pn generate: interrupted before anything was saved; the same command begins again"
     ]
     assert not any(map(alive, processes))
     assert list((place / "run/generate").iterdir()) == []
@@ -448,6 +448,21 @@ def test_a_directory_with_other_files_is_not_overwritten(place, capsys):
     assert generate(place, "--output", place / "empty") == 0
     assert len(lines(place / "empty/hyp.tok")) == SENTENCES
     refused(capsys, generate(place, "--output", home / "thesis.tex/below"), "thesis.tex")
+
+
+def test_a_run_is_not_replaced_by_its_hypotheses(place, capsys):
+    """pn train writes a made.txt, too."""
+    run = place / "run"
+    (run / "made.txt").write_text("optimization.max_update=6\n")
+    before = files_of(run)
+    refused(capsys, generate(place, "--output", run), "refusing to overwrite", str(run))
+    (place / "decoded").mkdir()
+    for name in ("made.txt", "config.yaml"):
+        shutil.copy(run / name, place / "decoded")
+    with (place / "decoded/made.txt").open("a") as file:
+        file.write("subset=test\n")
+    refused(capsys, generate(place, "--output", place / "decoded"), "refusing to overwrite")
+    assert files_of(run) == before and calls(place) == []
 
 
 def test_mistakes_in_the_data_get_one_line(place, capsys):
