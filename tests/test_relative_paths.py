@@ -28,7 +28,7 @@ prepare text --corpus ../text --like ../data --dest ../alike      | ../alike/bin
 prepare text --corpus ../text --source es --target en --dest ../split --moses ../moses | moses/{tokenizer} failed: mine
 prepare iwslt14 --dest ../iwslt14 --archive ../archives           | archives/de-en.tgz is not an archive
 prepare iwslt14 --dest ../iwslt14 --mirror ../archives            | download/de-en.tgz is not an archive
-prepare ../recipe.py --dest ../data --check                       | {place}/data was made with other settings
+prepare ../recipe.py --dest ../data --check                       | data was made with other settings
 train ../own.yaml --data ../data --run ../run --check             | run' was started with different settings
 train ../own.yaml --data ../data --run ../run/../made model.norm_module=../none.py --check | there is no file '../none.py'
 average --run ../run --inputs ../none.pt                          | not allowed with argument

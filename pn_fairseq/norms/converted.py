@@ -188,11 +188,7 @@ class ConvertedNorm:
                 "input is a DTensor, as under SequenceParallel: take a norm of each token by "
                 "itself, such as 'rms', or leave this norm out of the plan"
             )
-        if self.training:
-            return
-        if torch.compiler.is_dynamo_compiling():
-            warn_of_initial_statistics(self.handle)
-        else:
+        if not self.training and not torch.compiler.is_dynamo_compiling():
             self.warn_of_initial_statistics()
 
     def _check_given_mask(self, x: Tensor, mask) -> None:
@@ -368,12 +364,6 @@ def _is_full(found: Found, x: Tensor) -> bool:
     """
     around = [mask for mask in masks_around(found) if mask.time(x.size(1)) in x.shape]
     return bool(around) and not any(mask.has_padding for mask in around)
-
-
-@torch.compiler.assume_constant_result
-def warn_of_initial_statistics(handle: Tensor) -> None:
-    """:meth:`ConvertedNorm.warn_of_initial_statistics`; in a compiled model while it is traced."""
-    find(handle).warn_of_initial_statistics()
 
 
 @operator(

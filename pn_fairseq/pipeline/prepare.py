@@ -24,6 +24,8 @@ The same command resumes. Line counts are checked after every step. --dest then 
   settings.txt, counts.txt, and with cleaning removed.tsv: which pairs were removed and why; text/
   with all pairs
 """
+
+
 #: Options of the recipes that download files, and of those that learn subwords.
 MIRROR = {
     "--mirror": {

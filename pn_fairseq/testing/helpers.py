@@ -114,12 +114,10 @@ def some_steps(norm, number=3, seed=8, **options):
 
 
 def gradients_of(module):
-    """The gradients of the parameters that are trained, each of which must have got one."""
-    gradients = []
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            assert parameter.grad is not None
-            gradients.append(parameter.grad)
+    """The gradients of the parameters that have one, as some must where any is trained."""
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+    assert gradients or not trained
     return gradients
 
 

@@ -130,7 +130,7 @@ def test_options_in_sentences_exist():
     tools += [f"pn prepare {name}" for name in RECIPES]
     tools += [f"pn reproduce {name}" for name in experiments()]
     tools += ["pn reproduce --study compare_norms"]
-    tools += [f"python -m benchmarks.{name}" for name in ("norms", "training", "decoding")]
+    tools += [f"python -m benchmarks.{name}" for name in ("norms", "training", "decoding", "gpu")]
     text = " ".join(map(help_of, [*tools, "fairseq-train", "fairseq-generate", "pn"]))
     unknown = {}
     for page in PAGES:

@@ -1150,25 +1150,6 @@ def test_evaluation_of_a_norm_that_counted_no_step_is_told_once():
         lost.eval()(x)
 
 
-def test_a_compiled_model_that_counted_no_step_is_told_once():
-    """While it is compiled."""
-    x = torch.randn(B, T, C)
-    model = convert_norms(FeedForward(), "batch").eval()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-        compiled(x)
-        compiled(x)
-    (text,) = texts(caught)
-    assert text.startswith("norm is evaluated, but has counted no training step")
-    trained = convert_norms(FeedForward(), "batch")
-    trained(x, LENGTHS).sum().backward()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        torch.compile(trained.eval(), backend="aot_eager", fullgraph=True)(x)
-        torch.export.export(convert_norms(FeedForward(), "batch").eval(), (x,), strict=True)
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -12,6 +12,8 @@ import pandas
 import pytest
 from scipy import stats
 
+from pn_fairseq.common.files import write_settings
+from pn_fairseq.pipeline import stamp
 from pn_fairseq.pipeline.published import PAPER
 from pn_fairseq.report import markdown
 from pn_fairseq.report.significance import Design
@@ -388,6 +390,8 @@ def test_paper_is_recognised_by_the_data(name, count, data, tmp_path):
     for file in ("hyp.tok", "ref.tok"):
         (folder / file).write_text("a\n" * count)
     scores = json.loads((folder / "scores.json").read_text()) | {"sentences": count}
+    made_from = stamp.made_from({}, {"hypotheses": [folder / "hyp.tok"]})
+    write_settings(stamp.stamp_of(folder / "scores.json"), made_from)
     for compound_split in (split, not split):
         scores["tokenized"]["compound_split"] = compound_split
         (folder / "scores.json").write_text(json.dumps(scores))

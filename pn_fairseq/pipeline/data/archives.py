@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pn_fairseq.common.command import UserError, say
+from pn_fairseq.common.command import UserError, absolute, say
 from pn_fairseq.common.files import checksum
 from pn_fairseq.pipeline.data.parallel import progress
 
@@ -45,11 +45,9 @@ def _address(url: str, mirror: str | None) -> str:
     name = url.rsplit("/", 1)[-1]
     if not mirror:
         return url
-    return (
-        f"{mirror.rstrip('/')}/{name}"
-        if "://" in mirror
-        else (Path(mirror).absolute() / name).as_uri()
-    )
+    if "://" in mirror:
+        return f"{mirror.rstrip('/')}/{name}"
+    return (absolute(mirror) / name).as_uri()
 
 
 def _size(path: Path) -> int:
