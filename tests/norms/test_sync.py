@@ -25,14 +25,13 @@ from torch.distributed.fsdp import (
 )
 
 from pn_fairseq.norms import RunningNorm, build_norm
-from pn_fairseq.testing.helpers import CHANNELS
+from pn_fairseq.testing.helpers import CHANNELS, cases
 from pn_fairseq.testing.ranks import run_ranks
 from pn_fairseq.testing.test_ranks import (
     RANK_RUNS,
     RANK_STEPS,
     SHARDS,
     assert_ranks_equal_one,
-    cases,
     rank_batches,
     rank_norm,
     run_steps,
