@@ -119,18 +119,17 @@ def find_argument(conversion: str, scopes: Iterable[Scope]) -> Found:
         if given:
             mask = masks[given[0]]
             return Found(OF_TARGET if is_outside else ARGUMENT, mask.source, mask, scope)
-        if masks and scope.unread():
-            return Found(NONE, "; ".join(scope.unread()), scope=scope)
         if masks:
-            where = f"{' and '.join(masks)} of {scope.hook.module}"
-            where = (
-                f"argument {where} is None" if len(masks) == 1 else f"arguments {where} are None"
-            )
-            return Found(NONE, where, scope=scope)
+            return Found(NONE, "; ".join(scope.unread()) or _all_none(scope, masks), scope=scope)
         attends = attends or scope.attends
     if unread:
         return Found(NOTHING, "; ".join(unread), is_unread=True)
     return Found(NOTHING, "no block, and no argument of a module")
+
+
+def _all_none(scope: Arguments, names: dict[str, None]) -> str:
+    what = f"{' and '.join(names)} of {scope.hook.module}"
+    return f"argument {what} is None" if len(names) == 1 else f"arguments {what} are None"
 
 
 def hidden_mask(conversion: str, scopes: Iterable[Scope]) -> PaddingMask | None:
