@@ -8,7 +8,6 @@ torch.nn.LayerNorm in the same round.
 """
 
 import argparse
-import re
 from collections.abc import Callable
 from functools import partial
 
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 
 from benchmarks import keep_memory
-from benchmarks.norms import Contestant, Unmasked, pattern, step
+from benchmarks.norms import Contestant, Unmasked, add_only, step
 from benchmarks.results import in_turns, output_file, positive, quartiles, ratios, write_csv
 from pn_fairseq.norms import NORMS, build_norm
 
@@ -49,13 +48,7 @@ def main(argv=None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.calls", description=__doc__.split("\n")[0]
     )
-    parser.add_argument(
-        "--only",
-        type=pattern,
-        default=re.compile(""),
-        metavar="PATTERN",
-        help="the norms in whose registered names this regular expression is found",
-    )
+    add_only(parser)
     parser.add_argument(
         "--rounds", type=positive, default=30, help=f"turns of {CALLS} calls (default: 30)"
     )

@@ -13,7 +13,6 @@ activation is GELU: with ReLU, inductor's kernel for it alone makes a step 1.19 
 import argparse
 import copy
 import itertools
-import re
 from collections.abc import Callable
 
 import pandas
@@ -21,7 +20,7 @@ import torch
 from torch import nn
 
 from benchmarks import hide_messages, keep_memory
-from benchmarks.norms import pattern
+from benchmarks.norms import add_only
 from benchmarks.results import in_turns, output_file, positive, quartiles, ratios, write_csv
 from pn_fairseq.norms import NORMS, build_norm, convert_norms
 
@@ -116,13 +115,7 @@ def main(argv=None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.compile", description=__doc__.split("\n")[0]
     )
-    parser.add_argument(
-        "--only",
-        type=pattern,
-        default=re.compile(""),
-        metavar="PATTERN",
-        help="the norms in whose registered names this regular expression is found",
-    )
+    add_only(parser)
     parser.add_argument(
         "--rounds", type=positive, default=20, help="turns of one step (default: 20)"
     )

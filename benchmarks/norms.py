@@ -451,6 +451,17 @@ def pattern(value: str) -> re.Pattern:
         ) from error
 
 
+def add_only(parser: argparse.ArgumentParser) -> None:
+    """The option that selects norms of this project by their names."""
+    parser.add_argument(
+        "--only",
+        type=pattern,
+        default=re.compile(""),
+        metavar="PATTERN",
+        help="the norms in whose registered names this regular expression is found",
+    )
+
+
 def _picture(value: str) -> Path:
     if Path(value).suffix not in (".png", ".pdf", ".svg"):
         raise argparse.ArgumentTypeError(f"{value!r} does not end in .png, .pdf or .svg")
