@@ -173,6 +173,10 @@ class RunningNorm(StatefulNorm):
         """
         return None
 
+    def evaluation_caveat(self) -> str:
+        """Why evaluation says little yet, to follow "the norm is evaluated"; "": it does not."""
+        return ""
+
     def further_parameters(self) -> tuple[Tensor, ...]:
         """The learned parameters besides weight and bias; the passes get them as ``step.further``.
         ``backward_pass`` returns their gradients last, after dx and the gradients of weight and

@@ -107,19 +107,30 @@ def empty_sentences(count: int, sentences: int, form: str) -> str:
     return f"{count} of {sentences} sentences consist of padding only: {IS_INVERTED[form]}"
 
 
-def tokens_are_padding(x: Tensor, padding: Tensor) -> bool:
-    """Whether what ``padding`` (B, T) calls the tokens of ``x`` (B, T, C) seems to be padding.
+def padding_on_the_left(x: Tensor, padding: Tensor, form: str) -> str:
+    """What to say of ``padding`` (B, T), of this form, if it stands at the left of all sentences of
+    ``x`` (B, T, C), as an inverted mask of sentences that are all shorter than T does.
 
-    An inverted mask of sentences that are all shorter than T has the form of padding on the left.
-    What tells them apart is that padding is the same in all sentences, as long as a norm before the
-    first attention or dropout sees it.
+    Real padding is the same in all sentences, as long as a norm before the first attention or
+    dropout sees it. So it is known what the mask means where either side is the same; elsewhere a
+    batch that is padded on the left to a fixed length is the exception.
     """
     is_on_the_left = padding[:, 0] & ~padding[:, -1]
     if len(x) == 1 or not is_on_the_left.all():
-        return False
+        return ""
     is_same = x.isclose(x[:1], rtol=1e-2).all(-1).all(0)
     is_token, is_padding = ~padding.any(0), padding.all(0)
-    return bool(is_token.any() & is_same[is_token].all() & ~is_same[is_padding].all())
+    if is_same[is_padding].all():
+        return ""
+    if is_token.any() and is_same[is_token].all():
+        return (
+            "what every sentence has at its end as tokens is the same in all of them, and what is "
+            f"called padding differs: {IS_INVERTED[form]}"
+        )
+    return (
+        "all sentences begin with padding and none ends with it. Unless they are padded on the "
+        f"left to a fixed length: {IS_INVERTED[form]}"
+    )
 
 
 def warn_of_empty_sentences(padding_mask: Tensor) -> None:

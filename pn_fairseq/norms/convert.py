@@ -17,7 +17,7 @@ from pn_fairseq.norms.mask_arguments import add_argument_hooks, arguments_with_m
 from pn_fairseq.norms.options import check_option
 from pn_fairseq.norms.padding import ARGUMENT_FORMS, FORMS
 from pn_fairseq.norms.registry import find_norm
-from pn_fairseq.norms.replaceable import norms_to_replace
+from pn_fairseq.norms.replaceable import is_norm, norms_to_replace
 
 #: Updates of the psi warm-up of "power", as in the paper's models, unless ``psi_warmup_updates`` is
 #: given.
@@ -79,7 +79,12 @@ def convert_norms(
             ``psi_warmup_updates`` is given: without one it starts with psi = 1, and does not
             normalize at first. Give the length of your learning rate's warm-up, and
             ``layer_scale_groups`` = attention heads, as in the paper's Transformer. In the warm-up
-            it mixes the tokens of a batch: in a causal decoder they leak.
+            it mixes the tokens of a batch: in a causal decoder they leak. "prep-batch" fades from
+            LayerNorm to BatchNorm over 60,000 updates, during which evaluation means little: give
+            ``fade_updates`` = four fifths of your updates.
+
+    A checkpoint does not contain the options: give the same ones before you load it. Loading raises
+    RuntimeError if it was trained with other ``layer_scale_groups``.
 
     Raises:
         ValueError: a pattern, name, layout or option does not fit, or there is nothing to replace.
@@ -103,8 +108,9 @@ def convert(
     ``none_is_no_padding``: a mask that is None means no padding, as in fairseq.
     """
     if not isinstance(model, nn.Module):
+        found = repr(model) if isinstance(model, str) else f"of type {type(model).__name__}"
         raise ValueError(
-            f"the model comes first, as in convert_norms(model, 'batch'), but it is {model!r}"
+            f"the model comes first, as in convert_norms(model, 'batch'), but it is {found}"
         )
     entry = find_norm(norm)
     if layout not in (None, *LAYOUTS):
@@ -175,15 +181,20 @@ def norm_parameter_names(
 
     Args:
         replaced: only norms that :func:`convert_norms` put in the place of modules of this class or
-            these classes, as ``isinstance`` finds them. By default all norms of this package.
+            these classes, as ``isinstance`` finds them. By default all norms: of this package, of
+            torch, and others that compute LayerNorm or RMSNorm. So the list is the same before and
+            after a conversion, but for parameters that the new norms add or lack.
     """
     kinds = (replaced,) if isinstance(replaced, type) else replaced
-    names = []
-    for prefix, norm in named_norms(model).items():
-        is_converted = isinstance(norm, ConvertedNorm)
-        if kinds is None or (is_converted and norm.took_the_place_of(kinds)):
-            names += [f"{prefix}.{name}".lstrip(".") for name, _ in norm.named_parameters()]
-    return names
+    names = {}
+    for prefix, module in model.named_modules():
+        if kinds is None:
+            is_wanted = is_norm(module)
+        else:
+            is_wanted = isinstance(module, ConvertedNorm) and module.took_the_place_of(kinds)
+        if is_wanted:
+            names |= dict(module.named_parameters(prefix))
+    return list(names)
 
 
 @dataclass(frozen=True)
@@ -198,6 +209,7 @@ class ReplacedNorm:
         masks: arguments that its mask comes from outside of ``with padding(...)`` blocks, the
             innermost first. Where one is None, those after it are not used.
         psi_warmup_updates: length of its psi warm-up; None: it has none.
+        layer_scale_groups: groups of the layer-scale in front of it; 0: none.
         line: of the table of docs/own_model.md, which decided in the last forward that asked for a
             mask; None: no forward did.
         decided: the same in words.
@@ -209,6 +221,7 @@ class ReplacedNorm:
     layout: str | None
     masks: tuple[str, ...]
     psi_warmup_updates: int | None = None
+    layer_scale_groups: int = 0
     line: int | None = None
     decided: str = ""
 
@@ -219,6 +232,8 @@ class ReplacedNorm:
         text = f"{self.name}: {self.norm} for {self.replaced}"
         if self.psi_warmup_updates is not None:
             text += f", psi warm-up of {self.psi_warmup_updates} updates"
+        if self.layer_scale_groups:
+            text += f", layer-scale of {self.layer_scale_groups} groups"
         text += f", layout {self.layout or 'of the mask'}, mask from {', else '.join(sources)}"
         if self.line is not None:
             text += f"; last: {self.decided} (line {self.line})"
@@ -241,6 +256,7 @@ def norm_report(model: nn.Module) -> list[ReplacedNorm]:
                 layout=norm.layout.name,
                 masks=tuple(arguments_with_mask(model, name, norm.conversion)),
                 psi_warmup_updates=getattr(norm, "psi_warmup_updates", None),
+                layer_scale_groups=norm.layer_scale_groups,
                 line=None if last is None else last.line,
                 decided="" if last is None else last.where,
             )

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from pn_fairseq.norms.base import COUNT, ChannelNorm, RunningNorm
 from pn_fairseq.norms.channel import no_fast_path
 from pn_fairseq.norms.checks import (
-    IS_INVERTED,
     can_look_at_values,
     empty_sentences,
-    tokens_are_padding,
+    padding_on_the_left,
 )
 from pn_fairseq.norms.compiled import find, open_scopes, operator
 from pn_fairseq.norms.layouts import Layout
@@ -42,6 +41,10 @@ from pn_fairseq.norms.sharding import is_distributed
 
 #: Batch norms of torch that can be replaced.
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm)
+
+#: The key of the state of a converted norm with layer-scale that tells its number of groups. It
+#: changes what the norm computes, and no tensor of the state shows it.
+SAVED_GROUPS = "layer_scale_groups"
 
 #: Attributes in which a norm may store its epsilon.
 EPS_NAMES = ("eps", "variance_epsilon", "epsilon")
@@ -162,6 +165,12 @@ class ConvertedNorm:
     def _get_name(self) -> str:
         return f"{super()._get_name()} for {self.replaced}"
 
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.layer_scale_groups:
+            groups = torch.tensor(self.layer_scale_groups, device="cpu")
+            destination[prefix + SAVED_GROUPS] = groups
+
     def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         if isinstance(self, RunningNorm):
             self._check_statistics(x)
@@ -241,11 +250,7 @@ class ConvertedNorm:
         if is_first and tokens.dim() == 3 and mask.form != "lengths":
             is_time_first = self.layout.name == "TBC" or len(tokens) != mask.batch
             sentences = tokens.transpose(0, 1) if is_time_first else tokens
-            if tokens_are_padding(sentences, mask.of(sentences.size(1))):
-                text = (
-                    "what every sentence has at its end as tokens is the same in all of them, and "
-                    f"what is called padding differs: {IS_INVERTED[mask.form]}"
-                )
+            text = padding_on_the_left(sentences, mask.of(sentences.size(1)), mask.form)
         if (is_first or not mask.waits_for_device) and mask.empty_sentences:
             text = empty_sentences(mask.empty_sentences, mask.batch, mask.form)
         if text:
@@ -267,6 +272,10 @@ class ConvertedNorm:
                 "statistics are in a checkpoint, convert the model before you load it: an "
                 "unconverted model drops them.",
             )
+            return
+        caveat = self.evaluation_caveat()
+        if caveat:
+            self.conversion.warn("early", f"{self.name} is evaluated {caveat}")
 
     def uses_mask(self) -> bool:
         return self.zero_padding or (self.training and isinstance(self, RunningNorm))
@@ -539,13 +548,29 @@ def _own_layout(module: nn.Module) -> str | None:
     return None
 
 
-def _before_loading(module: ConvertedNorm, state_dict: dict, prefix: str, *_) -> None:
+def _before_loading(
+    module: ConvertedNorm,
+    state_dict: dict,
+    prefix: str,
+    metadata: dict,
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    errors: list[str],
+) -> None:
     """Make the state of the module that was replaced one of ``module``; what it lacks stays as it
-    is.
+    is. Layer-scale is not in such a state; in one of a converted norm it must be that of
+    ``module``.
     """
+    saved_groups = state_dict.pop(prefix + SAVED_GROUPS, None)
     given = {key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)}
+    if not given:
+        return
+    if saved_groups is not None or not given <= module.replaced_keys:
+        _check_layer_scale(module, saved_groups, prefix, missing_keys, errors)
+        return
     own = dict(module.named_parameters(recurse=False)) | module._buffers
-    if not given or not given <= module.replaced_keys or given == own.keys():
+    if given == own.keys():
         return
     for key in given - own.keys():
         del state_dict[prefix + key]
@@ -554,3 +579,21 @@ def _before_loading(module: ConvertedNorm, state_dict: dict, prefix: str, *_) ->
         kept |= own.keys() & {COUNT}
     for key in kept:
         state_dict[prefix + key] = own[key].detach().clone()
+
+
+def _check_layer_scale(
+    module: ConvertedNorm,
+    saved: Tensor | None,
+    prefix: str,
+    missing_keys: list[str],
+    errors: list[str],
+) -> None:
+    groups = module.layer_scale_groups
+    if saved is None:
+        if groups:
+            missing_keys.append(prefix + SAVED_GROUPS)
+    elif int(saved) != groups:
+        errors.append(
+            f"{module.name}: the checkpoint was trained with layer_scale_groups={int(saved)}, and "
+            f"here it is {groups}; give convert_norms the options that the trained model had"
+        )

@@ -74,6 +74,16 @@ class ProgressiveBatchNorm(MaskedBatchNorm):
             return torch.ones((), dtype=dtype, device=state[COUNT].device)
         return (self.completed_updates(state).to(dtype) / self.fade_updates).clamp(max=1.0)
 
+    def evaluation_caveat(self) -> str:
+        rest = float(self.rest(self._buffers, torch.float32))
+        if rest == 1:
+            return ""
+        return (
+            f"at lambda = {1 - rest:.3g}: until it is 0, after fade_updates={self.fade_updates}, "
+            "evaluation lacks the LayerNorm that training uses. Give fade_updates= four fifths of "
+            "your updates."
+        )
+
     def further_parameters(self) -> tuple[Tensor, ...]:
         # LN's gain and bias get their gradients in token_part, and zeros from backward_pass:
         # without any gradient after the fade they would stop DistributedDataParallel.

@@ -110,6 +110,14 @@ def _warn_of_those_left(names_of: dict[str, list[str]]) -> None:
 _OTHERS = (nn.GroupNorm, nn.modules.batchnorm._NormBase, ChannelNorm)
 
 
+def is_norm(module: nn.Module) -> bool:
+    """Whether ``module`` is a norm: of this package, of torch, or one that
+    :func:`norms_to_replace` recognizes.
+    """
+    with torch.device("cpu"):
+        return isinstance(module, _OTHERS) or _offset(module, None) is not None
+
+
 def _offset(module: nn.Module, layout: str | None) -> float | str | None:
     """What the norm ``module`` adds to its gain; a string: why it cannot be replaced; None: it is
     no norm, or of a kind that always stays.

@@ -182,6 +182,17 @@ def test_the_number_of_updates_compiles_nothing_again(name):
     ) == (1, 0, 0.0)
 
 
+@pytest.mark.parametrize("name", ["batch", "power"])
+def test_all_lengths_share_a_graph_also_without_a_mask(name):
+    """The first length has its own graph, the second one serves all others."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(build_norm(name, CHANNELS), backend=counter, fullgraph=True)
+    for length in (5, 6, 4, 7, 9):
+        compiled(torch.randn(length, 3, CHANNELS, requires_grad=True)).sum().backward()
+    assert counter.frame_count == 2
+
+
 def test_a_loss_scale_compiles_nothing_again():
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
 

@@ -1080,6 +1080,21 @@ def test_an_inverted_mask_of_a_batch_that_is_padded_to_a_fixed_length(
     assert all("is the mask inverted? True is padding" in text for text in texts(caught))
 
 
+@pytest.mark.parametrize(("inverted", "count"), [(True, 1), (False, 0)])
+def test_an_inverted_mask_of_a_padded_batch_whose_padding_differs(inverted, count):
+    """As behind attention or dropout: the tokens do not show what padding is."""
+    mask = torch.arange(T) >= torch.tensor([5, 4, 2])[:, None]
+    model = convert_norms(nn.LayerNorm(C), "batch", layout="BTC")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with padding(~mask if inverted else mask):
+                model(torch.randn(B, T, C))
+    assert len(caught) == count
+    expected = "LayerNorm: by padding(mask=...) all sentences begin with padding and none ends with"
+    assert all(text.startswith(expected) for text in texts(caught))
+
+
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_a_norm_of_ones_own_layer_tells_once_of_sentences_without_a_token(batch_first, monkeypatch):
     monkeypatch.setattr(checks, "_told", set())
@@ -1148,6 +1163,27 @@ def test_evaluation_of_a_norm_that_counted_no_step_is_told_once():
     lost.load_state_dict(plain.state_dict())
     with pytest.warns(UserWarning, match="convert the model before you load it"):
         lost.eval()(x)
+
+
+def test_prep_batch_evaluated_before_its_fade_has_ended_is_told_once():
+    model = convert_norms(FeedForward(), "prep-batch", fade_updates=4)
+    x = torch.randn(B, T, C)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(4):
+            model(x, LENGTHS).sum().backward()
+        copy.deepcopy(model).eval()(x)
+    model = convert_norms(FeedForward(), "prep-batch", fade_updates=4)
+    model(x, LENGTHS).sum().backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model.eval()(x)
+    (text,) = texts(caught)
+    assert text.startswith(
+        "norm is evaluated at lambda = 0.75: until it is 0, after fade_updates=4, evaluation lacks "
+        "the LayerNorm that training uses. Give fade_updates="
+    )
 
 
 @pytest.mark.parametrize(
