@@ -201,7 +201,7 @@ def test_the_code_for_hugging_face(tmp_path, monkeypatch, capsys):
     assert all(norm.running_mean.abs().max() > 0 for norm in running_norms(names["pretrained"]))
     names["CountUpdates"]().on_step_begin(None, SimpleNamespace(global_step=5), None, model=model)
     assert all(norm._num_updates == 5 for norm in running_norms(model))
-    logs: dict = {}
+    logs = {"loss": 1.0}
     for _ in range(2):
         names["LogNorms"]().on_log(None, None, None, model=model.train(), logs=logs)
         for _ in range(2):  # the second forward takes in the step of the first
@@ -210,6 +210,9 @@ def test_the_code_for_hugging_face(tmp_path, monkeypatch, capsys):
     names["LogNorms"]().on_log(None, None, None, model=model, logs=logs)
     assert logs["bert.embeddings.LayerNorm/psi_distance"] > 0
     assert logs["bert.embeddings.LayerNorm/nonfinite_steps"] == 0
+    of_evaluation = {"eval_loss": 1.0}
+    names["LogNorms"]().on_log(None, None, None, model=model, logs=of_evaluation)
+    assert of_evaluation == {"eval_loss": 1.0}
     again.load_state_dict(model.state_dict())
     with pytest.raises(RuntimeError, match="running_mean"):
         names["BertForMaskedLM"](names["config"]).load_state_dict(model.state_dict())
