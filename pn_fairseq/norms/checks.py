@@ -97,7 +97,8 @@ IS_INVERTED = {
     "padding(valid=...).",
     "valid": "is the mask inverted? 1 is a token, as in a tokenizer's attention_mask; where 1 is "
     "padding, give mask == 0.",
-    "additive": "is the mask inverted? 0 is a token, and -inf is padding.",
+    "additive": "is the mask inverted? 0 is a token, and -inf is padding; torch makes them of a "
+    "bool mask in which True is padding.",
     "lengths": "their length is 0.",
 }
 
@@ -141,7 +142,7 @@ def warn_of_empty_sentences(padding_mask: Tensor) -> None:
     if count:
         _told.add("empty sentences")
         warnings.warn(
-            f"padding_mask: by it {empty_sentences(count, len(padding_mask), 'mask')}",
+            f"padding_mask: {empty_sentences(count, len(padding_mask), 'mask')}",
             stacklevel=4,
         )
 

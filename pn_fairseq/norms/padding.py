@@ -66,8 +66,10 @@ def _problem(form: str, value) -> str:
     """Why ``value`` is no mask of this form; "": it may be one."""
     if not isinstance(value, Tensor):
         kind = type(value).__name__
-        if hasattr(value, "dtype"):
-            kind = f"{kind} of {value.dtype}"
+        if hasattr(value, "dtype"):  # of NumPy, for example
+            return (
+                f"expected a tensor, got {kind} of {value.dtype}; give torch.as_tensor(...) of it"
+            )
         return (
             f"expected a tensor, got {kind}; the numbers of tokens of the sequences are "
             "lengths=torch.tensor([...])"
@@ -161,8 +163,9 @@ class PaddingMask:
         fits = (padding | (value == 0)).all()
         torch._assert_async(
             fits,
-            f"{self.source}: an additive mask holds 0 at tokens and at most -10000 at padding; if "
-            "1 means a token, give valid= and the mask as bool",
+            f"{self.source}: an additive mask holds 0 at tokens and at most -10000 at padding; "
+            "give a mask of 0 and 1 as bool: mask=(mask == 1) if 1 means padding, "
+            "valid=(mask == 1) if 1 means a token",
         )
         return padding
 

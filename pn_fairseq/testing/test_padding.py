@@ -48,7 +48,7 @@ def in_order(values, shape, mask):
     ("groups", "fill"), [(0, None), (4, None), (4, np.inf), (0, np.nan), (4, 1e30)]
 )
 # more_padding adds a sentence of padding
-@pytest.mark.filterwarnings("ignore:padding_mask. by it:UserWarning")
+@pytest.mark.filterwarnings("ignore:padding_mask. . of . sentences:UserWarning")
 @long
 def test_values_and_amount_of_padding_change_nothing_for_real_tokens(masking, groups, fill):
     """1e30 is a float32, its square is not. From the second of 4 steps on a warm-up is over."""

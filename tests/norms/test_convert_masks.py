@@ -280,6 +280,7 @@ def test_a_mask_of_another_length_names_the_module():
         ({"mask": MASK, "lengths": LENGTHS}, "padding\\(mask=, lengths=\\): give one of them"),
         ({"mask": [[True]]}, "expected a tensor, got list"),
         ({"mask": np.array(["pad"])}, "expected a tensor, got ndarray of <U3"),
+        ({"mask": np.zeros((B, T), bool)}, "got ndarray of bool; give torch.as_tensor"),
         ({"mask": torch.tensor(True)}, "a value for each token \\(B, T\\), got one value"),
         ({}, "padding\\(\\) without a mask: give one, or None, which says that there is no"),
         ({"only": "norm"}, "padding\\(\\) without a mask"),
@@ -330,7 +331,7 @@ def test_wrong_additive_mask(form):
         padding(**{form: (~MASK).float()}),
         pytest.raises(
             RuntimeError,
-            match="holds 0 at tokens and at most -10000 at padding; if 1 .* give valid= and",
+            match="holds 0 at tokens and at most -10000 at padding; give .* mask=.mask == 1. if 1 means padding",
         ),
     ):
         convert_norms(nn.LayerNorm(C), "batch")(torch.randn(B, T, C))
@@ -1107,7 +1108,7 @@ def test_a_norm_of_ones_own_layer_tells_once_of_sentences_without_a_token(batch_
         build_norm("rms", C, batch_first=batch_first)(x, ~MASK)
     (text,) = texts(caught)
     assert text.startswith(
-        "padding_mask: by it 1 of 3 sentences consist of padding only: is the mask inverted?"
+        "padding_mask: 1 of 3 sentences consist of padding only: is the mask inverted?"
     )
 
 
