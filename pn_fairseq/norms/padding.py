@@ -67,9 +67,7 @@ def _problem(form: str, value) -> str:
     if not isinstance(value, Tensor):
         kind = type(value).__name__
         if hasattr(value, "dtype"):  # of NumPy, for example
-            return (
-                f"expected a tensor, got {kind} of {value.dtype}; give torch.as_tensor(...) of it"
-            )
+            kind = f"{kind} of {value.dtype} (torch.as_tensor makes one)"
         return (
             f"expected a tensor, got {kind}; the numbers of tokens of the sequences are "
             "lengths=torch.tensor([...])"

@@ -280,7 +280,7 @@ def test_a_mask_of_another_length_names_the_module():
         ({"mask": MASK, "lengths": LENGTHS}, "padding\\(mask=, lengths=\\): give one of them"),
         ({"mask": [[True]]}, "expected a tensor, got list"),
         ({"mask": np.array(["pad"])}, "expected a tensor, got ndarray of <U3"),
-        ({"mask": np.zeros((B, T), bool)}, "got ndarray of bool; give torch.as_tensor"),
+        ({"mask": np.zeros((B, T), bool)}, "got ndarray of bool .torch.as_tensor makes one"),
         ({"mask": torch.tensor(True)}, "a value for each token \\(B, T\\), got one value"),
         ({}, "padding\\(\\) without a mask: give one, or None, which says that there is no"),
         ({"only": "norm"}, "padding\\(\\) without a mask"),
