@@ -22,7 +22,7 @@ from pn_fairseq.common.command import (
     without_fairseqs_log,
 )
 from pn_fairseq.common.files import only_writer, write_settings
-from pn_fairseq.pipeline import RUN_HELP, add_norm_module, stamp
+from pn_fairseq.pipeline import RUN_HELP, add_norm_module, outdated, stamp
 from pn_fairseq.pipeline.runs import Run, open_run
 
 EPILOG = """\
@@ -111,7 +111,7 @@ def _select(args: argparse.Namespace, run: Run | None) -> tuple[list[Path], str]
     paths, kind, note = checkpoints_to_average(folder, last, usual)
     if note:
         say("average", note)
-    return paths, f"{kind} {len(paths)}"
+    return paths, kind
 
 
 def _note_on_newer(paths: Sequence[Path], updates: int, output: Path) -> None:
@@ -163,12 +163,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"--recalibrate {data}: is not a folder of binarized data (fairseq-preprocess makes "
             "one)"
         )
-    paths, averaged = _select(args, run)
+    paths, kind = _select(args, run)
     batches, data_files = (args.batches or BATCHES, sorted(data.glob("[!.]*"))) if data else (0, [])
     made, wanted = stamp.stamp_of(output), {}
     if run:
         settings = {
-            "averaged": averaged,
+            **outdated.record_of_average(paths, kind),
             "recalibrated_on": batches,
             "norm_module": args.norm_module or "",
         }
@@ -185,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Removed while the output changes: after an interruption it must not describe another file.
         made.unlink(missing_ok=True)
         state = average_checkpoints(paths)
-        if averaged != FILES:
+        if kind != FILES:
             _note_on_newer(paths, num_updates(state), output)
         if args.norm_module:
             from pn_fairseq.models.from_checkpoint import with_model_settings

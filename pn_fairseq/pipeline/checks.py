@@ -31,7 +31,7 @@ from pn_fairseq.fairseq_patches.one_line_errors import check_criterion
 from pn_fairseq.models.from_checkpoint import load_weights
 from pn_fairseq.pipeline.runs import Run, flat, load_config
 from pn_fairseq.pipeline.setting_roles import role_of
-from pn_fairseq.pipeline.training_settings import Batches, flags
+from pn_fairseq.pipeline.training_settings import Batches, flags, one_value
 
 #: Pattern of dotted names, lower bound, upper bound (excluded).
 RANGES = (
@@ -94,6 +94,8 @@ def check_values(cfg: DictConfig) -> None:
         name, value = f"model.{action.dest}", cfg.model.get(action.dest)
         if value is not None and action.nargs == 0 and not isinstance(value, bool):
             raise UserError(f"{name}={value} must be true or false")
+        if OmegaConf.is_list(value) and action.nargs is None and action.type in (int, float):
+            raise UserError(one_value(name))
         # build checks norms and their options
         if value is not None and action.type in (int, float, str, None):
             try:

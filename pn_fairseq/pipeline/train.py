@@ -17,6 +17,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
+from pn_fairseq.common.checkpoint_files import LAST
 from pn_fairseq.common.command import (
     ArgumentParser,
     NothingSaved,
@@ -32,12 +33,13 @@ from pn_fairseq.common.files import (
     CONFIGS,
     PACKAGE,
     atomic_write,
+    check_can_be_folder,
     find_yaml,
     lock,
     names_in,
     write_settings,
 )
-from pn_fairseq.pipeline import stamp
+from pn_fairseq.pipeline import outdated, stamp
 from pn_fairseq.pipeline.data.settings import check_not_inside, check_prepared
 from pn_fairseq.pipeline.launch import RESUME, RankLayout, TrainingFailed, find_layout, torchrun
 from pn_fairseq.pipeline.machine import describe, own_cores
@@ -62,8 +64,6 @@ If one rank fails, all stop, and the exit code is not 0. Several machines, and S
 docs/several_gpus.md.
 """
 
-#: The checkpoint that a run resumes from.
-LAST = "checkpoint_last.pt"
 #: Limits that decide whether a run is finished.
 LIMITS = (
     "optimization.max_update",
@@ -112,8 +112,7 @@ def main(argv: list[str]) -> int:
         check_not_inside(data, "--data")
     else:
         check_prepared(data, "--data")
-    if run.exists() and not run.is_dir():
-        raise UserError(f"--run '{run}' is a file; name a folder")
+    check_can_be_folder(run, "--run")
     if (run / "settings.txt").is_file():
         raise UserError(f"--run '{run}' is prepared data; name another folder")
     if ":" in str(data):
@@ -221,6 +220,8 @@ def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, r
     weights = cfg.checkpoint.finetune_from_model
     if weights:
         checks.check_weights(model, weights, cfg)
+        if not layout.local_rank:
+            outdated.note_on_average("train", [Path(weights)])
     if last.exists() and (run / "config.yaml").exists():
         checks.check_same_run(cfg, data, run)
         updates = checks.check_weights(model, last, cfg)["optimizer_history"][-1]["num_updates"]
