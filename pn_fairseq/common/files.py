@@ -94,6 +94,17 @@ def lock(file: Path, refusal: str) -> int:
         os.close(descriptor)
 
 
+def is_locked(file: Path) -> bool:
+    """Whether another process has locked the file by :func:`lock`."""
+    if not file.exists():
+        return False
+    try:
+        os.close(lock(file, ""))
+    except UserError:
+        return True
+    return False
+
+
 def _lock_file(output: Path) -> Path:
     return output.with_name(f".{output.name}.lock")
 

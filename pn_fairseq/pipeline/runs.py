@@ -21,7 +21,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from pn_fairseq.common.command import UserError
-from pn_fairseq.common.files import check_folders
+from pn_fairseq.common.files import check_folders, is_locked
 from pn_fairseq.pipeline import outdated
 from pn_fairseq.pipeline.data.settings import Settings, read
 from pn_fairseq.pipeline.training_log import TrainingLog, read_log
@@ -49,6 +49,16 @@ class Run:
         """The folder of the checkpoints: fairseq-train's --save-dir is the run itself."""
         folder = self.path / "checkpoints"
         return folder if folder.is_dir() else self.path
+
+    @property
+    def lock(self) -> Path:
+        """The file that ``pn train`` locks while it trains."""
+        return self.path / ".lock"
+
+    @property
+    def in_training(self) -> bool:
+        """Whether another process trains it now."""
+        return is_locked(self.lock)
 
     @cached_property
     def config(self) -> DictConfig:

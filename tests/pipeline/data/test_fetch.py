@@ -125,6 +125,7 @@ def test_known_checksum(server, file):
         known=sha256(OTHER),
     )
     assert listing(file.parent) == set() and len(server.requests) == 1
+    file.parent.mkdir()
     (file.parent / "x.tgz.partial").write_bytes(OTHER[:1000])
     refused(
         "md5", "it was removed", url=server.url, file=file, known=hashlib.md5(CONTENT).hexdigest()
