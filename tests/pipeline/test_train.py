@@ -257,8 +257,8 @@ def test_languages_are_those_of_the_data_unless_they_are_named(data, tmp_path, c
         (("task.max_target_positions=20",), ("error: task.max_target_positions is too small",)),
         (("dataset.train_subset=tain",), ("dataset.train_subset=tain: ", "did you mean 'train'?")),
         (
-            ("dataset.valid_subset=valid,dev", "--check"),
-            ("dataset.valid_subset='valid,dev'", "there are test, train, valid"),
+            ("dataset.valid_subset='valid,dev'", "--check"),
+            ("dataset.valid_subset=valid,dev: ", "'dev'", "there are test, train, valid"),
         ),
         (("checkpoint.restore_file=other.pt",), ("other.pt", "checkpoint.finetune_from_model")),
         (("checkpoint.finetune_from_model=/none.pt",), ("/none.pt: cannot be read (No such file",)),

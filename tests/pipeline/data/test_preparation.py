@@ -219,8 +219,8 @@ def test_further_test_sets(tokenized, corpus, tmp_path):
         and "next: pn generate --run RUN --subset test2017" in said
     )
     assert (data / "settings.txt").read_bytes() == before, "runs on this data stay valid"
-    (corpus / "odd.es").write_text("ΩΩΩ\n", "utf-8")
-    (corpus / "odd.en").write_text("ΩΩΩ\n", "utf-8")
+    for lang in ("es", "en"):
+        (corpus / f"odd.{lang}").write_text("ωωω\n", "utf-8")
     said = prepare(corpus, data, "--test", "odd")
     assert f"of the subwords of odd.es are not in the dictionary of {data}\n" in said
     for odd in corpus.glob("odd.*"):
