@@ -323,7 +323,7 @@ def test_several_references_are_those_of_sacrebleu(tmp_path, capsys):
         )
     (tmp_path / "two").write_text("a\n")
     words = ("--hyp", files["hyp"], "--ref", files["one"], files["two"])
-    refused(capsys, main(words), "two: 1 line, but ", "one has 30")
+    refused(capsys, main(words), "two: 1 line, but", "one has 30")
     refused(
         capsys,
         main(["--hyp", files["two"], "--ref", files["one"]]),
