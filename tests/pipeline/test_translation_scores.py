@@ -327,5 +327,6 @@ def test_several_references_are_those_of_sacrebleu(tmp_path, capsys):
     refused(
         capsys,
         main(["--hyp", files["two"], "--ref", files["one"]]),
-        "1 line, but the reference has 30",
+        "two: 1 line, but",
+        "one has 30",
     )
