@@ -15,7 +15,8 @@ import sys
 import tempfile
 import time
 import traceback
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from multiprocessing import resource_tracker
 from pathlib import Path
 from unittest import mock
@@ -318,6 +319,18 @@ def wait_for(condition, process: subprocess.Popen | None = None, seconds: float 
         assert time.monotonic() < deadline, "it took too long"
         assert process is None or process.poll() is None, process.communicate()
         time.sleep(0.005)
+
+
+@contextmanager
+def locked_by_another(file: Path) -> Iterator[None]:
+    """Another process holds the lock of a file, as one that trains a run."""
+    code = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(1)"
+    code += "; sys.stdout.flush(); sys.stdin.read()"
+    words = [sys.executable, "-c", code, str(file)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        yield
+        process.stdin.close()
 
 
 def call_in(package: str, file: str, function):

@@ -15,7 +15,9 @@ from .scripts_helpers import ROOT, assert_refused, cut_corpus, in_process
 #: between several.
 TABLE = """
 average                                               | one of the arguments --run --inputs is required
-average --run /nowhere                                | is not a training run
+average --run /nowhere                                | there is no directory '/nowhere'
+average --run rn                                      | there is no directory 'rn', did you mean 'run'?
+average --run run average_last=3                      | unrecognized arguments: average_last=3, did you mean '--last 3'?
 average --run x --lst 2                               | did you mean '--last'
 average --run x --num-update-checkpoints 2            | --num-update-checkpoints, did you mean '--last 2'?
 average --inputs none --num-epoch-checkpoints=10      | did you mean '--last 10'?
@@ -49,7 +51,13 @@ figures nothing --output out                          | there is no directory 'n
 fold w1.pt                                            | OUTPUT
 fold none.pt out.pt                                   | none.pt; No such file
 generate                                              | --run; --help
-generate --run data                                   | is not a training run
+generate --run data                                   | is not a training run: it has no config.yaml
+generate --run .                                      | '.' is not a training run; it is a folder of runs, name one: files, lm, run, scored
+generate --run run/checkpoints                        | 'run/checkpoints' is inside of a run, did you mean 'run'?
+generate --run run/checkpoints/averaged.pt            | is a checkpoint; name its run 'run'; --checkpoint
+generate --run group                                  | 'group' is a file; name a folder
+generate --run run generation.beam=2                  | unrecognized arguments: generation.beam=2, did you mean '--beam 2'?
+generate --run run model.dropout=0.1                  | model.dropout=0.1, a setting of 'pn train'
 generate --run run --ranks two                        | --ranks; 'two'
 generate --run run --subset train2                    | no subset 'train2'
 generate --run run --subset ../test                   | no subset '../test'
@@ -76,7 +84,7 @@ import-release w1.pt out.pt                           | is not a checkpoint of t
 import-release w2.pt link.pt                          | is one of the inputs
 import-release w1.pt none/out.pt                      | none/out.pt; cannot be written
 norms unifid                                          | did you mean 'unified'
-norms --norm-module none.py                           | none.py; is not a file
+norms --norm-module none.py                           | none.py' is not a file; name the file of the norms
 prepare                                               | --help
 prepare verse                                         | unknown 'verse'; did you mean 'verses'?
 prepare none.py                                       | there is no recipe 'none.py'
@@ -91,6 +99,12 @@ prepare text --corpus text --source es --target en --dest out --protect group | 
 prepare text --corpus text --source es --target en --dest out --protect blank | blank has no regular expression
 prepare text --corpus text --source es --target en --dest out --codes blank | blank is empty
 prepare text --corpus text --source-lang es           | did you mean '--source es'?
+prepare text --corpus text --src es --tgt en --dest out | did you mean '--source es --target en'?
+prepare text --corpus text -s es -t en --dest out     | did you mean '--source es --target en'?
+prepare text --corpus text -s es -t en                | did you mean '--source es --target en'?
+prepare text --corpus text --source spa --target en --dest out | there is no; text/train.spa; there are train.en, train.es
+prepare text --corpus text/train.es --source es --target en --dest out | --corpus: '; train.es' is a file; name a folder
+prepare text --corpus txt --source es --target en --dest out | --corpus: there is no directory; did you mean '; text'?
 prepare text --source-lang=es --target-lang en --destdir out --corpus text | did you mean '--source es --target en --dest out'?
 prepare --source-lang es --target-lang en text        | the corpus comes before --source-lang
 prepare text --corpus text --source es --target en --dest group | --dest '; group' is a file
@@ -102,7 +116,7 @@ prepare text --corpus text --dest out --test new      | --dest '; out' is not pr
 prepare text --corpus text --dest out --like .        | place' is not prepared data: it has no bin
 prepare text --corpus text --source es --target en --dest out --segmentation unigram | --segmentation: unknown 'unigram'
 prepare iwslt14 --dest out --archive none.tgz         | none.tgz; (--archive); it comes from https://dl.
-prepare iwslt14 --dest group/data --archive w1.pt     | group/data; Not a directory
+prepare iwslt14 --dest group/data --archive w1.pt     | group/data': '; group' is a file; name a folder
 prepare iwslt15_envi --dest out --archive text        | train.vi; (--archive); nlp.stanford.edu
 prepare iwslt14 --dest out --moses /nowhere           | --moses /nowhere
 prepare text --corpus text --source es --target en --dest out --tokenized --moses /nowhere | text comes in tokens
@@ -116,9 +130,13 @@ report scored                                         | --output
 report scored nowhere --output out                    | there is no directory 'nowhere'
 report scored lm --output out                         | some runs are language models and some are not
 report scored text --output out                       | 'text' is not a run; config.yaml
-report scored text/../scored --output out             | given twice
-report scored --output group                          | group: File exists
-report scored --output group/out                      | group/out: Not a directory
+report scored text/../scored --output out             | given twice (also as 'scored')
+report scored --output group                          | --output 'group' is a file; name a folder
+report scored --output group/out                      | --output 'group/out': 'group' is a file; name a folder
+report scored scored --output out                     | 'scored' is given twice
+report scored --output out --subset tset              | unknown subset 'tset', did you mean 'test'?; there are test
+report scord --output out                             | there is no directory 'scord', did you mean 'scored'?
+report . --output out                                 | '.' is not a training run; it is a folder of runs, name one: files, lm, run, scored
 report scored --output out --paper wmt99              | unknown table 'wmt99'; powernorm-1
 report scored --output out --paper ptb                | --paper ptb is of language models, unlike the runs
 report scored --output out --paper no.yaml            | no.yaml: No such file
@@ -162,8 +180,12 @@ score --hyp one --ref two --subset valid              | --subset needs --run or 
 score --compare one two --output x                    | --output needs --run
 score --hyp one --ref two --compound-split            | --compound-split needs --run or --tokenized
 score --compare one two --resamples 0                 | --resamples; at least 1
-score --compare one two                               | 'one'; not a training run
+score --compare one two                               | there is no directory 'one'
 score --run one --resamples 10                        | --resamples; --compare
+score --run rn                                        | there is no directory 'rn', did you mean 'run'?
+score --hyp group --ref group blank                   | blank: 0 lines, but group has
+score --hyp group --ref group --target xx             | --target xx is the tag of no language
+score --hyp latin --ref group                         | latin: line 2 is not UTF-8 (; convert the file first
 score --run one --lowercase                           | --lowercase needs --hyp
 score --hyp one                                       | --hyp; --ref
 score --hyp one --ref two                             | one: No such file
@@ -198,6 +220,7 @@ train verses_es_en --data data --run data             | --run; place/data' is pr
 train verses_es_en --data data --run w1.pt            | w1.pt' is a file; name a folder
 train verses_lm_en --check --data data                | data' was prepared for translation (es-en); language model
 train verses_es_en --dat                              | --dat
+translate --run run --input latin                     | latin: line 2 is not UTF-8 (; convert the file first
 translate                                             | --run
 translate --run data                                  | is not a training run
 translate --run run --input none                      | none
@@ -239,6 +262,12 @@ lr_scheduler.warmup_updates=0           | warmup_updates=0; inverse_sqrt; give 1
 average_last=0                          | average_last; at least 1
 criterion.label_smoothing=1             | criterion.label_smoothing; below 1
 optimization.lr=[0.1,0.2]               | learning rate
+common.seed=1,2                         | common.seed takes one value in a run; 'pn reproduce'; --seeds 1,2; "common.seed='1,2'"
+common.seed=[1,2]                       | common.seed takes one value in a run
+common.seed=range(1,3)                  | common.seed takes one value in a run
+model.dropout=[0.1,0.2]                 | model.dropout takes one value in a run
+model._name=[a,b]                       | model._name takes one value in a run
+model._name=pn                          | did you mean one of; transformer_lm_pn_tiny; transformer_pn_tiny; wmt_en_de_big?
 """
 
 #: The same for a model of fairseq whose norms are converted.
@@ -272,6 +301,7 @@ def place(tmp_path_factory):
     (place / "link.pt").symlink_to("w2.pt")
     (place / "group").write_text((ROOT / "LICENSE").read_text())
     (place / "blank").touch()
+    (place / "latin").write_bytes("plain\nnaïve\n".encode("latin-1"))
     (place / "settings.txt").write_bytes((place / "data/settings.txt").read_bytes())
     tables = {
         "key": "{label: LN, norm: layer, blue: 3}",

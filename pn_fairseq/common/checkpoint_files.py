@@ -12,6 +12,8 @@ from pathlib import Path
 
 from pn_fairseq.common.command import UserError
 
+#: The checkpoint that a run resumes from.
+LAST = "checkpoint_last.pt"
 GET_ANOTHER = "copy it again from where it was written, or use another checkpoint"
 
 _NAME_PATTERNS = {
@@ -94,6 +96,11 @@ def find_checkpoints(
     for match in filter(None, map(_NAME_PATTERNS[by].fullmatch, names)):
         numbered.append((int(match["number"]), int(match.groupdict().get("epoch", 0)), match[0]))
     return [Path(directory) / name for _, _, name in sorted(numbered, reverse=True)[:last]]
+
+
+def number_in(path: Path, by: str) -> int:
+    """The epoch or update in the name of a file that :func:`find_checkpoints` found."""
+    return int(_NAME_PATTERNS[by].fullmatch(path.name)["number"])
 
 
 def checkpoints_to_average(

@@ -51,8 +51,9 @@ FAIRSEQ = {
     },
     **{"--gen-subset": "--subset", "--path": "--checkpoint", "--results-path": "--output"},
     **{
-        "--source-lang": "--source",
-        "--target-lang": "--target",
+        **dict.fromkeys(("--source-lang", "--src-lang", "--src", "-s"), "--source"),
+        **dict.fromkeys(("--target-lang", "--tgt-lang", "--tgt", "--trg", "-t"), "--target"),
+        "--average-last": "--last",
         "--destdir": "--dest",
         "--trainpref": "--corpus",
     },
@@ -84,15 +85,21 @@ class ArgumentParser(argparse.ArgumentParser):
         if missing:  # argparse looks for missing arguments before unknown options
             for word in self._words:
                 option = word.partition("=")[0]
-                if option.startswith("--") and not self._is_known(option):
+                if re.match("--?[a-z]", option) and not self._is_known(option):
                     message = f"unrecognized arguments: {option}"
                     break
-        unknown = re.match("unrecognized arguments: (--[^ =]+)", message)
+        unknown = re.match("unrecognized arguments: (--?[a-z][^ =]*)", message)
+        setting = re.match(r"unrecognized arguments: ([a-z][\w.]*)=(\S+)", message)
         choice = re.fullmatch(
             r"argument (.+): invalid choice: '(.*?)' \(choose from (.*)\)", message
         )
-        if unknown:
+        if unknown and self._chosen():
+            self._chosen().error(message)
+        elif unknown:
             message = f"unrecognized arguments: {unknown[1]}{self._advice(unknown[1])}"
+        elif setting:
+            message = f"unrecognized arguments: {setting[0].partition(': ')[2]}"
+            message += self._option_of_setting(*setting.groups())
         elif choice:
             argument, chosen, listed = choice.groups()
             known = listed.replace("'", "").split(", ")
@@ -101,6 +108,15 @@ class ArgumentParser(argparse.ArgumentParser):
                 f"{', '.join(known)}){did_you_mean(chosen, known)}"
             )
         raise UserError(f"{message} (see {self.prog} --help)")
+
+    def _chosen(self) -> ArgumentParser | None:
+        """The parser of the command that the words choose; None if there are no such parsers."""
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for word in self._words:
+                    if word in action.choices:
+                        return action.choices[word]
+        return None
 
     def _is_known(self, option: str) -> bool:
         """Whether an option exists, which may be abbreviated."""
@@ -115,7 +131,17 @@ class ArgumentParser(argparse.ArgumentParser):
             setting = self._setting_of(option, self._value_of(option), self._words)
             if setting:
                 return f", did you mean '{setting}'?"
+        if not option.startswith("--"):  # one letter is similar to any other
+            return ""
         return did_you_mean(option, self._option_string_actions)
+
+    def _option_of_setting(self, setting: str, value: str) -> str:
+        """The option that a setting of pn train is here."""
+        option = f"--{setting.rpartition('.')[2].replace('_', '-')}"
+        option = FAIRSEQ.get(option, option)
+        if option in self._option_string_actions:
+            return f", did you mean '{option} {value}'?"
+        return ", a setting of 'pn train'"
 
     def _ours(self) -> list[str]:
         """The words that mean the same as the options of fairseq among the words."""
@@ -135,7 +161,7 @@ class ArgumentParser(argparse.ArgumentParser):
             if name == option:
                 following = self._words[number + 1 : number + 2] or [None]
                 value = after if equals else following[0]
-        return None if value is None or value.startswith("--") else value
+        return None if value is None or re.match("--?[a-z]", value) else value
 
 
 def typed_with_blanks(settings: Sequence[str]) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from pn_fairseq.common.command import UserError, did_you_mean
+from pn_fairseq.common.errors import most_similar
 
 PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -93,6 +94,17 @@ def lock(file: Path, refusal: str) -> int:
         os.close(descriptor)
 
 
+def is_locked(file: Path) -> bool:
+    """Whether another process has locked the file by :func:`lock`."""
+    if not file.exists():
+        return False
+    try:
+        os.close(lock(file, ""))
+    except UserError:
+        return True
+    return False
+
+
 def _lock_file(output: Path) -> Path:
     return output.with_name(f".{output.name}.lock")
 
@@ -136,21 +148,45 @@ def check_no_writer(output: Path) -> None:
             pass
 
 
-def check_folders(paths: Iterable[Path]) -> None:
-    """Refuse the path of a folder that does not exist."""
+def check_can_be_folder(path: Path, option: str) -> None:
+    """Refuse a path of a folder to write into that is a file, or is inside of one."""
+    for place in (path, *path.parents):
+        if place.is_dir():
+            return
+        if place.exists():
+            where = f"'{path}'" if place == path else f"'{path}': '{place}'"
+            raise UserError(f"{option} {where} is a file; name a folder")
+
+
+def check_folders(paths: Iterable[Path], option: str = "") -> None:
+    """Refuse the path of a folder that does not exist; ``option`` names it in the message."""
+    before = f"{option}: " if option else ""
     for path in paths:
-        if not path.is_dir():
-            raise UserError(f"there is no directory '{path}'")
+        if path.is_dir():
+            continue
+        if path.exists():
+            raise UserError(f"{before}'{path}' is a file; name a folder")
+        beside = {place.name: place for place in path.parent.glob("*") if place.is_dir()}
+        meant = most_similar(path.name, beside)
+        advice = f", did you mean '{beside[meant]}'?" if meant else ""
+        raise UserError(f"{before}there is no directory '{path}'{advice}")
+
+
+def not_utf8(file: Path | str, line: int, error: UnicodeDecodeError) -> str:
+    """The message about a line of text in another encoding."""
+    return f"{file}: line {line} is not UTF-8 ({error.reason}); convert the file first"
 
 
 def read_lines(path: Path | None) -> list[str]:
     """The lines of UTF-8 text, by default of standard input, cut at line feeds only; the last
     line may lack one.
     """
+    content = path.read_bytes() if path else sys.stdin.buffer.read()
     try:
-        text = (path.read_bytes() if path else sys.stdin.buffer.read()).decode("utf-8")
+        text = content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise UserError(f"{path or 'standard input'} is not UTF-8 (byte {error.start})") from error
+        number = content.count(b"\n", 0, error.start) + 1
+        raise UserError(not_utf8(path or "standard input", number, error)) from error
     return text.removesuffix("\n").split("\n") if text else []
 
 

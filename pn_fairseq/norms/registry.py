@@ -285,7 +285,7 @@ def load_norms(path: str) -> None:
         return
     if not file.is_file():
         raise ValueError(
-            f"norm module {path!r} is not a file; if it was moved, name it by --norm-module FILE"
+            f"norm module {path!r} is not a file; name the file of the norms (--norm-module)"
         )
     spec = importlib.util.spec_from_file_location(module_name, file)
     module = importlib.util.module_from_spec(spec)

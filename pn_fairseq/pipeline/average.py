@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pn_fairseq.common.checkpoint_files import (
@@ -22,7 +23,7 @@ from pn_fairseq.common.command import (
     without_fairseqs_log,
 )
 from pn_fairseq.common.files import only_writer, write_settings
-from pn_fairseq.pipeline import RUN_HELP, add_norm_module, stamp
+from pn_fairseq.pipeline import RUN_HELP, add_norm_module, outdated, stamp
 from pn_fairseq.pipeline.runs import Run, open_run
 
 EPILOG = """\
@@ -111,7 +112,7 @@ def _select(args: argparse.Namespace, run: Run | None) -> tuple[list[Path], str]
     paths, kind, note = checkpoints_to_average(folder, last, usual)
     if note:
         say("average", note)
-    return paths, f"{kind} {len(paths)}"
+    return paths, kind
 
 
 def _note_on_newer(paths: Sequence[Path], updates: int, output: Path) -> None:
@@ -145,6 +146,21 @@ def _note_on_newer(paths: Sequence[Path], updates: int, output: Path) -> None:
             say("average", f"note: {newer}; to average it as well: {command}")
 
 
+@contextlib.contextmanager
+def _explained(run: Run | None, paths: Sequence[Path]) -> Iterator[None]:
+    """Say so if a file is gone since it was listed, because the run is being trained."""
+    try:
+        yield
+    except (CheckpointError, OSError) as error:
+        gone = [path for path in paths if not path.exists()]
+        if run and gone and run.in_training:
+            raise UserError(
+                f"'{run.path}' is being trained, which has removed {gone[0].name} since it was "
+                "listed: run the same command again, best when the training has ended"
+            ) from error
+        raise
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     if args.recalibrate is None and args.batches is not None:
@@ -163,16 +179,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"--recalibrate {data}: is not a folder of binarized data (fairseq-preprocess makes "
             "one)"
         )
-    paths, averaged = _select(args, run)
+    paths, kind = _select(args, run)
     batches, data_files = (args.batches or BATCHES, sorted(data.glob("[!.]*"))) if data else (0, [])
     made, wanted = stamp.stamp_of(output), {}
     if run:
         settings = {
-            "averaged": averaged,
+            **outdated.record_of_average(paths, kind),
             "recalibrated_on": batches,
             "norm_module": args.norm_module or "",
         }
-        wanted = stamp.made_from(settings, {"checkpoints": paths, "data": data_files})
+        with _explained(run, paths):
+            wanted = stamp.made_from(settings, {"checkpoints": paths, "data": data_files})
         if stamp.done("average", made, wanted, output):
             return 0
     check_output_path(output, paths)
@@ -184,8 +201,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     with only_writer(output):
         # Removed while the output changes: after an interruption it must not describe another file.
         made.unlink(missing_ok=True)
-        state = average_checkpoints(paths)
-        if averaged != FILES:
+        with _explained(run, paths):
+            state = average_checkpoints(paths)
+        if kind != FILES:
             _note_on_newer(paths, num_updates(state), output)
         if args.norm_module:
             from pn_fairseq.models.from_checkpoint import with_model_settings

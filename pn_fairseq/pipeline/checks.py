@@ -10,6 +10,7 @@ import ast
 import math
 import os
 import re
+import shlex
 import warnings
 from pathlib import Path
 
@@ -24,14 +25,15 @@ from fairseq.optim.lr_scheduler import build_lr_scheduler
 from fairseq.tasks import TASK_REGISTRY
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from pn_fairseq.common.checkpoints import load_checkpoint
+from pn_fairseq.common.checkpoints import CheckpointError, load_checkpoint
 from pn_fairseq.common.command import UserError, whole_number
+from pn_fairseq.common.errors import unknown
 from pn_fairseq.common.files import read_settings
 from pn_fairseq.fairseq_patches.one_line_errors import check_criterion
 from pn_fairseq.models.from_checkpoint import load_weights
 from pn_fairseq.pipeline.runs import Run, flat, load_config
 from pn_fairseq.pipeline.setting_roles import role_of
-from pn_fairseq.pipeline.training_settings import Batches, flags
+from pn_fairseq.pipeline.training_settings import Batches, flags, one_value
 
 #: Pattern of dotted names, lower bound, upper bound (excluded).
 RANGES = (
@@ -94,6 +96,8 @@ def check_values(cfg: DictConfig) -> None:
         name, value = f"model.{action.dest}", cfg.model.get(action.dest)
         if value is not None and action.nargs == 0 and not isinstance(value, bool):
             raise UserError(f"{name}={value} must be true or false")
+        if OmegaConf.is_list(value) and action.nargs is None and action.type in (int, float):
+            raise UserError(one_value(name))
         # build checks norms and their options
         if value is not None and action.type in (int, float, str, None):
             try:
@@ -192,34 +196,50 @@ def check_model(cfg: DictConfig, data: Path, batches: Batches) -> torch.nn.Modul
     sides = (("source", source, task.source_dictionary), ("target", target, task.target_dictionary))
     limits = map(min, task.max_positions(), model.max_positions())
     for (side, lang, dictionary), most in zip(sides, limits, strict=True):
-        for split in ("train", "valid", "test"):
+        for split in _subsets_of(cfg):
             dataset = open_data(data / "bin", f"{split}.{source}-{target}.{lang}", dictionary)
-            limit = most
-            if split == "train" and cfg.dataset.max_tokens:
+            limit, setting = most, f"task.max_{side}_positions"
+            if split == cfg.dataset.train_subset and cfg.dataset.max_tokens:
                 limit = min(most, cfg.dataset.max_tokens)
             too_long = dataset.sizes > limit
             if not too_long.any():
                 continue
-            advice = (
-                f"raise dataset.max_tokens or task.max_{side}_positions and "
-                f"model.max_{side}_positions"
-            )
-            shared = batches.world_size * batches.update_freq > 1
-            if split == "train" and limit == batches.max_tokens and shared:
-                advice = f"use fewer ranks or a larger tokens_per_update ({batches}), or {advice}"
+            advice = f"raise task.max_{side}_positions and model.max_{side}_positions"
+            if limit < most:
+                setting = "dataset.max_tokens"
+                advice = f"raise {setting}"
+                if batches.world_size * batches.update_freq > 1:
+                    advice += f", use fewer ranks or a larger tokens_per_update ({batches})"
+            first = int(too_long.argmax()) + 1
             raise UserError(
-                f"{data}/bpe/{split}.{lang} has {int(too_long.sum())} sentences of more than "
-                f"{limit - 1} subwords, the first in line {int(too_long.argmax()) + 1}: fairseq "
+                f"{setting} is too small: {data}/bpe/{split}.{lang} has {int(too_long.sum())} "
+                f"sentences of more than {limit - 1} subwords, the first in line {first}: fairseq "
                 f"would silently skip them; shorten them, or {advice}"
             )
     return model
+
+
+def _subsets_of(cfg: DictConfig) -> list[str]:
+    """The splits that a run trains and validates on, and the test set."""
+    given = [cfg.dataset.train_subset, *str(cfg.dataset.valid_subset).split(","), "test"]
+    return list(dict.fromkeys(given))
+
+
+def check_subsets(cfg: DictConfig, data: Path) -> None:
+    """Refuse the name of a split that prepared data does not have."""
+    known = {file.name.partition(".")[0] for file in (data / "bin").glob("*.idx")}
+    for name in ("train_subset", "valid_subset"):
+        for split in str(cfg.dataset[name]).split(","):
+            if known and split not in known:
+                text = unknown("split", split, sorted(known))
+                raise UserError(f"dataset.{name}={cfg.dataset[name]}: {text} in '{data}'")
 
 
 def _check_blocks(cfg: DictConfig, data: Path, task, model) -> None:
     """Every block of text has to fit model and batches."""
     block = whole_number("task.tokens_per_sample", cfg.task.tokens_per_sample)
     mode = cfg.task.sample_break_mode or "none"
-    for split in ("train", "valid", "test"):
+    for split in _subsets_of(cfg):
         text = open_data(data / "bin", split, task.dictionary)
         line = int(text.sizes.max())
         longest = {"none": block, "eos": line}.get(mode, max(block, line))
@@ -229,10 +249,11 @@ def _check_blocks(cfg: DictConfig, data: Path, task, model) -> None:
                 f"{blocks}, the model takes {model.max_positions()}: raise "
                 "task.max_target_positions"
             )
-        if split == "train" and cfg.dataset.max_tokens and longest > cfg.dataset.max_tokens:
-            advice = "lower task.tokens_per_sample or raise dataset.max_tokens"
+        of_training = split == cfg.dataset.train_subset and cfg.dataset.max_tokens
+        if of_training and longest > cfg.dataset.max_tokens:
             raise UserError(
-                f"{blocks}, and a rank takes {cfg.dataset.max_tokens} at once: {advice}"
+                f"dataset.max_tokens is too small: {blocks}, and a rank takes "
+                f"{cfg.dataset.max_tokens} at once; raise it or lower task.tokens_per_sample"
             )
 
 
@@ -338,6 +359,20 @@ def longer_than_asked(cfg: DictConfig, run: Path) -> str:
                 f"and is not comparable with runs of {asked}, which need another folder"
             )
     return ""
+
+
+def check_last(model: torch.nn.Module, last: Path, cfg: DictConfig) -> dict:
+    """The same of the checkpoint that a run resumes from; the message names the newest other."""
+    try:
+        load_checkpoint(last)
+    except CheckpointError as error:
+        others = [path for path in last.parent.glob("checkpoint*.pt") if path != last]
+        if not others:
+            raise
+        newest = max(others, key=lambda path: path.stat().st_mtime)
+        command = shlex.join(["cp", str(newest), str(last)])
+        raise CheckpointError(f"{error}; the newest other one: {command}") from error
+    return check_weights(model, last, cfg)
 
 
 def check_weights(model: torch.nn.Module, file: str | os.PathLike, cfg: DictConfig) -> dict:

@@ -11,7 +11,7 @@ from pathlib import Path
 from pn_fairseq import __version__
 from pn_fairseq.common.command import ArgumentParser, UserError, without_fairseqs_log
 from pn_fairseq.common.files import only_writer, write_lines, write_settings
-from pn_fairseq.pipeline import RUN_HELP, add_norm_module, stamp
+from pn_fairseq.pipeline import RUN_HELP, add_norm_module, outdated, stamp
 from pn_fairseq.pipeline.runs import Run, open_run
 
 
@@ -133,7 +133,8 @@ def evaluate(
             "signature": result.signature,
         }
         write_lines(output, [json.dumps({**shown, **asdict(result)}, indent=1)])
-        write_settings(made, wanted)
+        recorded = outdated.record_of_result([checkpoint], run.checkpoints)
+        write_settings(made, wanted | recorded)
     return result
 
 
@@ -273,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(
             f"'{args.run}' is not the run of a language model (task {run.get('task._name')})"
         )
-    (checkpoint,) = run.checkpoint_files(args.checkpoint and [args.checkpoint])
+    (checkpoint,) = run.checkpoint_files(args.checkpoint and [args.checkpoint], "evaluate-lm")
     print(
         evaluate(run, checkpoint, args.subset, args.context_window, args.norm_module).text(), end=""
     )

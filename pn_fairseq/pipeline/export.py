@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pn_fairseq.common.checkpoints import CheckpointError, load_checkpoint
 from pn_fairseq.common.command import ArgumentParser, UserError, without_fairseqs_log
-from pn_fairseq.pipeline import add_norm_module
+from pn_fairseq.pipeline import add_norm_module, outdated
 
 DESCRIPTION = (
     "Write the encoder and one decoder step of a transformer_pn checkpoint as two files, to decode "
@@ -49,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"--onnx needs {' and '.join(missing)}; install with: pip install {' '.join(missing)}"
         )
     state = load_checkpoint(args.checkpoint)
+    outdated.note_on_average("export", [args.checkpoint])
     for folder in folders.values():
         folder.mkdir(parents=True, exist_ok=True)
     with without_fairseqs_log(logging.CRITICAL):

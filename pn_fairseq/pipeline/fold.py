@@ -12,7 +12,7 @@ from pn_fairseq.common.checkpoints import (
     save_checkpoint,
 )
 from pn_fairseq.common.command import ArgumentParser, without_fairseqs_log
-from pn_fairseq.pipeline import add_norm_module
+from pn_fairseq.pipeline import add_norm_module, outdated
 
 DESCRIPTION = (
     "Fuse the norms of a transformer_pn checkpoint into the linear layers that follow them. "
@@ -46,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     check_output_path(args.output, [args.checkpoint])
     state = load_checkpoint(args.checkpoint)
+    outdated.note_on_average("fold", [args.checkpoint])
     with without_fairseqs_log(logging.CRITICAL):
         # Imported here: --help and a misspelt name are answered at once.
         from pn_fairseq.models.fold_checkpoint import fold_checkpoint

@@ -35,7 +35,7 @@ from pn_fairseq.common.command import (
     why_it_failed,
 )
 from pn_fairseq.common.files import PACKAGE, atomic_folder, only_writer, write_lines, write_settings
-from pn_fairseq.pipeline import RUN_HELP, SUBSET_HELP, add_norm_module, stamp
+from pn_fairseq.pipeline import RUN_HELP, SUBSET_HELP, add_norm_module, outdated, stamp
 from pn_fairseq.pipeline.data.binarize import HEADER
 from pn_fairseq.pipeline.data.binarize import sentences as sentences_in
 from pn_fairseq.pipeline.data.parallel import progress
@@ -120,8 +120,8 @@ class Decoding:
         UserError: a checkpoint is missing, or an option does not fit.
     """
 
-    def __init__(self, args: argparse.Namespace, run: Run):
-        self.checkpoints = run.checkpoint_files(args.checkpoint)
+    def __init__(self, args: argparse.Namespace, run: Run, step: str):
+        self.checkpoints = run.checkpoint_files(args.checkpoint, step)
         for path in (*self.checkpoints, run.bin):
             if ":" in str(path):
                 raise UserError(
@@ -274,7 +274,7 @@ def visible_gpus() -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     run = open_run(args.run, same_data=True)
-    decoding = Decoding(args, run)
+    decoding = Decoding(args, run, "generate")
     if args.nbest > decoding.search["beam"]:
         raise UserError(
             f"--nbest {args.nbest} is larger than the beam of {decoding.search['beam']}"
@@ -416,7 +416,9 @@ def _decode(
             else:
                 write_lines(partial / name, texts_of(log, kind, subset.sentences))
         write_lines(partial / "generate.log", log)
-        write_settings(partial / "made.txt", {**wanted, "fp16": int(decoding.fp16)})
+        made = {**wanted, "fp16": int(decoding.fp16)}
+        made |= outdated.record_of_result(decoding.checkpoints, run.checkpoints)
+        write_settings(partial / "made.txt", made)
     kept.unlink(missing_ok=True)
     return log
 

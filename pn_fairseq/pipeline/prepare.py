@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 from pn_fairseq.common.command import ArgumentParser, UserError, absolute, say, say_next, whole
-from pn_fairseq.common.files import scratch_folder
+from pn_fairseq.common.files import check_can_be_folder, check_folders, scratch_folder
 from pn_fairseq.pipeline.data import languages, settings, subwords, tokens
 from pn_fairseq.pipeline.data.preparation import Preparation, locked
 from pn_fairseq.pipeline.data.recipes import RECIPES, load
@@ -93,13 +93,12 @@ def main(argv: list[str]) -> None:
     if "corpus" in options:
         # a recipe of one's own may declare another type
         options.corpus = absolute(options.corpus)
-        if not options.check and not options.corpus.is_dir():
-            raise UserError(f"there is no directory '{options.corpus}' (--corpus)")
+        if not options.check:
+            check_folders([options.corpus], "--corpus")
     made_with = with_tools(recipe.settings(options), options)
     name = recipe.folder(options) if hasattr(recipe, "folder") else recipe.CONFIG
     dest = options.dest or absolute(Path("runs/data", name))
-    if dest.exists() and not dest.is_dir():
-        raise UserError(f"--dest '{dest}' is a file; name a folder")
+    check_can_be_folder(dest, "--dest")
     if dest == getattr(options, "corpus", None):
         raise UserError(f"--corpus and --dest are both '{dest}': name another --dest")
     if (dest / "config.yaml").is_file():

@@ -21,6 +21,8 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from pn_fairseq.common.command import UserError
+from pn_fairseq.common.files import check_folders, is_locked
+from pn_fairseq.pipeline import outdated
 from pn_fairseq.pipeline.data.settings import Settings, read
 from pn_fairseq.pipeline.training_log import TrainingLog, read_log
 
@@ -47,6 +49,16 @@ class Run:
         """The folder of the checkpoints: fairseq-train's --save-dir is the run itself."""
         folder = self.path / "checkpoints"
         return folder if folder.is_dir() else self.path
+
+    @property
+    def lock(self) -> Path:
+        """The file that ``pn train`` locks while it trains."""
+        return self.path / ".lock"
+
+    @property
+    def in_training(self) -> bool:
+        """Whether another process trains it now."""
+        return is_locked(self.lock)
 
     @cached_property
     def config(self) -> DictConfig:
@@ -155,9 +167,14 @@ class Run:
         """
         return read_log(self.log_file) if self.log_file else None
 
-    def checkpoint_files(self, given: list[Path] | None) -> list[Path]:
-        """``given``, or else averaged.pt."""
-        paths = given or [self.checkpoints / "averaged.pt"]
+    @property
+    def averaged(self) -> Path:
+        """The file of ``pn average``."""
+        return self.checkpoints / "averaged.pt"
+
+    def checkpoint_files(self, given: list[Path] | None, step: str) -> list[Path]:
+        """``given``, or else averaged.pt; a note of ``step`` says what of them is outdated."""
+        paths = given or [self.averaged]
         for path in paths:
             if path.is_file():
                 continue
@@ -167,6 +184,7 @@ class Run:
                 names = ", ".join(reversed(others))
                 message += f"; {self.checkpoints} has {names} (--checkpoint FILE)"
             raise UserError(message)
+        outdated.note_on_average(step, paths)
         return paths
 
 
@@ -201,11 +219,41 @@ def parts_of(architecture: str) -> tuple[str, str, str] | None:
     return parts and parts.groups()
 
 
+def is_run(path: Path) -> bool:
+    """Whether a folder has the settings of a training run."""
+    has_settings = any((path / name).is_file() for name in ("config.yaml", ".hydra/config.yaml"))
+    return has_settings or any(Run(path).checkpoints.glob("checkpoint*.pt"))
+
+
+def check_run_folder(path: Path) -> None:
+    """Refuse what is near a run, and name the run: a misspelt name, a checkpoint, the folder of the
+    checkpoints, or of several runs.
+    """
+    if path.is_file():
+        for folder in path.parents[:2]:
+            if is_run(folder) and path.suffix == ".pt" and folder.name != "checkpoints":
+                raise UserError(
+                    f"'{path}' is a checkpoint; name its run '{folder}' (pn generate, pn translate "
+                    "and pn evaluate-lm take the file as --checkpoint)"
+                )
+    check_folders([path])
+    if path.name == "checkpoints" and Run(path.parent).ours:
+        raise UserError(f"'{path}' is inside of a run, did you mean '{path.parent}'?")
+    if is_run(path):
+        return
+    runs = [folder.name for folder in sorted(path.glob("*")) if folder.is_dir() and is_run(folder)]
+    if runs:
+        raise UserError(
+            f"'{path}' is not a training run; it is a folder of runs, name one: {', '.join(runs)}"
+        )
+
+
 def open_run(path: Path, same_data: bool = False) -> Run:
     """Read the run in ``path``, which has settings and data.
 
     ``same_data``: refuse it if the prepared data is not what it was trained on.
     """
+    check_run_folder(path)
     run = Run(path)
     run.config  # noqa: B018 (a folder that is not a run is named before its data)
     if not run.bin.is_dir():

@@ -7,13 +7,16 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from pn_fairseq.common.command import ArgumentParser, UserError, whole
+from pn_fairseq.common.command import ArgumentParser, UserError, say, whole
 from pn_fairseq.common.files import read_lines, short_names
-from pn_fairseq.pipeline import RUN_HELP, SUBSET_HELP
+from pn_fairseq.pipeline import RUN_HELP, SUBSET_HELP, outdated
+from pn_fairseq.pipeline.data.languages import check_tag
 from pn_fairseq.pipeline.metrics import METRICS, Scoring
 from pn_fairseq.pipeline.paired_bootstrap import RESAMPLES, Comparison, compare_folders, p_text
+from pn_fairseq.pipeline.runs import Run
 from pn_fairseq.pipeline.translation_scores import (
     Text,
+    check_same_length,
     is_scored,
     low_bleu,
     read_scores,
@@ -110,6 +113,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
             raise UserError(
                 f"--{option.replace('_', '-')} needs --{' or --'.join(modes)} (see --help)"
             )
+    if args.target:
+        check_tag(args.target, "--target")
     if args.hyp and args.ref is None:
         raise UserError("--hyp needs --ref (see --help)")
     return args
@@ -166,11 +171,19 @@ def compare_runs(runs: Sequence[Path], subset: str, resamples: int) -> str:
     for run in runs:
         if not is_scored(run, subset):  # a scored run needs its data no more
             score_run(run, subset)
-    folders = {
-        name: run / "generate" / subset for name, run in zip(short_names(runs), runs, strict=True)
-    }
+    folders = {}
+    for name, run in zip(short_names(runs), runs, strict=True):
+        folders[name] = run / "generate" / subset
+        _note_on_outdated(run, folders[name])
     sentences = read_scores(runs[0] / "generate" / subset).sentences
     return show(compare_folders(folders, resamples), f"{subset}, {sentences} sentences")
+
+
+def _note_on_outdated(run: Path, folder: Path) -> None:
+    """Say it if the run was trained on or averaged again since it was decoded into the folder."""
+    hypotheses = folder / "hyp.tok"
+    for text in outdated.of_result(str(hypotheses), folder / "made.txt", Run(run).averaged):
+        say("score", f"note: {text}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -181,8 +194,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.run:
         run = score_run(args.run, args.subset, args.output, args.compound_split)
         scores, warnings = run.by_metric, run.warnings
+        _note_on_outdated(args.run, args.output or args.run / "generate" / run.subset)
     else:
         text = Text(read_lines(args.hyp), [read_lines(file) for file in args.ref])
+        check_same_length({str(args.hyp): text.hypotheses}, text.references[0], str(args.ref[0]))
+        for name, lines in zip(args.ref[1:], text.references[1:], strict=True):
+            check_same_length({str(name): lines}, text.references[0], str(args.ref[0]))
         lowercase = bool(args.lowercase)
         scoring = Scoring(lowercase, args.target or "", bool(args.compound_split), lowercase)
         kind = "tokens" if args.tokenized else "plain"

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import itertools
 import os
 import subprocess
@@ -24,12 +25,14 @@ from pn_fairseq.common.files import (
     find_yaml,
     only_writer,
 )
+from pn_fairseq.pipeline import outdated, stamp
 from pn_fairseq.pipeline.data.experiment import Experiment
 from pn_fairseq.pipeline.data.recipes import RECIPES, command_name
 from pn_fairseq.pipeline.data.settings import check_not_inside, check_prepared
+from pn_fairseq.pipeline.evaluate_lm import result_file
 from pn_fairseq.pipeline.prepare import main as prepare_data
 from pn_fairseq.pipeline.published import PAPER
-from pn_fairseq.pipeline.runs import parts_of
+from pn_fairseq.pipeline.runs import Run, parts_of
 
 #: How long a step may take to end after Ctrl-C, which reaches it as well, before it gets SIGTERM.
 GRACE_SECONDS = 10
@@ -179,24 +182,36 @@ def reproduce(
         prepare = ["prepare", command_name(name), "--dest", data, *preparation]
     else:
         check_prepared(data, "--data")
-    _check_systems(planned, config, settings, data=None if prepare else data)
+    notes = _check_systems(planned, config, settings, data=None if prepare else data)
     if prepare:
         prepare_data([*map(str, prepare[1:]), "--check"])
     commands = {
         runs / run.name: _commands(run, config, experiment, settings, runs, data, ranks)
         for run in planned
     }
+    unchanged = set()  # the runs that were begun with these settings
     for run, (train, *_) in commands.items():
         # it was begun, with its settings and data
         if (run / "config.yaml").is_file() and data.is_dir():
             settings_of_run = train[1:-2] if ranks else train[1:]  # without --ranks
-            check_training(*map(str, settings_of_run))
+            of_run = check_training(*map(str, settings_of_run))
+            notes += of_run
+            if not of_run:
+                unchanged.add(run)
     report = ["report", *commands, "--output", runs / (f"report-{table}" if table else "report")]
     if table in PAPER:  # a report of language models knows its corpus
         report += ["--paper", table]
     if dry_run:
-        for step in filter(None, [prepare, *itertools.chain(*commands.values()), report]):
-            print(shown(step))
+        if prepare:
+            print(shown(prepare))
+        for run, steps in commands.items():
+            done = _done(run, steps) if run in unchanged else 0
+            for number, step in enumerate(steps):
+                print(shown(step) + ("  # done" if number < done else ""))
+        print(shown(report))
+    noted = f"; notes above: {len(notes)}" if notes else ""
+    say(name, f"the settings are valid{noted}")
+    if dry_run:
         return 0
     with only_writer(runs) as note:
         if prepare:
@@ -213,10 +228,11 @@ def reproduce(
 
 def _check_systems(
     planned: Sequence[PlannedRun], config: str, settings: Sequence[str], data: Path | None
-) -> None:
+) -> list[str]:
     """Check the settings of each norm with settings of its own, or else of one norm of each
-    model.
+    model; return the notes.
     """
+    notes: list[str] = []
     of_models: dict[str, list[PlannedRun]] = {}
     for run in planned:
         of_models.setdefault(run.model, []).append(run)
@@ -224,7 +240,8 @@ def _check_systems(
     for runs in of_models.values():
         with_settings = [run for run in runs if len(run.settings) > 1]
         for run in with_settings or runs[:1]:
-            check_training(config, *where, *run.settings, *settings)
+            notes += check_training(config, *where, *run.settings, *settings)
+    return notes
 
 
 def _commands(
@@ -250,11 +267,37 @@ def _commands(
 
 
 @functools.cache  # the runs of several seeds have the same settings
-def check_training(config: str, *arguments: str) -> None:
-    """Check the settings of a run."""
+def check_training(config: str, *arguments: str) -> list[str]:
+    """Check the settings of a run; print and return the notes of ``pn train --check``."""
     from pn_fairseq.pipeline import train
 
-    train.main([config, "--check", *arguments])
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        train.main([config, "--check", *arguments])
+    notes = [line for line in said.getvalue().splitlines() if "note: " in line]
+    for line in notes:
+        print(line, file=sys.stderr, flush=True)
+    return notes
+
+
+def _done(run: Path, steps: Sequence[Sequence[str | Path]]) -> int:
+    """How many of the first steps of a run are done, which was begun with the same settings."""
+    averaged = Run(run).averaged
+    for number, (verb, *options) in enumerate(steps):
+        subset = options[options.index("--subset") + 1] if "--subset" in options else "test"
+        folder = run / "generate" / subset
+        outputs = {
+            "train": run / "made.txt",
+            "average": averaged,
+            "generate": folder / "hyp.tok",
+            "score": folder / "scores.json",
+            "evaluate-lm": result_file(run, subset),
+        }
+        made = folder / "made.txt" if verb == "generate" else stamp.stamp_of(outputs[verb])
+        old = verb != "train" and outdated.of_result("", made, averaged)
+        if not outputs[verb].is_file() or old:
+            return number
+    return len(steps)
 
 
 def must(step: Sequence[str | Path]) -> None:
@@ -335,6 +378,9 @@ def _make(
         code = execute(step, messages)
         if not code:
             continue
+        if Run(run).in_training:  # that is no failure of this run
+            say(name, f"{run.name} is trained by another process now: run this command again later")
+            return False
         say(name, f"{run.name} failed in {verb} (its messages are in {work})")
         run.mkdir(parents=True, exist_ok=True)
         lines = messages.read_text("utf-8", "replace").splitlines()

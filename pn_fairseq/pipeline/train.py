@@ -17,6 +17,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
+from pn_fairseq.common.checkpoint_files import LAST
 from pn_fairseq.common.command import (
     ArgumentParser,
     NothingSaved,
@@ -32,16 +33,17 @@ from pn_fairseq.common.files import (
     CONFIGS,
     PACKAGE,
     atomic_write,
+    check_can_be_folder,
     find_yaml,
     lock,
     names_in,
     write_settings,
 )
-from pn_fairseq.pipeline import stamp
-from pn_fairseq.pipeline.data.settings import check_not_inside, check_prepared
+from pn_fairseq.pipeline import outdated, stamp
+from pn_fairseq.pipeline.data.settings import check_not_inside, check_prepared, is_prepared
 from pn_fairseq.pipeline.launch import RESUME, RankLayout, TrainingFailed, find_layout, torchrun
 from pn_fairseq.pipeline.machine import describe, own_cores
-from pn_fairseq.pipeline.runs import flat, load_config
+from pn_fairseq.pipeline.runs import Run, flat, load_config
 
 EPILOG = """\
 settings (key=value, in hydra's syntax):
@@ -62,8 +64,6 @@ If one rank fails, all stop, and the exit code is not 0. Several machines, and S
 docs/several_gpus.md.
 """
 
-#: The checkpoint that a run resumes from.
-LAST = "checkpoint_last.pt"
 #: Limits that decide whether a run is finished.
 LIMITS = (
     "optimization.max_update",
@@ -112,8 +112,7 @@ def main(argv: list[str]) -> int:
         check_not_inside(data, "--data")
     else:
         check_prepared(data, "--data")
-    if run.exists() and not run.is_dir():
-        raise UserError(f"--run '{run}' is a file; name a folder")
+    check_can_be_folder(run, "--run")
     if (run / "settings.txt").is_file():
         raise UserError(f"--run '{run}' is prepared data; name another folder")
     if ":" in str(data):
@@ -208,22 +207,28 @@ def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, r
         )
     if args.check:
         checks.build(cfg, with_data=False)
+        if is_prepared(data):
+            checks.check_subsets(cfg, data)
         if args.run and (run / "config.yaml").exists():
             checks.check_same_run(cfg, data, run)
             note_on_longer(cfg, run)
+            note_on_changes(cfg, run, data)
         if end:
             say("train", f"note: {end}")
         say("train", "the settings are valid")
         return 0
+    checks.check_subsets(cfg, data)
     model = checks.check_model(cfg, data, batches)
     last = run / "checkpoints" / LAST
     # without the file fairseq silently starts from random weights
     weights = cfg.checkpoint.finetune_from_model
     if weights:
         checks.check_weights(model, weights, cfg)
+        if not layout.local_rank:
+            outdated.note_on_average("train", [Path(weights)])
     if last.exists() and (run / "config.yaml").exists():
         checks.check_same_run(cfg, data, run)
-        updates = checks.check_weights(model, last, cfg)["optimizer_history"][-1]["num_updates"]
+        updates = checks.check_last(model, last, cfg)["optimizer_history"][-1]["num_updates"]
         if is_finished(cfg, updates, run, data):
             if not layout.rank:
                 note_on_longer(cfg, run)
@@ -272,21 +277,45 @@ def note_on_longer(cfg, run: Path) -> None:
         say("train", f"note: {text}")
 
 
+def note_on_changes(cfg, run: Path, data: Path) -> None:
+    """Say what of a finished run the settings would make again."""
+    if not ((run / "made.txt").is_file() and (data / "settings.txt").is_file()):
+        return
+    log = Run(run).log
+    updates = log.updates if log else 0
+    if not is_finished(cfg, updates, run, data):
+        say("train", f"note: '{run}' would be trained on from update {updates}")
+    changed = changed_decoding(cfg, run)
+    if changed:
+        values = ", ".join(f"{key}={value}" for key, value in changed.items())
+        say("train", f"note: '{run}' would be decoded again, with {values}")
+
+
+def changed_decoding(cfg, run: Path) -> dict[str, object]:
+    """The settings that ``pn average`` and ``pn generate`` read and that differ from those of a
+    run.
+    """
+    from omegaconf import OmegaConf
+
+    before = flat(OmegaConf.to_container(load_config(run / "config.yaml")))
+    changed = {}
+    for key, value in flat(OmegaConf.to_container(cfg)).items():
+        of_decoding = key.startswith("generation.") or key == "average_last"
+        if of_decoding and before.get(key) != value:
+            changed[key] = value
+    return changed
+
+
 def take_settings_of_decoding(cfg, run: Path) -> str:
     """Write the settings that ``pn average`` and ``pn generate`` read into a finished run's
     config.yaml; say which.
     """
     from omegaconf import OmegaConf
 
-    config = load_config(run / "config.yaml")
-    before = flat(OmegaConf.to_container(config))
-    changed = {}
-    for key, value in flat(OmegaConf.to_container(cfg)).items():
-        of_decoding = key.startswith("generation.") or key == "average_last"
-        if of_decoding and before.get(key) != value:
-            changed[key] = value
+    changed = changed_decoding(cfg, run)
     if not changed:
         return "nothing to do"
+    config = load_config(run / "config.yaml")
     for key, value in changed.items():
         OmegaConf.update(config, key, value, force_add=True)
     with atomic_write(run / "config.yaml", "w") as file:
@@ -302,10 +331,11 @@ def begin(cfg, batches, layout: RankLayout, data: Path, run: Path, argv: list[st
 
     run.mkdir(parents=True, exist_ok=True)
     lock(
-        run / ".lock",
+        Run(run).lock,
         f"'{run}' is being trained by another process: wait for it, or use another --run",
     )
     (run / "made.txt").unlink(missing_ok=True)
+    remove_cut_off(run)
     files = {"config.yaml": OmegaConf.to_yaml(cfg).encode(), "data": f"{data}\n".encode()}
     files["data.settings"] = (data / "settings.txt").read_bytes()
     for name, content in files.items():
@@ -326,6 +356,12 @@ def begin(cfg, batches, layout: RankLayout, data: Path, run: Path, argv: list[st
         "train",
         f"{batches}{'' if layout.gpu else ', on the CPU'}; fairseq's log is {run / 'train.log'}",
     )
+
+
+def remove_cut_off(run: Path) -> None:
+    """Remove the files that an interrupted save has left in a run that this process trains."""
+    for file in (run / "checkpoints").glob("checkpoint*.pt.tmp"):
+        file.unlink(missing_ok=True)
 
 
 def train(cfg, layout: RankLayout, data: Path, run: Path) -> None:
@@ -370,6 +406,10 @@ def train(cfg, layout: RankLayout, data: Path, run: Path) -> None:
             if not rank:
                 write_settings(run / "made.txt", wanted)
         except UserError:
+            raise
+        except KeyboardInterrupt:
+            if not rank:
+                remove_cut_off(run)
             raise
         except Exception as error:
             logger.exception("the training failed")

@@ -250,11 +250,22 @@ def _drop(cfg: DictConfig, overrides: Sequence[str]) -> None:
             say("train", f"note: {section}._name={name} has no {', '.join(old)}; dropped")
 
 
+def one_value(key: str, given: str = "") -> str:
+    """The message about several values of a setting, of which ``given`` may be a single text."""
+    text = f"{key} takes one value in a run; 'pn reproduce' makes several runs (--seeds 1,2)"
+    if given:
+        text += f"; a value that has commas itself needs quotes: \"{key}='{given}'\""
+    return text
+
+
 def _one_line(error: Exception) -> str:
     """hydra's message and advice, without the lines about its internal keys."""
     text = str(error)
     if isinstance(error, HydraException) and error.__cause__:
         text += f"\n{error.__cause__}"
+    sweep = re.search(r"'\+*([\w.]+)=(.*?)'", text)
+    if sweep and "--multirun" in text:
+        return one_value(sweep[1], "" if "(" in sweep[2] else sweep[2])
     kept: dict[str, None] = {}  # each line once, in their order
     for line in text.splitlines():
         line = line.strip().rstrip(".")
@@ -265,6 +276,8 @@ def _one_line(error: Exception) -> str:
         key = error.override.lstrip("+")
         return f"{key} cannot be read: {line}; put quotes around such a value: KEY=\"'VALUE'\""
     key = re.search(r"full_key: (\S+)", text)
+    if key and "ListConfig" in text:
+        return one_value(key[1])
     return line if key is None or key[1] in line else f"{key[1]}: {line}"
 
 
@@ -325,18 +338,28 @@ def known_keys(section: str, cfg: DictConfig) -> set[str]:
     name = node.get("_name") if OmegaConf.is_dict(node) else node
     if name is None:
         return {"_name", "average_last"} if section == "scoring" else {"_name"}
+    if OmegaConf.is_list(name):
+        raise UserError(one_value(f"{section}._name"))
     components = components_of(section)
     if name not in components:
-        advice = did_you_mean(str(name), components)
-        if not advice:
-            ours = [
-                known
-                for known, component in components.items()
-                if component.__module__.startswith("pn_fairseq.")
-            ]
-            advice = f"; there are {', '.join(sorted(ours or components))}"
+        advice = did_you_mean(str(name), components) or _known_components(str(name), components)
         raise UserError(f"unknown {section}._name={name}{advice}")
     return keys_of(section, components[name])
+
+
+def _known_components(name: str, components: Mapping[str, type]) -> str:
+    """This project's components, or else fairseq's: those that have ``name`` in their names, as
+    architectures have the norm, or else all.
+    """
+    ours = []
+    for known, component in components.items():
+        if component.__module__.startswith("pn_fairseq."):
+            ours.append(known)
+    names = sorted(ours or components)
+    with_it = [known for known in names if name in known.split("_")]
+    if with_it:
+        return f", did you mean one of {', '.join(with_it)}?"
+    return f"; there are {', '.join(names)}"
 
 
 def components_of(section: str) -> Mapping[str, type]:

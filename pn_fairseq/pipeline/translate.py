@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     if run.data is None:
         settings = run.bin.parent / "settings.txt"
         raise UserError(f"{settings} does not exist: how its text was tokenized is not known")
-    decoding = Decoding(args, run)
+    decoding = Decoding(args, run, "translate")
     text = [line.removeprefix("\ufeff").removesuffix("\r") for line in read_lines(args.input)]
     lines = to_subwords(run, text, args.moses) if text else []
     too_long = decoding.too_long(lines)

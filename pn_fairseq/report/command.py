@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pn_fairseq.common.command import ArgumentParser, UserError, did_you_mean, whole
 from pn_fairseq.common.errors import unknown
-from pn_fairseq.common.files import check_folders
+from pn_fairseq.common.files import check_can_be_folder, check_folders
 from pn_fairseq.pipeline.published import LM_PAPER, PAPER, read_table
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run ``pn report`` on ``argv`` (by default the process's arguments)."""
     args = _parse(argv)
     check_folders(path for path in args.runs if path.name != "multirun.yaml")  # of `SWEEP/*`
+    check_can_be_folder(args.output, "--output")
 
     # Imported here, so that --help and a misspelt name are answered at once.
     from pn_fairseq.pipeline.paired_bootstrap import RESAMPLES

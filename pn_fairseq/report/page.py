@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from pn_fairseq import __version__
 from pn_fairseq.common.files import atomic_write
 from pn_fairseq.pipeline.metrics import Measure
 from pn_fairseq.report import curves, intervals, tables
-from pn_fairseq.report.markdown import template
+from pn_fairseq.report.markdown import Markdown, code, template
 from pn_fairseq.report.measures import LOSS, MEASURES
 from pn_fairseq.report.runs import ReportedRun
 from pn_fairseq.report.systems import CorpusRuns
@@ -121,7 +123,6 @@ def _section(
                 answers.append((compared[column].measure.title, answer))
     order, seeds = list(corpus.settings), intervals.seeds_of(frame)
     return {
-        "title": _title(corpus),
         "data": tables.data_table(corpus),
         "signatures": tables.signatures(corpus),
         "baselines": corpus.baselines,
@@ -154,6 +155,23 @@ def _title(corpus: CorpusRuns) -> str:
     return data.get("corpus") or languages or f"Data not known: {corpus.runs[0].name}"
 
 
+def _titles(corpora: Sequence[CorpusRuns]) -> list[str]:
+    """Their titles, which tell them apart: by their data where the languages are the same, else by
+    the runs.
+    """
+    titles = [_title(corpus) for corpus in corpora]
+    folders, names = [], []
+    for corpus in corpora:
+        folders.append(", ".join(map(os.path.relpath, corpus.data_folders())))
+        names.append(", ".join(run.name for run in corpus.runs))
+    for details in (folders, names):
+        times = Counter(titles)
+        for number, (title, detail) in enumerate(zip(list(titles), details, strict=True)):
+            if times[title] > 1 and detail:
+                titles[number] = f"{title} ({detail})"
+    return titles
+
+
 def write(
     folder: Path,
     runs: Sequence[ReportedRun],
@@ -178,17 +196,14 @@ def write(
     folder.mkdir(parents=True, exist_ok=True)
     all_rows: list[dict] = []
     sections = []
-    drawn = _learning_curves(corpora, folder)
+    drawn, titles = _learning_curves(corpora, folder), _titles(corpora)
     for number, (corpus, pictures) in enumerate(zip(corpora, drawn, strict=True), 1):
         rows = tables.csv_rows(corpus)
         all_rows += rows
         picture = folder / INTERVALS.format(number)
         section = _section(corpus, pandas.DataFrame(rows), picture, planned)
-        sections.append(section | {"pictures": pictures} | content(corpus))
-    problems = []
-    for run in runs:
-        for problem in run.problems:
-            problems.append((tables.relative(run.path), tables.relative(problem)))
+        section |= {"title": titles[number - 1], "pictures": pictures}
+        sections.append(section | content(corpus))
     figures = sorted(folder.glob("figure-[2-7].png"))  # of pn figures
     page = template("report.md.j2").render(
         settings,
@@ -197,7 +212,7 @@ def write(
         corpora=sections,
         machines=tables.machines_table(runs),
         systems=sum(len(corpus.settings) for corpus in corpora),
-        problems=problems,
+        problems=_problems(runs),
         repeated=_repeated(corpora),
         probes=[(run.name, tables.relative(run.probe)) for run in runs if run.probe],
         figures=[file.name for file in figures],
@@ -217,6 +232,24 @@ def write(
             if picture.name not in kept:
                 picture.unlink()
     return [folder / name for name in files]
+
+
+def _problems(runs: Sequence[ReportedRun]) -> list[tuple[Markdown, str]]:
+    """Which runs, and what failed or is missing there; the same problem of several runs once."""
+    runs_of: dict[str, list[ReportedRun]] = {}
+    for run in runs:
+        for problem in dict.fromkeys(run.problems):
+            in_run = problem.replace(f"{run.path}/", "")
+            runs_of.setdefault(in_run, []).append(run)
+    problems = []
+    for problem, faulty in runs_of.items():
+        names = ", ".join(code(tables.relative(run.path), in_table=False) for run in faulty)
+        if len(faulty) == len(runs) > 1:
+            names = f"all {len(runs)} runs"
+        elif len(faulty) > 1:
+            names = f"{len(faulty)} of {len(runs)} runs ({names})"
+        problems.append((Markdown(names), tables.relative(problem)))
+    return problems
 
 
 def _repeated(corpora: Sequence[CorpusRuns]) -> list[tuple]:

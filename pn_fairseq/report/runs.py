@@ -13,10 +13,11 @@ from functools import cached_property
 from pathlib import Path
 
 from pn_fairseq.common.command import UserError
+from pn_fairseq.common.errors import unknown
 from pn_fairseq.common.files import check_folders, count_lines, read_settings, short_names
-from pn_fairseq.pipeline import stamp
-from pn_fairseq.pipeline.evaluate_lm import Perplexity, read_perplexity
-from pn_fairseq.pipeline.runs import Run, infer_languages
+from pn_fairseq.pipeline import outdated, stamp
+from pn_fairseq.pipeline.evaluate_lm import Perplexity, read_perplexity, result_file
+from pn_fairseq.pipeline.runs import Run, check_run_folder, infer_languages
 from pn_fairseq.pipeline.training_log import Start, TrainingLog, read_log
 from pn_fairseq.pipeline.translation_scores import Score, Scores, is_scored, low_bleu, read_scores
 from pn_fairseq.report import measures
@@ -161,7 +162,7 @@ class ReportedRun:
     def decoding(self) -> str | None:
         """How the run was decoded, as pn generate recorded it, without what was decoded."""
         settings = stamp.read(self.result / "made.txt")
-        for name in ("checkpoint", "data", "subset"):
+        for name in ("checkpoint", "checkpoint_file", "data", "subset"):
             settings.pop(name, None)
         return " ".join(f"{name}={value}" for name, value in settings.items()) or None
 
@@ -189,15 +190,32 @@ def read_runs(paths: Sequence[Path], subset: str = "test") -> list[ReportedRun]:
         _check_that_it_is_a_run(path)
         first = seen.setdefault(path.resolve(), path)
         if first is not path:
-            raise UserError(f"'{path}' is given twice (also as '{first}')")
+            also = "" if str(path) == str(first) else f" (also as '{first}')"
+            raise UserError(f"'{path}' is given twice{also}")
+    _check_subset(jobs, subset)
     names = short_names(jobs)
     return [read_run(path, name, subset) for path, name in zip(jobs, names, strict=True)]
+
+
+def _check_subset(paths: Sequence[Path], subset: str) -> None:
+    """Refuse a subset on which no run has results, unless it is ``test``, whose report then says
+    why.
+    """
+    known: dict[str, None] = {}
+    for path in paths:
+        results = [file.parent.name for file in path.glob("generate/*/hyp.tok")]
+        results += [file.stem for file in path.glob("evaluate_lm/*.json")]
+        known |= dict.fromkeys(sorted(results))
+    known = [name for name in known if not re.search(r"-context\d+$", name)]
+    if subset != "test" and subset not in known:
+        raise UserError(f"--subset: no run has results; {unknown('subset', subset, known)}")
 
 
 def _check_that_it_is_a_run(path: Path) -> None:
     folder = Run(path)
     if folder.ours or folder.log_file or any(folder.checkpoints.glob("checkpoint*.pt")):
         return
+    check_run_folder(path)
     raise UserError(
         f"'{path}' is not a run: it has no config.yaml of pn train, no log of fairseq-train (its "
         "--log-file or saved output, as *.log, *.out or *.txt) and no checkpoint"
@@ -219,7 +237,7 @@ def read_run(path: Path, name: str, subset: str = "test") -> ReportedRun:
     starts = _read_starts(folder, problems)
     scores = perplexity = None
     if settings.get("task._name") == "language_modeling":
-        perplexity = _read_perplexity(path, subset, problems)
+        perplexity = _read_perplexity(folder, subset, problems)
     else:
         scores = _read_scores(folder, subset, settings, problems)
     run = ReportedRun(
@@ -331,9 +349,12 @@ def _read_starts(folder: Run, problems: list[str]) -> list[dict]:
     return records
 
 
-def _read_perplexity(path: Path, subset: str, problems: list[str]) -> Perplexity | None:
+def _read_perplexity(folder: Run, subset: str, problems: list[str]) -> Perplexity | None:
+    result = result_file(folder.path, subset)
+    made = stamp.stamp_of(result)
+    problems += outdated.of_result(str(result.relative_to(folder.path)), made, folder.averaged)
     try:
-        return read_perplexity(path, subset)
+        return read_perplexity(folder.path, subset)
     except UserError as error:
         problems.append(f"not measured: {error}")
         return None
@@ -348,13 +369,15 @@ def _read_scores(
         lacking = "" if checkpoints else ", and there is no checkpoint"
         problems.append(f"not decoded: there is no {result / 'hyp.tok'}{lacking}")
         return None
-    made = stamp.read(stamp.stamp_of(folder.checkpoints / "averaged.pt"))
+    made = stamp.read(stamp.stamp_of(folder.averaged))
     averaged = made.get("averaged", "").partition(" ")[2]  # "epoch 3", or "files"
     wanted = settings.get("average_last")
     if wanted and averaged and int(averaged) < wanted:
         problems.append(
             f"averaged.pt is the average of {averaged}, not of average_last={wanted} checkpoints"
         )
+    made = folder.path / result / "made.txt"
+    problems += outdated.of_result(str(result / "hyp.tok"), made, folder.averaged)
     try:
         scores = read_scores(folder.path / result)
         if not is_scored(folder.path, subset):

@@ -18,6 +18,7 @@ import pandas
 from scipy import optimize, stats
 
 from pn_fairseq.pipeline.metrics import Measure
+from pn_fairseq.pipeline.translation_scores import low_bleu
 from pn_fairseq.report.measures import LOSS
 
 #: Error rate of a whole family of comparisons, and the power for which the detectable difference is
@@ -213,7 +214,7 @@ def families(frame: pandas.DataFrame, measure: str) -> tuple[list[Family], dict[
     A system and its control need two blocks or more. A run that was repeated (the same machine and
     seed) counts once, by the mean. Where no two systems share a seed on one machine, the block is
     the machine, so that systems on different machines are never compared. A system that did not
-    train (:data:`NOT_TRAINED`) is left out.
+    train (:data:`NOT_TRAINED`) is left out; and of scores of translations one with a BLEU below 1.
 
     Args:
         frame: the rows of report.csv: ``system``, ``compared with``, ``seed``, ``machine``, and the
@@ -226,9 +227,10 @@ def families(frame: pandas.DataFrame, measure: str) -> tuple[list[Family], dict[
     measured = measured.assign(block=_blocks(measured))
     values = measured.groupby(["system", "block"], sort=False)[measure].mean()
     counts = values.groupby(level="system", sort=False).size()
-    losses = pandas.Series(math.nan, counts.index)
-    if LOSS in measured:
-        losses = measured.groupby("system")[LOSS].mean()
+    losses, bleu = _means(measured, LOSS), _means(measured, "tokenized")
+    low = set()
+    if measure != LOSS:  # a difference of scores would be one between two kinds of noise
+        low = {system for system in counts.index if low_bleu(bleu[system])}
     with_control = measured.dropna(subset=["compared with"])
     controls = with_control.groupby("system", sort=False)["compared with"].first()
     tested, untested = [], {}
@@ -237,9 +239,14 @@ def families(frame: pandas.DataFrame, measure: str) -> tuple[list[Family], dict[
         if control not in counts:
             untested |= dict.fromkeys(systems, f"{control} was not measured")
             continue
+        if control in low:
+            untested |= dict.fromkeys(systems, f"the BLEU of {control} is below 1")
+            continue
         several = []
         for system in systems:
-            if counts[system] == 1:
+            if system in low:
+                untested[system] = "its BLEU is below 1"
+            elif counts[system] == 1:
                 untested[system] = "one seed"
             elif losses[system] - losses[control] > NOT_TRAINED:
                 untested[system] = "did not train with these settings"
@@ -261,6 +268,13 @@ def families(frame: pandas.DataFrame, measure: str) -> tuple[list[Family], dict[
         if family:
             tested.append(family)
     return tested, untested
+
+
+def _means(measured: pandas.DataFrame, name: str) -> pandas.Series:
+    """System -> the mean of a measure; NaN where it is not known."""
+    if name not in measured:
+        return pandas.Series(math.nan, measured["system"].unique())
+    return measured.groupby("system")[name].mean()
 
 
 def _blocks(measured: pandas.DataFrame) -> list[tuple]:

@@ -143,6 +143,11 @@ class CorpusRuns:
                 return {name: float(count) for name, count in counts.items()}
         return {}
 
+    @property
+    def decoded(self) -> int | None:
+        """The number of sentences of the decoded subset; None if no run was decoded."""
+        return next((run.decoded for run in self.runs if run.decoded), None)
+
     def members(self, label: str) -> list[ReportedRun]:
         """The runs of a system."""
         return list(self.frame.loc[self.frame["system"] == label, "run"])

@@ -75,7 +75,14 @@ def data_table(corpus: CorpusRuns) -> pandas.DataFrame:
         if not off and key not in ("folder", "clean_stage") and "." not in key:
             rows[code(key)] = code(value)
     counts = corpus.counts()
-    titles = _COUNTS_OF_TOKENS if corpus.runs[0].language_model else _COUNTS_OF_PAIRS
+    titles = _COUNTS_OF_TOKENS
+    if not corpus.runs[0].language_model:
+        # a test set that was added later is not among the counts of the prepared data
+        subset = corpus.runs[0].subset
+        titles = _COUNTS_OF_PAIRS | {subset: f"sentence pairs, {subset}"}
+        decoded = corpus.decoded
+        if decoded is not None:
+            counts.setdefault(subset, decoded)
     for name, title in titles.items():
         rows[title] = f"{counts[name]:,.12g}" if name in counts else missing("not known")
     return pandas.DataFrame({"data": rows.keys(), "value": rows.values()})

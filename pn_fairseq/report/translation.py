@@ -78,7 +78,7 @@ def content(corpus: CorpusRuns, paper: str | Table, resamples: int) -> dict:
 
     ``paper``: a table, the name of one, auto or none.
     """
-    size = next((run.decoded for run in corpus.runs if run.decoded), None)
+    size = corpus.decoded
     pairs = corpus.counts().get("train")
     if paper == "auto":
         paper = recognise(corpus.data or {}, size, pairs)

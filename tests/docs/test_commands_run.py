@@ -34,7 +34,7 @@ NOT_RUN = {
 #: Text of a command -> what replaces it, so that a training takes seconds.
 SMALL = {
     r"optimization\.max_update=\d+": "",
-    r"(pn (?:train|reproduce) (?:verses_\w+_en|own_text) (?!--check))": r"\1"
+    r"(pn (?:train|reproduce) (?:verses_\w+_en|own_text(?:_lm)?) (?!--check))": r"\1"
     "optimization.max_update=6 dataset.validate_interval_updates=3 "
     "checkpoint.save_interval_updates=3 dataset.max_tokens=400 "
     "tokens_per_update=400 lr_scheduler.warmup_updates=2 ",
@@ -166,6 +166,7 @@ def place(data, tmp_path_factory):
     (place / "runs/data/verses_es_en").symlink_to(data)
     for split in ("train", "valid", "test"):
         shutil.copy(cut / f"{split}.en", place / f"text/{split}.txt")
+    (place / "my-lines").symlink_to("text")
     flags = ("--dest", place / "runs/data/verses_lm_en", "--workers", 1)
     run("pn", "prepare", "text_lm", "--corpus", place / "text", *flags)
     for name in ("a.txt", "b.txt", "ref.txt", "hyp.txt"):

@@ -15,8 +15,9 @@ from pn_fairseq.common.checkpoints import CheckpointError, load_checkpoint
 from pn_fairseq.common.files import read_settings
 from pn_fairseq.models import average_checkpoints as tool
 from pn_fairseq.models.average_checkpoints import average_checkpoints
+from pn_fairseq.pipeline import average
 
-from ..scripts_helpers import assert_refused, in_process, verb
+from ..scripts_helpers import assert_refused, in_process, locked_by_another, verb
 
 main = verb("average")
 
@@ -404,6 +405,25 @@ def test_a_damaged_checkpoint_leaves_the_earlier_average_without_its_mark(run):
     messages, value = run("--last", 2, code=2)
     assert "checkpoint2.pt: is cut off or damaged" in messages.splitlines()[-1] and value == 1
     assert not (run.checkpoints / "averaged.pt.made.txt").exists()
+
+
+def test_a_file_that_a_training_removes_meanwhile(run, monkeypatch):
+    """It keeps the newest checkpoints only."""
+    for epoch in (1, 2):
+        checkpoint(run.checkpoints / f"checkpoint{epoch}.pt", epoch)
+    lister = average.checkpoints_to_average
+
+    def rotated(*given):
+        listed = lister(*given)
+        (run.checkpoints / "checkpoint1.pt").unlink(missing_ok=True)
+        return listed
+
+    monkeypatch.setattr(average, "checkpoints_to_average", rotated)
+    with locked_by_another(run.folder / ".lock"):
+        line = run("--last", 2, code=2)[0].splitlines()[-1]
+    assert f"'{run.folder}' is being trained, which has removed checkpoint1.pt" in line
+    checkpoint(run.checkpoints / "checkpoint1.pt", 1)
+    assert "being trained" not in run("--last", 2, code=2)[0]
 
 
 def test_folders_of_fairseqs_own_commands(run, tmp_path, capsys):

@@ -13,6 +13,8 @@ import torch
 
 from pn_fairseq.common.checkpoints import load_checkpoint
 from pn_fairseq.common.command import UserError
+from pn_fairseq.common.files import write_settings
+from pn_fairseq.pipeline import outdated, stamp
 from pn_fairseq.pipeline.evaluate_lm import Perplexity, read_perplexity, result_file, unit_of
 from pn_fairseq.pipeline.published import LM_PAPER
 
@@ -277,7 +279,15 @@ def test_what_is_done_is_skipped_and_other_weights_are_evaluated_anew(work):
     call("evaluate-lm", "--run", name)
     assert result_file(name, "test").stat().st_mtime_ns == before
     call("evaluate-lm", "--run", name, "--checkpoint", name / "checkpoints/checkpoint_best.pt")
+    made, averaged = stamp.stamp_of(result_file(name, "test")), name / "checkpoints/averaged.pt"
     assert result_file(name, "test").stat().st_mtime_ns != before
+    assert stamp.read(made)["checkpoint_file"] == "checkpoint_best.pt"
+    assert outdated.of_result("test.json", made, averaged) == []  # it was asked for
+    call("evaluate-lm", "--run", name)
+    assert outdated.of_result("test.json", made, averaged) == []
+    write_settings(made, stamp.read(made) | {"checkpoint": "of an earlier one"})
+    (text,) = outdated.of_result("test.json", made, averaged)
+    assert text == "test.json was made from an earlier averaged.pt: make it again"
     call("evaluate-lm", "--run", name)
 
 

@@ -187,7 +187,7 @@ def test_a_line_ends_at_a_line_feed_and_nowhere_else(tmp_path):
         ),
         (
             lambda base: (base / "data/raw/test.en").write_bytes(b"\xff\n" * LINES),
-            "test.en is not UTF-8",
+            "test.en: line 1 is not UTF-8",
         ),
         (lambda base: shutil.rmtree(base / "data"), "the data of .* is gone"),
         (lambda base: (base / "data/settings.txt").write_text("lower=1\n"), "prepared again"),

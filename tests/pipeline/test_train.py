@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -243,13 +244,22 @@ def test_languages_are_those_of_the_data_unless_they_are_named(data, tmp_path, c
         ),
         (
             ("dataset.max_tokens=30",),
-            ("train.es has 533 sentences of more than 27 subwords", "silently skip"),
+            (
+                "error: dataset.max_tokens is too small: ",
+                "train.es has 533 sentences of more than 27 subwords",
+                "silently skip",
+            ),
         ),
         (
             ("tokens_per_update=60", "--ranks", "4"),
             ("train.es", "4 ranks x 15 tokens", "fewer ranks"),
         ),
-        (("task.max_target_positions=20",), ("task.max_target_positions",)),
+        (("task.max_target_positions=20",), ("error: task.max_target_positions is too small",)),
+        (("dataset.train_subset=tain",), ("dataset.train_subset=tain: ", "did you mean 'train'?")),
+        (
+            ("dataset.valid_subset='valid,dev'", "--check"),
+            ("dataset.valid_subset=valid,dev: ", "'dev'", "there are test, train, valid"),
+        ),
         (("checkpoint.restore_file=other.pt",), ("other.pt", "checkpoint.finetune_from_model")),
         (("checkpoint.finetune_from_model=/none.pt",), ("/none.pt: cannot be read (No such file",)),
     ],
@@ -361,6 +371,29 @@ def test_checkpoints_that_cannot_be_resumed_or_started_from(
         )
         assert str(last) in line and needle in line and not (tmp_path / "new").exists(), line
     assert not (tmp_path / "executed").exists()
+    line = refused(capsys, start(data, run, "optimization.max_update=14"))
+    command = line.partition("the newest other one: ")[2]
+    assert shlex.split(command)[0] == "cp" and shlex.split(command)[-1] == str(last), line
+    subprocess.run(shlex.split(command), check=True)
+    assert start(data, run, "optimization.max_update=14") == 0
+
+
+def test_an_interrupted_save_leaves_no_half_of_a_file(data, tmp_path, capsys):
+    """Nor does a resumed training that of a killed one."""
+    checkpoints = tmp_path / "run/checkpoints"
+
+    def interrupted(state, file):
+        file.write(b"PK half of a checkpoint")
+        assert list(checkpoints.glob("*.tmp"))
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint_utils, "_torch_persistent_save", interrupted)
+        assert start(data, tmp_path / "run") == 130
+    assert not list(checkpoints.iterdir())
+    (checkpoints / "checkpoint_9_99.pt.tmp").touch()
+    assert start(data, tmp_path / "run") == 0
+    assert not list(checkpoints.glob("*.tmp"))
 
 
 @pytest.mark.parametrize(

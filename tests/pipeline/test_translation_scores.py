@@ -323,9 +323,10 @@ def test_several_references_are_those_of_sacrebleu(tmp_path, capsys):
         )
     (tmp_path / "two").write_text("a\n")
     words = ("--hyp", files["hyp"], "--ref", files["one"], files["two"])
-    refused(capsys, main(words), "30 lines, but the reference has 1")
+    refused(capsys, main(words), "two: 1 line, but", "one has 30")
     refused(
         capsys,
         main(["--hyp", files["two"], "--ref", files["one"]]),
-        "1 line, but the reference has 30",
+        "two: 1 line, but",
+        "one has 30",
     )

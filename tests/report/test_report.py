@@ -173,7 +173,8 @@ def test_other_data_is_compared_with_nothing(tmp_path):
     assert (tmp_path / "out/report-curves-2.png").exists()
     rows = {row["data"]: row["value"] for row in page.table("data", "value")}
     assert rows["sentence pairs, train"] == "28,170"
-    assert rows["sentence pairs, test"] == "not known"
+    assert rows["sentence pairs, valid"] == "not known"
+    assert rows["sentence pairs, test"] == "30"  # as many as were decoded
 
 
 def test_paths_are_shown_from_the_working_directory(tmp_path, monkeypatch):

@@ -32,6 +32,7 @@ from ..fixtures.reports import (
     with_score,
     write_scores,
 )
+from ..scripts_helpers import assert_refused, in_process
 
 HYPOTHESES = "generate/test/hyp.tok"
 BROKEN = '{"loss": "1", "num_up\n'
@@ -260,7 +261,7 @@ def test_jobs_of_a_sweep(tmp_path):
     for given in ([sweep], [path for path in sweep.iterdir() if path.name != ".hydra"]):
         page = report(*given, output=tmp_path / "out")
         assert [row["norm"] for row in page.table("norm", "state")] == ["LN", "PN"]
-        (problem,) = re.findall(r"^- `.*transformer_pn_tiny`: (.*)", page.text, re.M)
+        (problem,) = re.findall(r"^- all 2 runs: (.*)", page.text, re.M)
         lacking = "there is no generate/test/hyp.tok, and there is no checkpoint"
         assert problem == f"not decoded: {lacking}"
 
@@ -440,3 +441,56 @@ def test_norms_from_outside_the_package(tmp_path, monkeypatch):
         runs.append(make_run(tmp_path / short, model___name=f"transformer_{short}_tiny"))
     runs.append(make_run(tmp_path / "ln", "ln"))
     assert [*report(*runs).systems] == ["LN", "MN", "YOURS"]
+
+
+def test_a_test_set_that_was_added_later_is_named_with_its_size(tmp_path):
+    """docs/decoding.md, Another test set: counts.txt does not have it."""
+    data = tmp_path / "data"
+    (data / "bin").mkdir(parents=True)
+    (data / "counts.txt").write_text("train=100\nvalid=10\ntest=20\n")
+    run = make_run(tmp_path / "run")
+    (run / "data").write_text(f"{data}\n")
+    (run / "generate/test").rename(run / "generate/test2017")
+    page = report(run, options=("--resamples", "10", "--subset", "test2017"))
+    rows = {row["data"]: row["value"] for row in page.table("data", "value")}
+    assert rows["sentence pairs, test2017"] == "30" and rows["sentence pairs, test"] == "20"
+
+
+def test_a_subset_without_results_is_refused(tmp_path):
+    run = make_run(tmp_path / "run")
+    (run / "evaluate_lm").mkdir()
+    for name in ("valid", "valid-context8"):
+        (run / f"evaluate_lm/{name}.json").touch()
+    words = ("report", run, "--output", tmp_path / "out", "--subset", "tset")
+    assert_refused(in_process(*words), "'tset', did you mean 'test'?; there are test, valid")
+    assert not (tmp_path / "out").exists()
+
+
+def test_equal_problems_are_listed_once(tmp_path):
+    runs = [make_run(tmp_path / f"run{number}", seed=number) for number in (1, 2, 3)]
+    for run in runs:
+        (run / STARTS).unlink()
+    for run in runs[1:]:
+        (run / LOG).unlink()
+    text = report(*runs).text
+    problem = "versions and hardware are not recorded: there is no starts.jsonl"
+    assert text.count(problem) == 1 and f"- all 3 runs: {problem}\n" in text
+    named = ", ".join(f"`{run}`" for run in runs[1:])
+    assert f"- 2 of 3 runs ({named}): not trained: there is no train.log\n" in text
+    rows = pandas.read_csv(tmp_path / "out/report.csv")
+    assert rows["problems"].str.contains(problem).all()
+
+
+def test_corpora_of_the_same_languages_are_told_apart(tmp_path):
+    runs = []
+    for name in ("news", "talks"):
+        (tmp_path / name / "bin").mkdir(parents=True)
+        for seed in (1, 2):
+            run = make_run(tmp_path / f"{name}{seed}", seed=seed, data=f"{DATA}folder={name}\n")
+            (run / "data").write_text(f"{tmp_path / name}\n")
+            runs.append(run)
+    text = report(*runs).text
+    headings = re.findall(r"(?m)^## (es to en.*)$", text)
+    assert len(headings) == 2
+    assert all(name in text for name, text in zip(("news", "talks"), headings, strict=True))
+    assert all(f"- {heading}. **" in text for heading in headings)

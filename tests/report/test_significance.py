@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from pn_fairseq.report.intervals import Compared
-from pn_fairseq.report.measures import MEASURES
+from pn_fairseq.report.measures import LOSS, MEASURES
 from pn_fairseq.report.significance import ERROR_RATE, POWER, Design, Interval, families
 
 #: Dunnett 1955, section 4: blood counts of a control group and of animals under two drugs.
@@ -238,3 +238,24 @@ def test_verdicts(measure, low, high, verdict):
     interval = Interval((low + high) / 2, low, high, 0.5)
     assert verdict.startswith(interval.verdict(MEASURES[measure]))
     assert Compared(MEASURES[measure], [], {}).verdict(interval) == verdict
+
+
+@pytest.mark.parametrize("low", ["control", "pn"])
+def test_scores_of_a_system_that_did_not_learn_to_translate_are_not_tested(low):
+    """As docs/decoding.md says of the bootstrap; the loss is tested."""
+    frame = rows(
+        {"control": (20.0, 21.0, 20.5), "pn": (21.0, 23.0, 22.0), "bn": (19.0, 19.5, 21.0)}
+    )
+    loss = frame["system"].map({"control": 5.0, "pn": 5.1, "bn": 5.2}) + frame["seed"] ** 2 / 99
+    frame = frame.assign(chrf=frame["tokenized"] * 1.5, **{LOSS: loss + frame["tokenized"] / 99})
+    assert set(families(frame, "chrf")[0][0].intervals) == {"pn", "bn"}
+    frame.loc[frame["system"] == low, "tokenized"] = (0.1, 0.4, 0.9)
+    for measure in ("tokenized", "chrf"):
+        tested, untested = families(frame, measure)
+        if low == "pn":
+            assert set(tested[0].intervals) == {"bn"}
+            assert untested == {"pn": "its BLEU is below 1"}
+        else:
+            why = "the BLEU of control is below 1"
+            assert (tested, untested) == ([], {"pn": why, "bn": why})
+    assert set(families(frame, LOSS)[0][0].intervals) == {"pn", "bn"}

@@ -5,6 +5,7 @@ import io
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from pn_fairseq.common.command import UserError
-from pn_fairseq.common.files import only_writer
+from pn_fairseq.common.files import only_writer, write_settings
 from pn_fairseq.pipeline import steps, train
 from pn_fairseq.pipeline.data.recipes import RECIPES
 from pn_fairseq.pipeline.published import LM_TABLES, PAPER
 
 from .. import scripts_helpers
-from ..scripts_helpers import ROOT, assert_refused, environment, wait_for
+from ..scripts_helpers import ROOT, assert_refused, environment, locked_by_another, wait_for
 
 
 @pytest.fixture(autouse=True)
@@ -278,6 +279,16 @@ def test_a_failed_training_is_noted_though_it_left_no_folder(calls):
     assert (RUNS / "pn_seed1/failed").read_text() == "train: pn train: error: it went wrong\n"
 
 
+def test_a_run_that_another_process_trains_is_no_failure(calls):
+    """pn train beside it: the step is refused by the lock."""
+    (RUNS / "pn_seed1").mkdir(parents=True)
+    with locked_by_another(RUNS / "pn_seed1/.lock"):
+        result, _ = made(calls, FAIL="transformer_pn_iwslt")
+    assert result.returncode == 1
+    assert "pn_seed1 is trained by another process now: run this command again" in result.stderr
+    assert not (RUNS / "pn_seed1/failed").exists()
+
+
 def test_each_norm_with_settings_is_checked_before_the_preparation(calls):
     norms = ("--norms", "ln,ln+encoder_layers=2,pn+dropout=0.1", "--seeds", "1,2")
     checks = [
@@ -479,6 +490,35 @@ def test_a_run_that_is_longer_than_the_others_is_named_at_once(limit, named, dat
         data, "--dry-run", "--norms", "pn", "--seeds", "1,2", limit.partition("=")[0] + "=150"
     )
     assert "note:" not in longer.stderr
+
+
+def test_a_dry_run_says_what_is_done_and_what_would_be_made_again(data, tmp_path):
+    from omegaconf import OmegaConf
+
+    from pn_fairseq.pipeline.training_settings import compose
+
+    words = ("--dry-run", "--norms", "pn", "--seeds", "1,2")
+    run = tmp_path / "sweep/pn_seed1"
+    (run / "checkpoints").mkdir(parents=True)
+    cfg, _ = compose(ROOT / "configs/verses_es_en.yaml", [], world_size=1, on_cpu=True)
+    (run / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
+    shutil.copy(data / "settings.txt", run / "data.settings")
+    write_settings(run / "made.txt", train.goal(cfg, data))
+    (run / "checkpoints/averaged.pt").touch()
+
+    def marked(planned) -> list[str]:
+        lines = planned.stdout.splitlines()
+        return [line.split()[1] for line in lines if line.endswith("  # done")]
+
+    planned = own(data, *words)
+    assert marked(planned) == ["train", "average"]
+    assert planned.stderr == "[verses_es_en] the settings are valid\n"
+    again = own(data, *words, "generation.beam=2")
+    assert marked(again) == []
+    assert f"note: '{run}' would be decoded again, with generation.beam=2\n" in again.stderr
+    assert again.stderr.endswith("the settings are valid; notes above: 1\n")
+    more = own(data, *words, "optimization.max_update=99999")
+    assert marked(more) == [] and f"'{run}' would be trained on from update 0\n" in more.stderr
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import http.client
 import lzma
@@ -87,8 +88,18 @@ def fetch(url: str, file: Path, known: str = "", mirror: str | None = None) -> N
         known: the checksum that it must have, sha256 or (32 digits) md5; "": any.
         mirror: a folder, or the URL of one, in place of all but the name of the file.
     """
-    address, partial = _address(url, mirror), file.with_name(f"{file.name}.partial")
+    partial = file.with_name(f"{file.name}.partial")
     file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        _fetch(_address(url, mirror), file, partial, known)
+    finally:  # nothing is left where nothing came
+        if not _size(partial):
+            partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it holds something
+            file.parent.rmdir()
+
+
+def _fetch(address: str, file: Path, partial: Path, known: str) -> None:
     while not file.exists():
         before = _size(partial)
         say("prepare", f"{file.name}: from {address}")

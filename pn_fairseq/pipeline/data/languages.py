@@ -2,8 +2,10 @@
 
 import importlib.util
 
-from langcodes import Language, standardize_tag
+from langcodes import Language, standardize_tag, tag_is_valid
 from langcodes.tag_parser import LanguageTagError
+
+from pn_fairseq.common.command import UserError
 
 
 def language_of(tag: str) -> str:
@@ -16,6 +18,12 @@ def language_of(tag: str) -> str:
         return Language.get(standardize_tag(tag, macro=True)).language or tag
     except LanguageTagError:
         return tag
+
+
+def check_tag(tag: str, option: str) -> None:
+    """Refuse a text that is the tag of no language."""
+    if not tag_is_valid(tag):
+        raise UserError(f"{option} {tag} is the tag of no language; tags are en, pt-BR, zho_Hans")
 
 
 #: Language -> the package that sacrebleu needs to tokenize it, and the module that shows whether it

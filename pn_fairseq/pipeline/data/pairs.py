@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pn_fairseq.common.command import UserError, say
+from pn_fairseq.common.files import not_utf8
 from pn_fairseq.pipeline.data.archives import DAMAGE
 
 #: Characters of a token, as in Moses' clean-corpus-n.perl.
@@ -28,7 +29,10 @@ def existing(path: Path) -> Path:
     names = [path, *(path.with_name(path.name + ending) for ending in COMPRESSED)]
     files = [name for name in names if name.exists()]
     if not files:
-        raise UserError(f"there is no {path}, plain or compressed ({', '.join(COMPRESSED)})")
+        beside = sorted(other.name for other in path.parent.glob(f"{path.stem}.*"))
+        others = f"; there are {', '.join(beside)}" if beside else ""
+        kinds = ", ".join(COMPRESSED)
+        raise UserError(f"there is no {path}, plain or compressed ({kinds}){others}")
     if len(files) > 1:
         say(
             "prepare",
@@ -52,9 +56,7 @@ def lines(path: Path, errors: str = "strict") -> Iterator[str]:
                 number += 1
                 yield line.decode("utf-8", errors)
     except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path}: line {number} is not UTF-8 ({error.reason}); convert the file first"
-        ) from None
+        raise UserError(not_utf8(path, number, error)) from None
     except DAMAGE:
         raise UserError(f"{path} is damaged or cut off; get it again") from None
 

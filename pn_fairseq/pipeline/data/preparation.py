@@ -351,6 +351,7 @@ class Preparation:
         as_test = stem.replace(name, "test", 1)
         texts_of = {f"{as_test}.{lang}": f"bpe/{name}.{lang}" for lang in self.settings.endings}
         make_bin(self.dest, self.workers, flags, texts_of, to="partial/bin")
+        self._note_on_unknown(self.dest / "partial/bin", self.dest)
         for lang in self.settings.endings:
             for ending in ("bin", "idx"):
                 new = self.dest / f"partial/bin/{as_test}.{lang}.{ending}"
@@ -525,14 +526,18 @@ class Preparation:
             texts[f"{split}.{source}-{target}.{lang}"] = f"bpe/{name}"
         make_bin(self.dest, self.workers, flags, texts)
         if self.like:
-            for text, share in unknown_shares(self.dest / "bin").items():
-                if share != "0.0":
-                    what = f"{share}% of the subwords of {text}"
-                    say("prepare", f"note: {what} are not in the dictionary of {self.like}")
+            self._note_on_unknown(self.dest / "bin", self.like)
         counts = {}
         for split in self.splits:
             counts[split] = count_lines(self.dest / f"raw/{split}.{source}")
         self.finish(counts, expected)
+
+    def _note_on_unknown(self, binary: Path, data: Path) -> None:
+        """Say which shares of binary text the dictionary of ``data`` lacks."""
+        for text, share in unknown_shares(binary).items():
+            if share != "0.0":
+                what = f"{share}% of the subwords of {text}"
+                say("prepare", f"note: {what} are not in the dictionary of {data}")
 
     def finish(self, counts: Mapping[str, object], expected: str = "") -> None:
         """Write the counts, unless the cleaning has, remove what is not needed any more, and

@@ -125,6 +125,7 @@ def test_known_checksum(server, file):
         known=sha256(OTHER),
     )
     assert listing(file.parent) == set() and len(server.requests) == 1
+    file.parent.mkdir()
     (file.parent / "x.tgz.partial").write_bytes(OTHER[:1000])
     refused(
         "md5", "it was removed", url=server.url, file=file, known=hashlib.md5(CONTENT).hexdigest()
@@ -172,7 +173,7 @@ def test_answers_without_the_file(server, file, status):
 def test_no_network(file):
     url = "http://127.0.0.1:9/x.tgz"
     refused(url, "refused", "network", "--mirror", url=url, file=file)
-    assert listing(file.parent) == set()
+    assert not file.parent.exists()  # it was made for the download
 
 
 def test_mirror(server, file, tmp_path):

@@ -97,6 +97,9 @@ def test_a_second_preparation_is_the_same_or_refused(prepared, tmp_path):
     for check in ((), ("--check",)):
         again = in_process(*own, *same, *check)
         assert again.returncode == 0 and (not check or again.stderr == "")
+        # a configuration that is named after no other corpus
+        advice = f"next: pn train own_text_lm --data {prepared / 'data'}\n"
+        assert (advice in again.stderr) == (not check)
     assert (prepared / "data/bin/train.bin").stat().st_mtime_ns == before
     assert_refused(in_process(*own, "--lower"), "min_count=2, not 1")
     assert_refused(in_process(*own, "--check"), "lower=1, not 0")

@@ -219,6 +219,12 @@ def test_further_test_sets(tokenized, corpus, tmp_path):
         and "next: pn generate --run RUN --subset test2017" in said
     )
     assert (data / "settings.txt").read_bytes() == before, "runs on this data stay valid"
+    for lang in ("es", "en"):
+        (corpus / f"odd.{lang}").write_text("ωωω\n", "utf-8")
+    said = prepare(corpus, data, "--test", "odd")
+    assert f"of the subwords of odd.es are not in the dictionary of {data}\n" in said
+    for odd in corpus.glob("odd.*"):
+        odd.unlink()
     copy_split(corpus, "train", "test")
     prepare(corpus, alike, "--like", data)
     for folder, names in (

@@ -11,7 +11,7 @@ from pn_fairseq.pipeline.data.preparation import CORPUS, LanguageModelSettings, 
 from pn_fairseq.pipeline.data.settings import NONE, SACREMOSES
 
 CONFIG = ""
-TRAIN = "verses_lm_en"  # the configuration that pn prepare advises
+TRAIN = "own_text_lm"  # the configuration that pn prepare advises
 SPLIT = "split punctuation as Moses does for this language (default: the text consists of tokens)"
 RARE = "words that are rarer in train become <unk> (default 1)"
 OPTIONS = {

@@ -1,0 +1,77 @@
+"""What was made before a run was trained on: the only place that decides it.
+
+``pn average --run`` records up to which checkpoint it averaged, and what decodes or measures a run
+records from which checkpoint. The commands that read ``averaged.pt`` say what is outdated, and
+``pn report`` lists it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from pn_fairseq.common.checkpoint_files import LAST, find_checkpoints, number_in
+from pn_fairseq.common.command import say
+from pn_fairseq.pipeline import stamp
+
+
+def record_of_average(averaged: Sequence[Path], kind: str) -> dict[str, object]:
+    """What a stamp says of the checkpoints that are averaged, oldest first; ``kind`` as in
+    :func:`~pn_fairseq.common.checkpoint_files.checkpoints_to_average`.
+    """
+    newest = number_in(averaged[-1], kind) if kind in ("epoch", "update") else ""
+    return {"averaged": f"{kind} {len(averaged)}", "up_to": newest}
+
+
+def record_of_result(checkpoints: Sequence[Path], run_checkpoints: Path) -> dict[str, str]:
+    """What a stamp says of the checkpoints that a result was made from; not compared, since a run
+    may be moved.
+    """
+    names = [os.path.relpath(path, run_checkpoints) for path in checkpoints]
+    return {"checkpoint_file": " + ".join(names)}
+
+
+def of_average(averaged: Path) -> str:
+    """How far a run was trained on since ``pn average --run`` wrote the file; "" if it was not, or
+    if that is not known.
+    """
+    made = stamp.read(stamp.stamp_of(averaged))
+    kind = made.get("averaged", "").partition(" ")[0]
+    again = "pn average --run RUN makes it again"
+    if kind == "last":
+        last = averaged.parent / LAST
+        if last.is_file() and stamp.differences(
+            stamp.stamp_of(averaged), stamp.made_from({}, {"checkpoints": [last]})
+        ):
+            return f"{averaged} was made before {LAST}: the run was trained on ({again})"
+    elif made.get("up_to", "").isdecimal() and kind in ("epoch", "update"):
+        newest = find_checkpoints(averaged.parent, kind, 1)
+        number = number_in(newest[0], kind) if newest else 0
+        if number > int(made["up_to"]):
+            return (
+                f"{averaged} is the average up to {kind} {made['up_to']}, and the run was trained "
+                f"on to {kind} {number} ({again})"
+            )
+    return ""
+
+
+def of_result(result: str, made: Path, averaged: Path) -> list[str]:
+    """What is outdated of a result, whose stamp is ``made``: the average of its run, and the result
+    that was made from an earlier average.
+    """
+    texts = [of_average(averaged)] if averaged.is_file() else []
+    own = stamp.read(made).get("checkpoint_file") == averaged.name
+    if own and averaged.is_file():
+        present = stamp.made_from({}, {"checkpoint": [averaged]})
+        if stamp.differences(made, present):
+            texts.append(f"{result} was made from an earlier {averaged.name}: make it again")
+    return [text for text in texts if text]
+
+
+def note_on_average(step: str, checkpoints: Sequence[Path]) -> None:
+    """Say which of the checkpoints that a command reads are outdated averages."""
+    for path in checkpoints:
+        text = of_average(path)
+        if text:
+            say(step, f"note: {text}")
