@@ -61,7 +61,9 @@ def pytest_configure(config):
 
     # its module has different names in different versions of pytest
     number = type(pytest.approx(0.0))
-    assert_allclose, isclose, equals = np.testing.assert_allclose, torch.isclose, number.__eq__
+    assert_allclose = np.testing.assert_allclose
+    isclose = torch.isclose
+    equals = number.__eq__
     # torch.testing.assert_close calls torch.isclose.
     np.testing.assert_allclose, torch.isclose, number.__eq__ = (
         numpy_close,

@@ -30,10 +30,8 @@ _server = multiprocessing.forkserver.ForkServer()
 _server.set_forkserver_preload(
     ["fairseq_cli.generate", "fairseq_cli.preprocess", "fairseq_cli.train", "torch._dynamo"]
 )
-_connect, _spawn = (
-    multiprocessing.forkserver.connect_to_new_process,
-    multiprocessing.util.spawnv_passfds,
-)
+_connect = multiprocessing.forkserver.connect_to_new_process
+_spawn = multiprocessing.util.spawnv_passfds
 multiprocessing.forkserver.connect_to_new_process = _server.connect_to_new_process
 
 
@@ -120,7 +118,8 @@ def in_process(*words, **changes: str) -> subprocess.CompletedProcess:
     """``pn WORDS`` in this process, in its folder."""
     from pn_fairseq.__main__ import call
 
-    out, err = io.StringIO(), io.TextIOWrapper(io.BytesIO(), write_through=True)
+    out = io.StringIO()
+    err = io.TextIOWrapper(io.BytesIO(), write_through=True)
     with mock.patch.dict(os.environ, changes), redirect_stdout(out), redirect_stderr(err):
         code = call(list(map(str, words)))
     return subprocess.CompletedProcess(words, code, out.getvalue(), err.buffer.getvalue().decode())
@@ -254,7 +253,8 @@ def assert_refused(result: subprocess.CompletedProcess, *needles: str) -> None:
     """
     lines = [line for line in result.stderr.strip().splitlines() if not line.startswith("[")]
     assert result.returncode == 2, (result.returncode, result.stderr)
-    assert len(lines) == 1 and ": error: " in lines[0], lines
+    assert len(lines) == 1, lines
+    assert ": error: " in lines[0], lines
     for needle in needles:
         assert needle in lines[0], (needle, lines[0])
 
@@ -286,21 +286,9 @@ def cut_corpus(dest: Path, train: int = 600, valid: int = 40, test: int = 37) ->
 
 
 def prepare(corpus: Path, dest: Path, *options, **kwargs):
-    flags = (
-        "--corpus",
-        corpus,
-        "--source",
-        "es",
-        "--target",
-        "en",
-        "--dest",
-        dest,
-        "--bpe",
-        300,
-        "--workers",
-        1,
-    )
-    return run("pn", "prepare", "text", *flags, *options, **kwargs)
+    places = ("--corpus", corpus, "--dest", dest)
+    how = "--source es --target en --bpe 300 --workers 1".split()
+    return run("pn", "prepare", "text", *places, *how, *options, **kwargs)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

@@ -87,10 +87,8 @@ def test_the_norms_need_torch_alone(installed, tmp_path):
     """And their suite NumPy and pytest."""
     place = {"cwd": tmp_path, "PYTHONPATH": str(installed), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = run(sys.executable, "-c", BLOCKER + NORMS_ALONE, "numpy", **place)
-    assert (
-        done.stdout == "[]\n"
-        and done.stderr.count("pn_fairseq computes without its C++ kernels") == 1
-    )
+    assert done.stdout == "[]\n"
+    assert done.stderr.count("pn_fairseq computes without its C++ kernels") == 1
     suite = (
         "from pn_fairseq.__main__ import call; sys.exit(call(['test-norms', 'rms', '--', '-k', "
         "'state_dict']))"
@@ -110,7 +108,8 @@ def test_what_an_installation_needs(installed):
         extra: [name for name in needed if f'extra == "{extra}"' in name]
         for extra in ("fairseq", "test", "docs")
     }
-    assert any("fairseq-fixed" in name for name in extras["fairseq"]) and all(extras.values())
+    assert any("fairseq-fixed" in name for name in extras["fairseq"])
+    assert all(extras.values())
     assert "Requires-Python: >=3.11\n" in metadata.read_text()
     assert "Tag: py3-none-any\n" in metadata.with_name("WHEEL").read_text(), (
         "it has no compiled kernels"
@@ -194,7 +193,8 @@ def test_missing_kernels_are_named_once(installed, tmp_path):
         sys.executable, "-P", "-m", "pn_fairseq", "train", "verses_es_en", "--data", "x", **place
     )
     line, error = pn.stderr.splitlines()
-    assert line.startswith("[pn] the C++ kernels are not compiled: ") and "'make venv'" in line
+    assert line.startswith("[pn] the C++ kernels are not compiled: ")
+    assert "'make venv'" in line
     assert error.startswith("pn train: error: ")
     forced = run(
         sys.executable, "-c", "import pn_fairseq.norms", PN_FAIRSEQ_KERNELS="reference", **place

@@ -12,7 +12,8 @@ from pn_fairseq import kernels
 from pn_fairseq.kernels import reference
 from pn_fairseq.norms import build_norm
 
-ROWS, CHANNELS = 48, 16
+ROWS = 48
+CHANNELS = 16
 X = ROWS * CHANNELS * 4
 VECTOR = CHANNELS * 4
 
@@ -32,14 +33,16 @@ def test_counts_of_layer_norm_by_hand(activations):
     assert count(lambda: norm(x)) == Counts(1, X + 2 * VECTOR, X + statistics)
     y = norm(x)
     # dy, x, weight, bias, both statistics; the gradients of x, weight and bias
-    read, written = 2 * X + statistics + 2 * VECTOR, X + 2 * VECTOR
+    read = 2 * X + statistics + 2 * VECTOR
+    written = X + 2 * VECTOR
     assert count(lambda: y.backward(dy)) == Counts(1, read, written)
 
 
 def test_counts_of_operators_by_hand(activations):
     x = activations[0].detach()
     mask = torch.zeros(ROWS, 1, dtype=torch.bool)
-    out, row = torch.empty_like(x), torch.randn(1, CHANNELS)
+    out = torch.empty_like(x)
+    row = torch.randn(1, CHANNELS)
     assert count(lambda: x.view(-1).unsqueeze(0).expand(3, -1)) == Counts(0, 0, 0)
     assert count(lambda: torch.empty_like(x).detach()) == Counts(0, 0, 0)
     assert count(lambda: x + 1.0) == Counts(1, X + 8, X)

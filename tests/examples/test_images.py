@@ -61,7 +61,8 @@ def test_an_augmented_image_is_a_window_of_the_padded_one():
         found = [place for place, window in windows.items() if torch.equal(image, window)]
         places |= set(found)
         assert found
-    assert len({place[0] for place in places}) > 5 and {place[2] for place in places} == {0, 1}
+    assert len({place[0] for place in places}) > 5
+    assert {place[2] for place in places} == {0, 1}
 
 
 def test_an_interrupted_training_continues_to_the_same_numbers(cifar, tmp_path, monkeypatch):
@@ -99,8 +100,10 @@ def test_the_first_norm_is_recorded(cifar, tmp_path, monkeypatch):
     )
     run = tmp_path / "runs/resnet20_5epochs_batch_seed1"
     records = read_probe(run / "norm_probe")
-    assert list(records["update"]) == [2, 4] and set(records["norm"]) == {"1"}
-    assert set(records["tokens"]) == {24 * 32 * 32} and set(records["kind"]) == {"batch"}
+    assert list(records["update"]) == [2, 4]
+    assert set(records["norm"]) == {"1"}
+    assert set(records["tokens"]) == {24 * 32 * 32}
+    assert set(records["kind"]) == {"batch"}
     assert set(records["sample_size"]) == {24} and records["loss"].between(0, 10).all()  # per image
     assert records["loss_scale"].tolist() == pytest.approx([1 / 24] * len(records))
     figures.main([str(run), "--output", str(tmp_path / "figures")])
@@ -155,8 +158,10 @@ def test_mistakes_are_one_line(arguments, message, cifar, tmp_path, monkeypatch,
     assert exit.value.code == 2
     # no progress bar
     (error,) = (line for line in capsys.readouterr().err.splitlines() if line and "%|" not in line)
-    assert error.startswith("images: error: ") and message in error
-    assert not (tmp_path / "runs").exists() and (tmp_path / "file").stat().st_size == 0
+    assert error.startswith("images: error: ")
+    assert message in error
+    assert not (tmp_path / "runs").exists()
+    assert (tmp_path / "file").stat().st_size == 0
 
 
 def test_a_class_that_has_no_test_images_keeps_its_number(cifar):
@@ -179,12 +184,11 @@ def test_torchvision_downloads(tmp_path, monkeypatch):
     fake = types.SimpleNamespace(datasets=types.SimpleNamespace(MNIST=dataset))
     monkeypatch.setitem(sys.modules, "torchvision", fake)
     classes, pixels, labels = images.read(tmp_path, "train", "MNIST")
-    assert (
-        asked == [(tmp_path, True, True)]
-        and classes == ["0", "1"]
-        and labels.tolist() == [0, 1, 1, 0]
-    )
-    assert pixels.shape == (4, 1, 28, 28) and (pixels == 1).all()
+    assert asked == [(tmp_path, True, True)]
+    assert classes == ["0", "1"]
+    assert labels.tolist() == [0, 1, 1, 0]
+    assert pixels.shape == (4, 1, 28, 28)
+    assert (pixels == 1).all()
 
 
 def test_options_of_norms():

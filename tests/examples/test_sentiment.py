@@ -127,9 +127,12 @@ def test_mistakes_are_one_line(arguments, message, sst5, capsys):
     before = set(sst5.iterdir())
     with pytest.raises(SystemExit) as exit:
         sentiment.main([argument.format(sst5) for argument in arguments])
-    assert exit.value.code == 2 and set(sst5.iterdir()) == before
+    assert exit.value.code == 2
+    assert set(sst5.iterdir()) == before
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and error.startswith("sentiment: error: ") and message in error
+    assert error.count("\n") == 1
+    assert error.startswith("sentiment: error: ")
+    assert message in error
 
 
 def test_the_parts_of_detachnorm():

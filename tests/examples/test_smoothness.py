@@ -78,7 +78,9 @@ def test_only_the_layers_before_move():
     """The gradient of b, beta b + kappa a, changes by kappa eta (beta a + kappa b); the others'
     do not.
     """
-    model, beta, kappa = Quadratic(0.5), 2.0, 0.5
+    model = Quadratic(0.5)
+    beta = 2.0
+    kappa = 0.5
     rows = smoothness.after_the_layers_before(model, criterion, beta, 0.1)
     assert [row["layer"] for row in rows] == [
         "encoder.layers.0",
@@ -92,7 +94,8 @@ def test_only_the_layers_before_move():
         float(kappa * eta * gradients[0].norm()), rel=1e-4
     )
     assert rows[0]["gradient change"] == rows[2]["gradient change"] == 0
-    assert rows[0]["cosine"] == pytest.approx(1) and rows[1]["cosine"] < 1
+    assert rows[0]["cosine"] == pytest.approx(1)
+    assert rows[1]["cosine"] < 1
 
 
 def test_on_a_run_with_noisy_batch_normalization(data, tmp_path, capsys):
@@ -130,16 +133,15 @@ def test_on_a_run_with_noisy_batch_normalization(data, tmp_path, capsys):
         ]
     )
     steps, layers = (pandas.read_csv(tmp_path / f"{name}.csv") for name in ("steps", "layers"))
-    assert (
-        len(steps) == 2 * 2 and (steps["gradient"] > 0).all() and (steps["loss change"] < 0).all()
-    )
+    assert len(steps) == 2 * 2
+    assert (steps["gradient"] > 0).all()
+    assert (steps["loss change"] < 0).all()
     assert set(layers["layer"]) >= {"encoder.layers.0", "decoder.layers.0"}
     assert (tmp_path / "smoothness.png").stat().st_size > 1000
     measured = smoothness.over_the_steps(steps)
     one = steps[steps["batch"] == 1]
-    assert (
-        len(measured) == 2 and measured["effective smoothness"].iloc[1] == one["smoothness"].max()
-    )
+    assert len(measured) == 2
+    assert measured["effective smoothness"].iloc[1] == one["smoothness"].max()
     assert measured["range of the loss"].iloc[1] == pytest.approx(
         abs(one["loss change"].diff().iloc[1])
     )
@@ -148,7 +150,9 @@ def test_on_a_run_with_noisy_batch_normalization(data, tmp_path, capsys):
     with pytest.raises(SystemExit) as exit:
         smoothness.main([str(run), "--output", str(tmp_path / "new")])
     error = capsys.readouterr().err
-    assert exit.value.code == 2 and error.count("\n") == 1 and "dict.es.txt" in error
+    assert exit.value.code == 2
+    assert error.count("\n") == 1
+    assert "dict.es.txt" in error
     assert not (tmp_path / "new").exists()
 
 
@@ -156,14 +160,16 @@ def test_on_a_run_with_noisy_batch_normalization(data, tmp_path, capsys):
 def test_no_batches_checkpoints_or_steps(option, capsys):
     with pytest.raises(SystemExit) as exit:
         smoothness.main(["run", option, "0"])
-    assert exit.value.code == 2 and "must be positive" in capsys.readouterr().err.splitlines()[-1]
+    assert exit.value.code == 2
+    assert "must be positive" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_folder_without_checkpoints_is_one_line(tmp_path, capsys):
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(SystemExit) as exit:
         smoothness.main([str(tmp_path)])
-    assert exit.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+    assert exit.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_noise_is_what_the_paper_says(monkeypatch):
@@ -172,19 +178,19 @@ def test_noise_is_what_the_paper_says(monkeypatch):
     BN in evaluation and without the constants; moments of m and s by channel and token.
     """
     load_norms(f"{ROOT}/examples/noisy_batch.py")
-    norm, x = build_norm("noisy-batch", 2000), torch.randn(40, 5, 2000)
+    norm = build_norm("noisy-batch", 2000)
+    x = torch.randn(40, 5, 2000)
     plain = MaskedBatchNorm(2000)
     normalized = plain(x)
     y = norm(x)
     slopes = ((y - y.mean((0, 1))) * normalized).mean((0, 1))  # sigma of a channel, with noise
     # 0.25 / sqrt(12) = 0.072
-    assert (slopes.mean() - 1.125).abs() < 0.01 and 0.06 < slopes.std() < 0.09
+    assert (slopes.mean() - 1.125).abs() < 0.01
+    assert 0.06 < slopes.std() < 0.09
     shifts = y.mean((0, 1))  # mu of a channel, with noise
-    assert (
-        shifts.mean().abs() < 0.03
-        and (shifts.std() - 1 / 12**0.5).abs() < 0.02
-        and shifts.abs().max() < 0.6
-    )
+    assert shifts.mean().abs() < 0.03
+    assert (shifts.std() - 1 / 12**0.5).abs() < 0.02
+    assert shifts.abs().max() < 0.6
     rest = (y - shifts - slopes * normalized).std()  # of m and s by token: 0.1 / sqrt(3) and 0.1
     assert (rest - (0.01 / 3 + 0.01) ** 0.5).abs() < 0.005
     torch.testing.assert_close(copy.deepcopy(norm).eval()(x), copy.deepcopy(plain).eval()(x))

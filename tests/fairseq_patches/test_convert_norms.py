@@ -43,7 +43,8 @@ def test_translation(train, tmp_path, arch, recwarn):
     counts = [
         value for name, value in state["model"].items() if name.endswith("num_batches_tracked")
     ]
-    assert len(counts) >= 8 and all(count == 2 for count in counts)
+    assert len(counts) >= 8
+    assert all(count == 2 for count in counts)
     assert not [each for each in recwarn if "padding mask" in str(each.message)]
     leaks = [each for each in recwarn if "are in a decoder and, in training" in str(each.message)]
     assert len(leaks) == (arch != "nonautoregressive_transformer")
@@ -140,7 +141,8 @@ def test_ignoring_the_mask(train, arch):
 def test_wrong_specifications(train, capsys, given, message):
     with pytest.raises(SystemExit) as stop:
         train("transformer_iwslt_de_en", f"--convert-norms={given}")
-    assert stop.value.code == 2 and message in capsys.readouterr().err.splitlines()[-1]
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_values_of_options():

@@ -131,7 +131,8 @@ def test_the_norm_after_the_last_layer_has_the_mask_of_the_frames():
     """Also where the target, whose mask is an argument of the model, is as long as the frames."""
     build, _, x = s2t("s2t_transformer_s")
     # two convolutions halve the lengths
-    encoder, frames = build().encoder, torch.tensor([12, 6, 3])
+    encoder = build().encoder
+    frames = torch.tensor([12, 6, 3])
     padding = torch.arange(12) >= frames[:, None]
     seen = []
     encoder.transformer_layers[-1].register_forward_hook(
@@ -139,7 +140,8 @@ def test_the_norm_after_the_last_layer_has_the_mask_of_the_frames():
     )
     encoder(x, LENGTHS)["encoder_out"][0].sum().backward()
     (report,) = [each for each in norm_report(encoder) if each.name == "layer_norm"]
-    assert (report.line, report.decided) == (1, "the mask of the call")
+    assert report.line == 1
+    assert report.decided == "the mask of the call"
     real = seen[0].transpose(0, 1)[~padding]
     torch.testing.assert_close(
         encoder.eval().layer_norm.running_mean, 0.1 * real.mean(0), rtol=1e-4, atol=1e-6

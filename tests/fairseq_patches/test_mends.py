@@ -104,7 +104,8 @@ def test_the_adaptive_loss_is_the_one_of_the_words_probabilities():
     loss, size, logged = criterion(model.eval(), sample)
     words = model.get_normalized_probs(model(**sample["net_input"]), log_probs=True, sample=sample)
     words = words.gather(-1, target.unsqueeze(-1)).squeeze(-1).masked_fill(target.eq(1), 0.0)
-    assert size == logged["ntokens"] == target.ne(1).sum() and logged["nsentences"] == len(target)
+    assert size == logged["ntokens"] == target.ne(1).sum()
+    assert logged["nsentences"] == len(target)
     assert AdaptiveLoss(task, sentence_avg=True)(model, sample)[1] == len(target)
     torch.testing.assert_close(loss, -words.sum()[None], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(
@@ -137,12 +138,15 @@ def test_diverse_beam_search_of_any_sentences_is_that_of_the_first_ones():
     for one, other, whole in zip(
         chosen([0, 1, 2]), chosen([38, 2, 7]), chosen([0, 1, 2], 0), strict=True
     ):
-        assert torch.equal(one, other) and torch.equal(one, whole[len(whole) - len(one) :])
+        assert torch.equal(one, other)
+        assert torch.equal(one, whole[len(whole) - len(one) :])
 
 
 def test_decoding_options():
-    assert utils.load_align_dict("@@ ") == {} and utils.load_align_dict(None) is None
-    model, task = build("transformer_pn_tiny", **SMALL).eval(), make_task()
+    assert utils.load_align_dict("@@ ") == {}
+    assert utils.load_align_dict(None) is None
+    model = build("transformer_pn_tiny", **SMALL).eval()
+    task = make_task()
     source, _ = padded_batch()
     sample = {"net_input": {"src_tokens": source, "src_lengths": source.ne(1).sum(1)}}
     for beam in SequenceGenerator(
@@ -156,10 +160,8 @@ def test_decoding_options():
 def test_several_sets_in_one_folder():
     assert len(ConcatDataset([range(3), range(4)], [-1, 1])) == 7
     assert len(ConcatDataset([range(3), range(4)], [2, 1])) == 10
-    assert (
-        len(ConcatDataset([range(3), range(4)])) == 7
-        and len(ConcatDataset([range(3), range(4)], 2)) == 14
-    )
+    assert len(ConcatDataset([range(3), range(4)])) == 7
+    assert len(ConcatDataset([range(3), range(4)], 2)) == 14
 
 
 @pytest.mark.parametrize(("side", "other"), [("encoder", "decoder"), ("decoder", "encoder")])
@@ -335,7 +337,8 @@ def test_one_switch_turns_all_patches_off(monkeypatch, capsys):
     assert hasattr(Trainer.save_checkpoint, "__wrapped__")
     assert run("warm-python", "-c", CHANGED, cwd=ROOT, **{SWITCH: "1"}).stdout == "set() 0\n"
     monkeypatch.setenv(SWITCH, "1")
-    assert verb("info")([]) == 0 and "patches of fairseq: off" in capsys.readouterr().out
+    assert verb("info")([]) == 0
+    assert "patches of fairseq: off" in capsys.readouterr().out
 
 
 def test_the_list_of_patches_says_what_each_mends(capsys):
@@ -344,7 +347,7 @@ def test_the_list_of_patches_says_what_each_mends(capsys):
     printed = capsys.readouterr().out
     files = {file.stem for file in (ROOT / "pn_fairseq/fairseq_patches").glob("[a-z]*.py")}
     files -= {"diagnostics_log", "run_settings"}
-    assert (
-        files == set(ORDER) and tuple(listed) == ORDER and all(name in printed for name in listed)
-    )
+    assert files == set(ORDER)
+    assert tuple(listed) == ORDER
+    assert all(name in printed for name in listed)
     assert all(sentence.endswith(".") and len(sentence) < 120 for sentence in listed.values())

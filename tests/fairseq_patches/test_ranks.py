@@ -71,7 +71,8 @@ def test_statistics_are_averaged_before_validation(ranks, name):
 def test_averaging_can_be_turned_off(ranks):
     (before0, after0, _), (_, after1, _) = (rank["averaging off"] for rank in ranks)
     for key, value in before0.items():
-        assert torch.equal(after0[key], value) and not torch.equal(after1[key], value)
+        assert torch.equal(after0[key], value)
+        assert not torch.equal(after1[key], value)
 
 
 @pytest.mark.parametrize(

@@ -198,12 +198,10 @@ def test_a_copy_that_is_cut_off_leaves_the_earlier_checkpoint(error, tmp_path, m
 class Saving:
     """What fairseq's save_checkpoint asks a trainer; its files hold the number of the update."""
 
-    data_parallel_rank, should_save_checkpoint_on_current_rank, checkpoint_suffix, task = (
-        0,
-        True,
-        "",
-        None,
-    )
+    data_parallel_rank = 0
+    should_save_checkpoint_on_current_rank = True
+    checkpoint_suffix = ""
+    task = None
 
     def __init__(self, updates: int):
         self.updates = updates

@@ -93,7 +93,9 @@ def test_big_architecture_has_the_dropouts_of_tensor2tensor():
     transformer_wmt_en_de_big_t2t(reference)
     for name in ("dropout", "attention_dropout", "activation_dropout", "decoder_ffn_embed_dim"):
         assert getattr(args, name) == getattr(reference, name)
-    assert (args.dropout, args.attention_dropout, args.activation_dropout) == (0.3, 0.1, 0.1)
+    assert args.dropout == 0.3
+    assert args.attention_dropout == 0.1
+    assert args.activation_dropout == 0.1
 
 
 def test_same_seed_gives_all_norms_the_same_weights():

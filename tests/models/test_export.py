@@ -13,8 +13,10 @@ from .helpers import KINDS, VOCABULARY, build, padded_batch
 
 main = verb("export")
 
-PAD, EOS = 1, 2
-BEAM, LONGEST = 4, 12
+PAD = 1
+EOS = 2
+BEAM = 4
+LONGEST = 12
 
 
 def test_the_encoder_is_one_graph():

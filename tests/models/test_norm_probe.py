@@ -97,7 +97,8 @@ def test_every_column_against_numpy(name, groups, tmp_path):
     model = OneNorm(norm)
     probe = NormProbe(model, str(tmp_path / "probe"), 4, "norm")
     criterion = Criterion()
-    batches, size = [], 10
+    batches = []
+    size = 10
     for step in range(4):
         sample = sample_of(step)
         before = {key: value.double().numpy().copy() for key, value in norm.state_dict().items()}
@@ -148,9 +149,14 @@ def test_every_column_against_numpy(name, groups, tmp_path):
         np.testing.assert_allclose(row["nu_xhat_l2"], expected, rtol=1e-4)
     else:
         assert np.isnan(row["nu_xhat_l2"])
-    assert (row["update"], row["forward"]) == (4, 0)
-    assert (row["norm"], row["kind"], row["channels"]) == ("norm", name, 12)
-    assert (row["tokens"], row["sample_size"], row["loss_scale"]) == (len(h), size, 8.0)
+    assert row["update"] == 4
+    assert row["forward"] == 0
+    assert row["norm"] == "norm"
+    assert row["kind"] == name
+    assert row["channels"] == 12
+    assert row["tokens"] == len(h)
+    assert row["sample_size"] == size
+    assert row["loss_scale"] == 8.0
 
 
 def test_only_recorded_updates_and_those_before_them_have_hooks(tmp_path):

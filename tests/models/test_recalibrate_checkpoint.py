@@ -84,7 +84,8 @@ def test_losses_are_those_of_the_files_over_all_sentences(trained, data, plain, 
     code, out, err = average(
         trained, output, capsys, "--recalibrate", data / "bin", "--batches", 10**6
     )
-    assert (code, err) == (0, "")
+    assert code == 0
+    assert err == ""
     used = int(re.search(r"recalibrated 7 norms on (\d+) training batches", out)[1])
     model = ModelWithData(load_checkpoint(plain), "plain", data / "bin")
     batches = list(model.batches("train", train=True))

@@ -154,7 +154,8 @@ def test_some_layers_of_a_checkpoint_are_kept():
     """What fairseq does with --decoder-layers-to-keep when a model is loaded to be pruned."""
     whole = build("transformer_lm_pn_tiny")
     kept = build("transformer_lm_pn_tiny", decoder_layers_to_keep="1")
-    assert (len(whole.decoder.layers), len(kept.decoder.layers)) == (3, 1)
+    assert len(whole.decoder.layers) == 3
+    assert len(kept.decoder.layers) == 1
     settings = Namespace(arch="transformer_lm_pn_tiny", decoder_layers_to_keep="1")
     kept.load_state_dict(whole.state_dict(), model_cfg=settings)
     assert torch.equal(kept.decoder.layers[0].fc1.weight, whole.decoder.layers[1].fc1.weight)
@@ -162,7 +163,8 @@ def test_some_layers_of_a_checkpoint_are_kept():
 
 def test_wiki103_has_the_settings_of_fairseqs():
     args = arch_args("transformer_lm_pn_wiki103")
-    assert (args.decoder_layers, args.decoder_embed_dim) == (16, 1024)
+    assert args.decoder_layers == 16
+    assert args.decoder_embed_dim == 1024
     assert args.adaptive_softmax_cutoff == "20000,60000"
     assert args.no_decoder_final_norm
     assert args.tie_adaptive_weights

@@ -3,7 +3,9 @@
 import torch
 from torch import nn
 
-B, T, C = 3, 7, 12
+B = 3
+T = 7
+C = 12
 LENGTHS = torch.tensor([7, 4, 2])
 MASK = torch.arange(T) >= LENGTHS[:, None]
 

@@ -11,7 +11,9 @@ import torch
 from pn_fairseq.norms import NORMS, RunningNorm, build_norm
 from pn_fairseq.norms.registry import HEADS
 
-CHANNELS, INPUTS, TOKENS = 12, 7, 40
+CHANNELS = 12
+INPUTS = 7
+TOKENS = 40
 GROUPS = 4
 
 
@@ -67,12 +69,11 @@ def invariances(name: str, layer_scale_groups: int = 0) -> dict[str, bool]:
             clear.
     """
     generator = np.random.default_rng(5)
-    weights, data = (
-        generator.normal(size=(CHANNELS, INPUTS)),
-        generator.normal(size=(TOKENS, INPUTS)) + 0.5,
-    )
+    weights = generator.normal(size=(CHANNELS, INPUTS))
+    data = generator.normal(size=(TOKENS, INPUTS)) + 0.5
     shift = generator.normal(size=INPUTS)
-    before, found = _outputs(name, layer_scale_groups, weights, data), {}
+    before = _outputs(name, layer_scale_groups, weights, data)
+    found = {}
     for column, change in CHANGES.items():
         after = _outputs(name, layer_scale_groups, *change(weights, data, shift))
         tokens = slice(0, 1) if column == "single token scaled" else slice(None)

@@ -51,7 +51,8 @@ def layer_scale_backward(dy, y, rms):
     """dx_k = (dy_k - y_k mean_j(dy_j y_j)) / rms within a group, as d rms / dx_k = y_k / K."""
     if rms is None:
         return dy
-    dy, parts = dy.reshape(*rms.shape[:2], -1), y.reshape(*rms.shape[:2], -1)
+    dy = dy.reshape(*rms.shape[:2], -1)
+    parts = y.reshape(*rms.shape[:2], -1)
     return ((dy - parts * (dy * parts).mean(-1, keepdims=True)) / rms).reshape(y.shape)
 
 
@@ -275,7 +276,8 @@ class BatchRenormOracle(_Oracle):
         return plain * r + d, SimpleNamespace(sigma=sigma, mean=mean, r=r, plain=plain)
 
     def _input_gradient(self, dxhat, ctx):
-        saved, h = ctx.saved, dxhat * ctx.saved.r
+        saved = ctx.saved
+        h = dxhat * ctx.saved.r
         through = mean_over(h, ctx.real) + saved.plain * mean_over(h * saved.plain, ctx.real)
         return (h - ctx.real[:, None] * through) / saved.sigma
 
@@ -308,7 +310,9 @@ class RegularizedOracle(BatchNormOracle):
         return xhat, saved
 
     def _input_gradient(self, dxhat, ctx):
-        saved, old, n = ctx.saved, ctx.saved.old, ctx.real.sum()
+        saved = ctx.saved
+        old = ctx.saved.old
+        n = ctx.real.sum()
         centred = ctx.xhat * saved.denominator
         if self.release:
             assert (saved.var > self.eps).all()
@@ -427,7 +431,8 @@ class ProgressiveOracle(BatchNormOracle):
         return share * layer + (1 - share) * rep, ctx
 
     def backward(self, dy, ctx):
-        share, dy = ctx.share, np.asarray(dy, dtype=np.float64)
+        share = ctx.share
+        dy = np.asarray(dy, dtype=np.float64)
         through_layer, by_weight, by_bias = self.layer.backward(share * dy, ctx.layer)
         through_batch, dweight, dbias = super().backward((1 - share) * dy, ctx)
         rows = (1 - share) * dy.reshape(ctx.scaled.shape)

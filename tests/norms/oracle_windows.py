@@ -64,7 +64,8 @@ class MovingAverageOracle(_WindowOracle):
         )
 
     def _input_gradient(self, dxhat, ctx):
-        saved, g = ctx.saved, dxhat * ctx.saved.r
+        saved = ctx.saved
+        g = dxhat * ctx.saved.r
         saved.lambda_ = average = mean_over(g * saved.z, ctx.real)
         if not self.early(saved.number):
             average = np.mean(
@@ -130,7 +131,8 @@ class UnifiedOracle(_WindowOracle):
         return x / root, saved
 
     def _input_gradient(self, dxhat, ctx):
-        saved, g = ctx.saved, dxhat * ctx.saved.r
+        saved = ctx.saved
+        g = dxhat * ctx.saved.r
         saved.lambda_ = saved.average = mean_over(g * ctx.xhat, saved.counted)
         if not saved.early:
             saved.average = np.mean(

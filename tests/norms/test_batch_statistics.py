@@ -146,10 +146,8 @@ def test_bn_equals_torch_on_the_gathered_tokens(masked, affine):
     for step, (x, mask, dy) in enumerate(batches(20, masked, sentences=3)):
         real = real_tokens(x.shape, mask)
         dy[~real] = 0
-        actual, expected = (
-            train_step(norm, x, mask, dy),
-            train_step(reference, x[real], None, dy[real]),
-        )
+        actual = train_step(norm, x, mask, dy)
+        expected = train_step(reference, x[real], None, dy[real])
         actual |= {key: actual[key][real] for key in ("y", "dx")}
         # dx of a few tokens is what is left of terms that nearly cancel.
         assert_steps_close(actual, expected, rtol=2e-4, what=f"step {step}:")
@@ -221,7 +219,8 @@ def test_brn_unclipped_trains_with_what_evaluation_computes():
     norm = double("batch-renorm", renorm_updates=0, renorm_r_max=1e6, renorm_d_max=1e6)
     steps_of(norm)
     x, mask, _ = random_batch(rng(5))
-    x, mask = to_tensor(x, torch.float64), to_mask(mask)
+    x = to_tensor(x, torch.float64)
+    mask = to_mask(mask)
     assert_close(norm.train()(x, mask), norm.eval()(x, mask), 1e-6)
 
 
@@ -235,7 +234,8 @@ def test_penalty_is_among_the_diagnostics(variant):
     x, _, dy = random_batch(rng(9), masked=False)
     x = x * np.linspace(0.1, 2, CHANNELS)
     train_step(norm, x, None, dy, torch.float64)
-    mean, var = x.mean((0, 1)), x.var((0, 1))
+    mean = x.mean((0, 1))
+    var = x.var((0, 1))
     assert var.min() < 0.5 < var.max()
     expected = 3 * (mean**2).sum() + 2 * ((np.sqrt(var + 0.5) - np.sqrt(1.5)) ** 2).sum()
     if variant == "release":
@@ -269,7 +269,8 @@ def test_large_batch_power_does_not_make_nu_diverge():
     """
     steps = [(x * np.geomspace(0.1, 30, CHANNELS), *rest) for x, *rest in batches(32, sentences=3)]
     first_gamma = (steps[0][0] ** 2).mean(axis=(0, 1))
-    assert first_gamma.min() < 0.1 and first_gamma.max() > 2 / (1 - 0.9)
+    assert first_gamma.min() < 0.1
+    assert first_gamma.max() > 2 / (1 - 0.9)
     assert_training_follows(*make_pair("pn", alpha_bwd=0.9), steps, dtype=torch.float64)
 
 
@@ -321,12 +322,14 @@ def test_each_backward_uses_the_values_of_its_own_forward(name, order):
             expected_y, ctx = oracle.forward(x, mask)
             assert_close(y, expected_y)
             work.append((leaf, y, dy, ctx))
-        dweight, dbias = 0, 0
+        dweight = 0
+        dbias = 0
         for index in order:
             leaf, y, dy, ctx = work[index]
             y.backward(to_tensor(dy, torch.float64))
             dx, dw, db = oracle.backward(dy, ctx)
-            dweight, dbias = dweight + dw, dbias + db
+            dweight = dweight + dw
+            dbias = dbias + db
             assert_close(leaf.grad, dx, 5e-5, f"step {step}, forward {index}")
         assert_close(norm.weight.grad, dweight, 5e-5)
         assert_close(norm.bias.grad, dbias, 5e-5)
@@ -341,7 +344,8 @@ def test_arithmetic_with_float64_input_is_float64(case):
     for update in (0, 1, 2, 1001):  # warm-ups and schedules are over then
         norm.set_num_updates(update)
         x, mask, dy = random_batch(generator)
-        narrow, wide = norm, copy.deepcopy(norm)
+        narrow = norm
+        wide = copy.deepcopy(norm)
         for state in wide.buffers():
             state.data = state.data.double() if state.is_floating_point() else state.data
         expected = train_step(wide, x, mask, dy, torch.float64)

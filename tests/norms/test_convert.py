@@ -170,7 +170,8 @@ def test_parameters_eps_types_mode_hooks_and_names_are_kept():
     convert_norms(model, "power")
     assert model[0].weight is weight
     assert not model[0].weight.requires_grad
-    assert (model[0].eps, model[1].eps) == (1e-3, 1e-2)
+    assert model[0].eps == 1e-3
+    assert model[1].eps == 1e-2
     assert not model[0].training
     assert all(b.dtype in (torch.float32, torch.int64) for b in model.buffers())
     model(torch.randn(5, C, dtype=torch.bfloat16))

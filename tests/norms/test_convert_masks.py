@@ -507,7 +507,8 @@ def test_recomputation_has_the_mask_of_its_forward(norm, way, together):
     x = torch.randn(B, T, C)
     gradients = {}
     for model in (plain, again):
-        inputs, losses = [], []
+        inputs = []
+        losses = []
         for lengths in (LENGTHS, LENGTHS.flip(0), torch.full_like(LENGTHS, T)):
             inputs.append(x.clone().requires_grad_())
             given, block = ((), lengths) if way == "block" else ((lengths,), None)
@@ -981,7 +982,8 @@ def test_the_report_says_which_line_of_the_table_held():
             warnings.simplefilter("ignore")
             call(model)
         (report,) = [each for each in norm_report(model) if each.name.endswith("norm")]
-        assert (report.line, report.decided) == (line, words)
+        assert report.line == line
+        assert report.decided == words
         assert str(report).endswith(f"; last: {words} (line {line})")
         assert pickle.loads(pickle.dumps(model)) is not None
 

@@ -23,7 +23,9 @@ from ..fixtures.hugging_face import hugging_face
 from .compilation import batch
 from .converted import MASK, B, FeedForward, T
 
-C, VOCABULARY, PAD = 16, 40, 3
+C = 16
+VOCABULARY = 40
+PAD = 3
 
 
 def bert(layers=2):

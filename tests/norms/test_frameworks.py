@@ -24,7 +24,8 @@ from pn_fairseq.norms import convert_norms, padding, running_norms
 from ..fixtures.hugging_face import hugging_face
 from .converted import LENGTHS, MASK, B, T
 
-C, STEPS = 16, 3
+C = 16
+STEPS = 3
 
 
 def available(name: str) -> None:

@@ -14,7 +14,9 @@ from pn_fairseq.norms.future_tokens import is_in_causal_part, mixes
 
 from ..fixtures.hugging_face import hugging_face
 
-C, B, T = 16, 3, 5
+C = 16
+B = 3
+T = 5
 
 
 def told(model, norm="batch", **options):

@@ -105,7 +105,8 @@ def test_another_eps_also_changes_layer_scale_here_and_not_in_the_release():
     released y is larger by sqrt((m + eps) / (m + 1e-5)), as long as psi is the same; psi is about
     the scaled activations and then differs.
     """
-    groups, eps = 4, 1e-3
+    groups = 4
+    eps = 1e-3
     norm, _ = make_pair(groups=groups, eps=eps, affine=False)
     released = ReleaseOracle(CHANNELS, eps=eps)
     for step, (x, mask, dy) in enumerate(some_batches(steps=3)):

@@ -39,7 +39,8 @@ EVERY_OPTION = {
 def test_every_norm_takes_every_option_and_variant(name):
     norm = build_norm(name, CHANNELS, **EVERY_OPTION)
     assert type(norm) is type(build_norm(name, CHANNELS)) is NORMS[name].cls
-    assert norm.weight is None and norm.bias is None
+    assert norm.weight is None
+    assert norm.bias is None
     for variant in VARIANTS:
         assert type(build_norm(name, CHANNELS, variant, **EVERY_OPTION)) is NORMS[name].variant(
             variant
@@ -102,12 +103,10 @@ def test_constructors_name_all_their_arguments(name):
             "batch_first": True,
         }
         norm = cls(8, **changed | ({"sync": True, "alpha_fwd": 0.7} if "sync" in options else {}))
-        assert (norm.eps, norm.affine, norm.layer_scale_groups, norm.batch_first) == (
-            1e-3,
-            False,
-            2,
-            True,
-        )
+        assert norm.eps == 1e-3
+        assert norm.affine is False
+        assert norm.layer_scale_groups == 2
+        assert norm.batch_first is True
         assert "sync" not in options or (norm.sync, norm.alpha_fwd) == (True, 0.7)
 
 
@@ -154,7 +153,8 @@ MISTAKES = [
 def test_options_that_do_not_fit(name, options, message):
     with pytest.raises(ValueError) as error:
         build_norm(name, 12, **options)
-    assert message in str(error.value) and "\n" not in str(error.value)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,8 @@ def test_diagnostics_of_pn_are_those_of_the_last_batch():
 
 
 def test_a_guarded_step_is_counted_if_it_enters_the_state():
-    norm, x = PowerNorm(CHANNELS), torch.full((5, CHANNELS), 15.0**0.5, requires_grad=True)
+    norm = PowerNorm(CHANNELS)
+    x = torch.full((5, CHANNELS), 15.0**0.5, requires_grad=True)
     norm.collecting = True
     norm(x).backward(torch.ones_like(x))  # Gamma is 15, and 1 - (1 - 0.9) Gamma below 0
     norm(10 * x).backward(torch.full_like(x, math.nan))

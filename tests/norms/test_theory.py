@@ -39,7 +39,8 @@ def gradient(norm, x: np.ndarray, g: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("width", WIDTHS)
 def test_theorem_1_of_adanorm(width):
     x, g = draws(width)
-    sigma, y = x.std(1), (x - x.mean(1, keepdims=True)) / x.std(1, keepdims=True)
+    sigma = x.std(1)
+    y = (x - x.mean(1, keepdims=True)) / x.std(1, keepdims=True)
     both, mean, std = (
         gradient(build_norm("detach", width, eps=EPS, detach=parts), x, g)
         for parts in ("mean,std", "mean", "std")
@@ -55,7 +56,8 @@ def test_theorem_1_of_adanorm(width):
     ):
         np.testing.assert_allclose(each.mean(1), expected, **close)
     # Of the same variance if the deviation is detached, and otherwise smaller, by this much.
-    variance, less = g.var(1) / sigma**2, (g * y).mean(1) ** 2 / sigma**2
+    variance = g.var(1) / sigma**2
+    less = (g * y).mean(1) ** 2 / sigma**2
     for each in (both, std):
         np.testing.assert_allclose(each.var(1), variance, rtol=1e-8)
     for each in (standard, mean):
@@ -101,7 +103,8 @@ def test_most_channels_keep_their_sign(width):
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_lemma_2_of_powernorm(masked):
-    generator, channels = rng(3), 12
+    generator = rng(3)
+    channels = 12
     x = generator.normal(size=(9, 5, channels)) * generator.uniform(
         0.2, 5, channels
     ) + generator.normal(size=channels)
@@ -114,14 +117,18 @@ def test_lemma_2_of_powernorm(masked):
         norm.weight.copy_(torch.tensor(generator.uniform(-2, 2, channels)))
     leaf = torch.tensor(x, requires_grad=True)
     norm(leaf, None if mask is None else torch.tensor(mask)).backward(torch.tensor(dy))
-    h, g, dx = x[real], dy[real], leaf.grad.numpy()[real]
-    psi2, gamma = (h**2).mean(0), norm.weight.detach().numpy()
+    h = x[real]
+    g = dy[real]
+    dx = leaf.grad.numpy()[real]
+    psi2 = (h**2).mean(0)
+    gamma = norm.weight.detach().numpy()
     inner = (g * h / np.sqrt(psi2)).sum(0) / np.sqrt(real.sum())
     expected = gamma**2 / psi2 * ((g**2).sum(0) - inner**2)
     np.testing.assert_allclose((dx**2).sum(0), expected, rtol=1e-9)
     # So the Lipschitz constant is not larger where abs(gamma) <= psi.
     smaller = gamma**2 <= psi2
-    assert smaller.any() and ((dx**2).sum(0) <= (g**2).sum(0))[smaller].all()
+    assert smaller.any()
+    assert ((dx**2).sum(0) <= (g**2).sum(0))[smaller].all()
 
 
 # Shen et al. 2020, Theorem 4 and Lemma 11, per channel: PN's gradient and nu are bounded under
@@ -132,10 +139,12 @@ def steps_of_pn(alpha: float, x_hat_limit: float):
     """Heavy-tailed training steps of PN whose |x_hat| is at most ``x_hat_limit``: x_hat, dx_hat,
     dx, psi and nu.
     """
-    generator, channels = rng(11), 6
+    generator = rng(11)
+    channels = 6
     norm = build_norm("power", channels, eps=EPS, alpha_bwd=alpha).double()
     for _ in range(round(30 / (1 - alpha))):
-        psi, nu = norm.running_psi2.double().sqrt().numpy().copy(), norm.nu.double().numpy().copy()
+        psi = norm.running_psi2.double().sqrt().numpy().copy()
+        nu = norm.nu.double().numpy().copy()
         x = generator.standard_t(3, size=(20, channels)) * generator.uniform(0.3, 3, channels)
         x_hat = np.clip(x / psi, -x_hat_limit, x_hat_limit)
         # aligned with x_hat: |Lambda| is large
@@ -147,7 +156,8 @@ def constants_of_lemma_11(
     alpha: float, gammas: np.ndarray, c1: float, c2: float
 ) -> tuple[int, float, float]:
     """K, C3 and the bound C4 of docs/theory.md, from the Gamma of all steps."""
-    average, lowest = 0.0, np.inf
+    average = 0.0
+    lowest = np.inf
     for gamma in gammas:
         average = alpha * average + (1 - alpha) * gamma
         lowest = min(lowest, average.min())
@@ -157,11 +167,13 @@ def constants_of_lemma_11(
 
 @pytest.mark.parametrize("alpha", [0.9, 0.95, 0.99])
 def test_theorem_4_and_lemma_11(alpha):
-    c1, c2 = 0.98 / math.sqrt(1 - alpha), 2.0
+    c1 = 0.98 / math.sqrt(1 - alpha)
+    c2 = 2.0
     steps = list(steps_of_pn(alpha, c1))
     gammas = np.stack([(x_hat**2).mean(0) for x_hat, *_ in steps])
     lambdas = np.stack([(x_hat * dx_hat).mean(0) for x_hat, dx_hat, *_ in steps])
-    assert (gammas <= c1**2).all() and (np.abs(lambdas) <= c1 * c2).all()
+    assert (gammas <= c1**2).all()
+    assert (np.abs(lambdas) <= c1 * c2).all()
     # Under Assumption 10 the guard max(0, .) never acts: nu is the paper's recursion.
     nu = np.zeros(6)
     for gamma, lambda_, (*_, found) in zip(gammas, lambdas, steps, strict=True):
@@ -193,4 +205,5 @@ def test_invariances_that_are_published(name, expected):
 
 
 def test_the_table_of_invariances_has_every_norm():
-    assert {name for name, _ in ROWS.values()} == set(NORMS) and len(CHANGES) == 6
+    assert {name for name, _ in ROWS.values()} == set(NORMS)
+    assert len(CHANGES) == 6

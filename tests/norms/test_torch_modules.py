@@ -16,8 +16,10 @@ from pn_fairseq.testing.helpers import Case, cases
 from ..pairwise import in_pairs
 from .helpers import randomize_affine
 
-DIM, HEADS = 8, 2
-LAYER, POWER = Case("layer", "paper"), Case("power", "paper")
+DIM = 8
+HEADS = 2
+LAYER = Case("layer", "paper")
+POWER = Case("power", "paper")
 
 
 def new_norm(case=POWER, **options):
@@ -69,11 +71,9 @@ def assert_equal_at_tokens(found, expected, padding):
 )
 def test_encoder_layer(case, padded, options, norm_first):
     torch.manual_seed(0)
-    layer, x, padding = (
-        encoder_layer(norm_first, case, **options),
-        torch.randn(3, 5, DIM),
-        PADDINGS[padded],
-    )
+    layer = encoder_layer(norm_first, case, **options)
+    x = torch.randn(3, 5, DIM)
+    padding = PADDINGS[padded]
     with torch.no_grad():
         assert_equal_at_tokens(
             layer(x, src_key_padding_mask=padding), by_formula(layer, x, padding), padding
@@ -87,7 +87,9 @@ def test_encoder_layer(case, padded, options, norm_first):
 def test_encoder(case, padded, norm_first, nested):
     """A stack, and a norm after it."""
     torch.manual_seed(1)
-    layer, last, x = encoder_layer(norm_first, case), new_norm(case), torch.randn(3, 5, DIM)
+    layer = encoder_layer(norm_first, case)
+    last = new_norm(case)
+    x = torch.randn(3, 5, DIM)
     encoder = nn.TransformerEncoder(layer, 2, norm=last, enable_nested_tensor=nested).eval()
     padding = PADDINGS[padded]
     with torch.no_grad():
@@ -108,7 +110,8 @@ def saved(module):
     "copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module)), saved]
 )
 def test_a_copy_is_computed_by_the_norm_too(copied):
-    layer, x = encoder_layer(False), torch.randn(3, 5, DIM)
+    layer = encoder_layer(False)
+    x = torch.randn(3, 5, DIM)
     with torch.no_grad():
         torch.testing.assert_close(
             copied(layer)(x), by_formula(layer, x, None), rtol=1e-5, atol=1e-5
@@ -144,7 +147,8 @@ def test_nested_tensors(case, layout, training):
     y = norm(torch.nested.as_nested_tensor(sequences, layout=layout))
     expected = other(tokens)
     dy = torch.randn_like(expected)
-    assert y.is_nested and y.layout == layout
+    assert y.is_nested
+    assert y.layout == layout
     found = torch.cat(y.unbind())
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(
@@ -156,7 +160,8 @@ def test_nested_tensors(case, layout, training):
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_inputs_that_are_refused():
-    starts, lengths = torch.tensor([1, 0]), torch.tensor([2, 3])
+    starts = torch.tensor([1, 0])
+    lengths = torch.tensor([2, 3])
     for message, wrong in {
         "expected a floating-point input": torch.ones(4, 2, DIM, dtype=torch.long),
         "got one of 4 axes": torch.nested.as_nested_tensor([torch.randn(4, 2, DIM)]),
