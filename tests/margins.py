@@ -65,11 +65,9 @@ def pytest_configure(config):
     isclose = torch.isclose
     equals = number.__eq__
     # torch.testing.assert_close calls torch.isclose.
-    np.testing.assert_allclose, torch.isclose, number.__eq__ = (
-        numpy_close,
-        torch_close,
-        approximately,
-    )
+    np.testing.assert_allclose = numpy_close
+    torch.isclose = torch_close
+    number.__eq__ = approximately
 
 
 @pytest.hookimpl(wrapper=True)

@@ -150,10 +150,8 @@ def _child(words: list[str], cwd: str, env: dict[str, str], out: str, err: str) 
     # As in a program that was not forked. Its ranks get a server of its own, for the lock of the
     # one that forked it is locked here. Workers of a data loader then end with it; another server
     # would stay.
-    multiprocessing.forkserver.connect_to_new_process, multiprocessing.util.spawnv_passfds = (
-        _connect,
-        _spawn,
-    )
+    multiprocessing.forkserver.connect_to_new_process = _connect
+    multiprocessing.util.spawnv_passfds = _spawn
     multiprocessing.set_start_method("fork", force=True)
     subprocess.Popen = _Popen
     _run_and_exit(words, cwd, env)

@@ -85,7 +85,8 @@ def pretraining(name: str, **settings):
             target_dictionary=None,
         )
     OmegaConf.set_struct(cfg, False)
-    cfg._name, cfg.convert_norms = name, ["encoder.*=batch"]
+    cfg._name = name
+    cfg.convert_norms = ["encoder.*=batch"]
     samples = 4 * LENGTHS
     mask = torch.arange(192) >= samples[:, None]
 

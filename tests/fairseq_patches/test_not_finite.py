@@ -17,7 +17,8 @@ class Encoder(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.first = nn.Linear(2, 2)
+        self.second = nn.Linear(2, 2)
 
     def forward(self, x, times=1.0):
         return {"states": [self.second(self.first(x) * times)]}

@@ -87,16 +87,11 @@ OF_ORACLES = {
 def make_pair(name, groups=0, **more):
     norm_name, options, oracle = CASES[name]
     options = options | more
-    norm = (
-        randomize_affine(build_norm(norm_name, CHANNELS, layer_scale_groups=groups, **options))
-        .double()
-        .train()
-    )
-    given = {
-        OF_ORACLES.get(key, key): value
-        for key, value in options.items()
-        if key not in ("variant", "affine")
-    }
+    norm = double(norm_name, layer_scale_groups=groups, **options)
+    given = {}
+    for key, value in options.items():
+        if key not in ("variant", "affine"):
+            given[OF_ORACLES.get(key, key)] = value
     return norm, oracle(CHANNELS, groups=groups, **given, **affine_of(norm))
 
 
@@ -175,35 +170,35 @@ def test_single_real_token_leaves_finite_results(name):
 @pytest.mark.parametrize("name", ["mabn", "un"])
 def test_updates_count_for_the_warm_ups_where_they_are_given(name):
     """Two steps to an update: 1,000 updates are 2,000 steps. The windows count steps."""
-    plain, counted = (
-        build_norm(CASES[name][0], CHANNELS, window=2, psi_warmup_updates=3) for _ in range(2)
-    )
+    plain = build_norm(CASES[name][0], CHANNELS, window=2, psi_warmup_updates=3)
+    counted = copy.deepcopy(plain)
     generator = rng(3)
     for step in range(8):
         counted.set_num_updates(step // 2)
         batch = random_batch(generator)
-        results = [train_step(norm, *batch) for norm in (plain, counted)]
-        early = step // 2 + 1 < 3
-        assert np.array_equal(results[0]["y"], results[1]["y"]) == (step + 1 < 3 or not early)
+        same = np.array_equal(train_step(plain, *batch)["y"], train_step(counted, *batch)["y"])
+        warms_up = step + 1 < 3
+        counted_warms_up = step // 2 + 1 < 3
+        assert same == (warms_up == counted_warms_up)
         assert torch.equal(state_of(plain)["psi2_window"], state_of(counted)["psi2_window"])
 
 
 def test_prepbn_fades_by_updates_where_they_are_given():
     """And at once if that is over, or if there is no fade."""
-    plain, counted, faded, never = (
-        build_norm("prep-batch", CHANNELS, fade_updates=n).double() for n in (4, 4, 4, 0)
-    )
+    plain = build_norm("prep-batch", CHANNELS, fade_updates=4).double()
+    counted = copy.deepcopy(plain)
+    faded = copy.deepcopy(plain)
+    never = build_norm("prep-batch", CHANNELS, fade_updates=0).double()
     generator = rng(3)
     faded.set_num_updates(4)
     for step in range(6):
         counted.set_num_updates(step)
         batch = random_batch(generator)
-        y, *others = (
-            train_step(norm, *batch, torch.float64)["y"] for norm in (plain, counted, faded, never)
-        )
-        assert_close(others[0], y, 1e-9)
-        assert_close(others[1], others[2], 1e-9)
-        assert (abs(others[1] - y).max() < 1e-9) == (step >= 4)
+        norms = {"plain": plain, "counted": counted, "faded": faded, "never": never}
+        y = {key: train_step(norm, *batch, torch.float64)["y"] for key, norm in norms.items()}
+        assert_close(y["counted"], y["plain"], 1e-9)
+        assert_close(y["faded"], y["never"], 1e-9)
+        assert (abs(y["faded"] - y["plain"]).max() < 1e-9) == (step >= 4)
 
 
 def steps_of(norm, number=5, seed=4):
@@ -237,11 +232,12 @@ def test_penalty_is_among_the_diagnostics(variant):
     mean = x.mean((0, 1))
     var = x.var((0, 1))
     assert var.min() < 0.5 < var.max()
-    expected = 3 * (mean**2).sum() + 2 * ((np.sqrt(var + 0.5) - np.sqrt(1.5)) ** 2).sum()
+    by_mean = mean**2
+    by_var = (np.sqrt(var + 0.5) - np.sqrt(1.5)) ** 2
     if variant == "release":
-        expected = (
-            3 * ((0.95 * mean) ** 2).sum() + 2 * 0.95 * np.abs(np.maximum(var, 0.5) - 1).sum()
-        )
+        by_mean = (0.95 * mean) ** 2
+        by_var = 0.95 * np.abs(np.maximum(var, 0.5) - 1)
+    expected = 3 * by_mean.sum() + 2 * by_var.sum()
     assert_close(norm.diagnostics()["penalty"], expected, 1e-6)
 
 
@@ -252,22 +248,28 @@ def test_power_oracle_in_one_worked_example():
     """One channel, tokens 3 and 4, a third that is padding; alphas 0.5: every number by hand."""
     oracle = oracles.PowerNormOracle(1, alpha=0.5, alpha_bwd=0.5, eps=0.0)
     mask = np.array([False, False, True])
-    oracle.psi2, oracle.nu = np.array([25.0]), np.array([2.0])
+    oracle.psi2 = np.array([25.0])
+    oracle.nu = np.array([2.0])
     y, ctx = oracle.forward(np.array([[3.0], [4.0], [5.0]]), mask)
     np.testing.assert_allclose(y[:, 0], [0.6, 0.8, 1.0])
     np.testing.assert_allclose(oracle.psi2, 25.0)
-    dx, dweight, dbias = oracle.backward(np.array([[1.0], [-1.0], [10.0]]), ctx)
+    dy = np.array([[1.0], [-1.0], [10.0]])
+    dx, dweight, dbias = oracle.backward(dy, ctx)
     np.testing.assert_allclose(dx[:, 0], [(1 - 1.2) / 5, (-1 - 1.6) / 5, 10 / 5])
     np.testing.assert_allclose(oracle.psi2, [0.5 * 25 + 0.5 * 12.5])
-    np.testing.assert_allclose(oracle.nu, [2 * (1 - 0.5 * 0.5) + 0.5 * (0.6 - 0.8) / 2])
-    np.testing.assert_allclose([dweight[0], dbias[0]], [0.6 - 0.8 + 10, 10])
+    gamma = 0.5  # (0.36 + 0.64) / 2
+    lambda_ = (0.6 - 0.8) / 2
+    np.testing.assert_allclose(oracle.nu, [2 * (1 - 0.5 * gamma) + 0.5 * lambda_])
+    np.testing.assert_allclose(dweight, [0.6 - 0.8 + 10])
+    np.testing.assert_allclose(dbias, [10])
 
 
 def test_large_batch_power_does_not_make_nu_diverge():
     """Gamma > 2 / (1 - alpha) makes the unguarded factor smaller than -1; the guard stops it at 0
     (Assumption 10), channel by channel.
     """
-    steps = [(x * np.geomspace(0.1, 30, CHANNELS), *rest) for x, *rest in batches(32, sentences=3)]
+    scale = np.geomspace(0.1, 30, CHANNELS)
+    steps = [(x * scale, mask, dy) for x, mask, dy in batches(32, sentences=3)]
     first_gamma = (steps[0][0] ** 2).mean(axis=(0, 1))
     assert first_gamma.min() < 0.1
     assert first_gamma.max() > 2 / (1 - 0.9)

@@ -38,7 +38,8 @@ class ReleaseOracle(QuadraticMeanOracle):
 
     def __init__(self, channels, alpha_fwd=0.9, alpha_bwd=0.9, warmup=0, **common):
         super().__init__(channels, alpha_fwd, **common)
-        self.alpha_bwd, self.warmup = alpha_bwd, warmup
+        self.alpha_bwd = alpha_bwd
+        self.warmup = warmup
         self.ema_gz = np.zeros(channels)
 
     def set_num_updates(self, num_updates):
