@@ -23,23 +23,11 @@ if "PYTEST_XDIST_WORKER" in os.environ and importlib.util.find_spec("fairseq"):
 
 
 def pytest_collection_finish():
-    """What is imported by now stays:
-
-    looking for garbage in it again and again takes a seventh of the time.
+    """What is imported by now stays: to look for garbage in it again and again takes a seventh of
+    the time.
     """
     gc.freeze()
     gc.set_threshold(20_000)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _no_copies_of_all_configurations():
-    """hydra copies all that fairseq has registered before it composes settings, which takes nearly
-    half of the time, and copies what it takes from there once more.
-    """
-    if importlib.util.find_spec("hydra"):
-        from hydra.core.config_store import ConfigStore
-
-        ConfigStore.__deepcopy__ = lambda store, memo: store
 
 
 @pytest.fixture(scope="module", autouse=True)

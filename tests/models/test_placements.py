@@ -6,7 +6,7 @@ import copy
 import math
 from argparse import Namespace
 
-import pytest
+import numpy as np
 import torch
 import torch.nn.functional as F
 from fairseq.models.transformer import TransformerModel
@@ -327,8 +327,7 @@ def test_half_precision(placement, dtype):
     logits = plain.train()(src, None, prev)[0]
     in_half = half.train()(src, None, prev)[0].float()
     error = (in_half - logits).norm() / logits.norm()
-    expected = pytest.approx(0, abs=0.02 if dtype == torch.bfloat16 else 0.0025)
-    assert float(error) == expected
+    assert error < (0.02 if dtype == torch.bfloat16 else 0.0025)
     loss_of(half, src, prev).backward()
     assert all(parameter.grad.isfinite().all() for parameter in half.parameters())
     found = {norm.running_psi2.dtype for norm in running_norms(half)}
@@ -403,7 +402,7 @@ def test_qk_norm_is_the_formula():
     with torch.no_grad():
         for gain in (own.q_proj.norm, own.k_proj.norm):
             [parameter] = gain.parameters()
-            assert parameter.item() == pytest.approx(math.sqrt(d))
+            np.testing.assert_allclose(parameter.item(), math.sqrt(d), rtol=1e-6)
             parameter.mul_(1.3)
         got = own(x, x, x, need_weights=False)[0].transpose(0, 1)
         h = x.transpose(0, 1)

@@ -1,5 +1,8 @@
 """What the tests of converted models share: a mask, and small models whose norms get none."""
 
+import warnings
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 
@@ -42,6 +45,24 @@ class ByVariance(nn.Module):
     def forward(self, x):
         x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
         return (getattr(self, self.gain) + self.offset) * x
+
+
+@contextmanager
+def silent():
+    """A warning in the block is an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@contextmanager
+def recorded():
+    """A list that gets, at the end of the block, the text of each warning in it."""
+    texts = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield texts
+    texts += [str(warning.message) for warning in caught]
 
 
 def randomized(model):

@@ -4,7 +4,6 @@ activations and masks.
 
 import copy
 import pickle
-import warnings
 from collections import OrderedDict
 
 import pytest
@@ -26,7 +25,7 @@ from pn_fairseq.norms import (
 )
 
 from ..pairwise import in_pairs
-from .converted import LENGTHS, MASK, SOME, B, ByVariance, C, FeedForward, T, randomized
+from .converted import LENGTHS, MASK, SOME, B, ByVariance, C, FeedForward, T, randomized, silent
 
 #: Of the types, how close two ways to compute the same come.
 TOLERANCE = {
@@ -323,8 +322,7 @@ def test_an_epsilon_is_stored_under_a_known_name_or_told(kind, eps_name):
         with pytest.raises(ValueError, match=f"no norm to replace: {told}"):
             convert_norms(nn.Sequential(OrderedDict(own=own)), "rms")
     else:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with silent():
             convert_norms(model, "rms")
         assert model["own"] is not own
         assert model["own"].eps == 1e-5
@@ -370,8 +368,7 @@ def test_a_norm_with_a_second_input_is_left(forward, second):
         match=f"no norm to replace: two takes a second input, {second}, that is no padding",
     ):
         convert_norms(model, "rms", only="two")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         convert_norms(nn.ModuleDict({"again": ByVariance(), **kept}), "rms", skip=[*kept])
 
 

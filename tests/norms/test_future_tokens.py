@@ -3,7 +3,6 @@ converted models.
 """
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from pn_fairseq.norms import build_norm, convert_norms, norm_report, padding
 from pn_fairseq.norms.future_tokens import is_in_causal_part, mixes
 
 from ..fixtures.hugging_face import hugging_face
+from .converted import recorded
 
 C = 16
 B = 3
@@ -21,10 +21,8 @@ T = 5
 
 def told(model, norm="batch", **options):
     """The text of the one warning; "": there is none."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded() as texts:
         convert_norms(model, norm, layout="BTC", **options)
-    texts = [str(each.message) for each in caught]
     assert len(texts) < 2
     return "".join(texts)
 
