@@ -7,6 +7,7 @@ import math
 from argparse import Namespace
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from fairseq.models.transformer import TransformerModel
