@@ -403,9 +403,8 @@ def test_a_relayed_packet_waits_for_those_before_it_and_for_the_delay():
 
 @pytest.mark.slow
 def test_updates_over_a_slow_link(tmp_path):
-    """C = 16 values and the count:
-
-    BN sums them, then C in the forward and 2C in the backward; PN all at once.
+    """C = 16 values and the count: BN sums them, then C in the forward and 2C in the backward; PN
+    sums all at once.
     """
     flags = "--device cpu --dtype float32 --rows 64 --channels 16 --rounds 1"
     module = ["benchmarks.ranks", *flags.split(), "--output", str(tmp_path / "ranks.csv")]

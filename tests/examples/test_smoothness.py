@@ -128,7 +128,10 @@ def test_on_a_run_with_noisy_batch_normalization(data, tmp_path, capsys):
 
 @pytest.mark.parametrize("option", ["--batches", "--last", "--steps"])
 def test_no_batches_checkpoints_or_steps(option, capsys):
-    assert "must be positive" in refused(smoothness, capsys, "run", option, "0")
+    with pytest.raises(SystemExit) as exit:
+        smoothness.main(["run", option, "0"])
+    assert exit.value.code == 2
+    assert "must be positive" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_folder_without_checkpoints_is_one_line(tmp_path, capsys):

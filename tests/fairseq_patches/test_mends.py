@@ -69,14 +69,14 @@ def test_moving_average_of_the_weights_is_the_one_computed_by_hand(name, variant
                 parameter -= 0.1 * parameter.grad
         ema.step(model, update)
         for key, value in model.state_dict().items():
-            expected[key] = (
-                0.75 * expected[key] + 0.25 * value.double() if value.is_floating_point() else value
-            )
+            if value.is_floating_point():
+                value = 0.75 * expected[key] + 0.25 * value.double()
+            expected[key] = value
     average = ema.get_model().state_dict()
     for key, value in expected.items():
-        torch.testing.assert_close(
-            average[key], value.to(average[key].dtype), rtol=1e-2 * half + 1e-5, atol=1e-6, msg=key
-        )
+        value = value.to(average[key].dtype)
+        rtol = 1e-2 * half + 1e-5
+        torch.testing.assert_close(average[key], value, rtol=rtol, atol=1e-6, msg=key)
     counters = [int(value) for key, value in average.items() if key.endswith("num_batches_tracked")]
     assert set(counters) == ({3} if running_norms(model) else set())
 
@@ -126,18 +126,13 @@ def test_diverse_beam_search_of_any_sentences_is_that_of_the_first_ones():
         found = []
         for step, probabilities in enumerate(steps):
             kept = slice(finished if step == 2 else 0, None)
-            arguments = (
-                probabilities[kept],
-                scores[kept, :, :step],
-                None,
-                torch.tensor(numbers)[kept],
-            )
+            kept_numbers = torch.tensor(numbers)[kept]
+            arguments = (probabilities[kept], scores[kept, :, :step], None, kept_numbers)
             found += search.step(step, *arguments)
         return found
 
-    for one, other, whole in zip(
-        chosen([0, 1, 2]), chosen([38, 2, 7]), chosen([0, 1, 2], 0), strict=True
-    ):
+    several = zip(chosen([0, 1, 2]), chosen([38, 2, 7]), chosen([0, 1, 2], 0), strict=True)
+    for one, other, whole in several:
         assert torch.equal(one, other)
         assert torch.equal(one, whole[len(whole) - len(one) :])
 
@@ -246,11 +241,8 @@ def test_all_ranks_drop_the_same_layers(monkeypatch):
 def test_one_rank_drops_the_layers_that_fairseq_drops():
     layers = LayerDropModuleList(0.5, [torch.nn.Identity() for _ in range(8)])
     torch.manual_seed(5)
-    kept = [
-        module
-        for module, draw in zip(layers.children(), torch.empty(8).uniform_(), strict=True)
-        if draw > 0.5
-    ]
+    draws = torch.empty(8).uniform_()
+    kept = [module for module, draw in zip(layers.children(), draws, strict=True) if draw > 0.5]
     torch.manual_seed(5)
     assert list(layers) == kept
 

@@ -62,9 +62,11 @@ def removed_names(file: Path, module: str) -> set[str]:
         for name in names:
             if f"{parent}{name.name}".split(".")[0] in LIBRARIES:
                 full = f"{parent}{name.name}"
-                meaning[name.asname or name.name.split(".")[0]] = (
-                    full if parent or name.asname else full.split(".")[0]
-                )
+                top = name.name.split(".")[0]
+                if parent or name.asname:
+                    meaning[name.asname or top] = full
+                else:
+                    meaning[top] = top
                 value_of(full)
 
     def evaluated(node: ast.AST):

@@ -60,7 +60,8 @@ def write_data(folder: Path, sentences: int = 11, splits=("train", "valid", "tes
             prefix = folder / f"{split}.de-en.{lang}"
             builder = make_builder(f"{prefix}.bin", "mmap", vocab_size=len(dictionary))
             for i in range(sentences):
-                tokens = [4 + (7 * i + 3 * j + len(split)) % 40 for j in range(3 + i % 5)]
+                numbers = 7 * i + 3 * torch.arange(3 + i % 5) + len(split)
+                tokens = (4 + numbers % 40).tolist()
                 builder.add_item(torch.tensor([*tokens, dictionary.eos()]))
             builder.finalize(f"{prefix}.idx")
     return folder

@@ -23,10 +23,7 @@ for _name, _entry in NORMS.items():
 
 #: Parameters of a norm over so many channels, where they are not gain and bias.
 NORM_PARAMETERS = {
-    "none": lambda width: 0,
-    "layer-simple": lambda width: 0,
-    "detach": lambda width: 0,
-    "ada": lambda width: 0,
+    **dict.fromkeys(("none", "layer-simple", "detach", "ada"), lambda width: 0),
     "rms": lambda width: width,
     "scale": lambda width: 1,
     "dyt": lambda width: 2 * width + 1,

@@ -112,8 +112,10 @@ def beam_search(encoder, decoder, sentence):
                 finished.append((score / (step + 1), [*prefixes[row][1:], EOS]))
         if len(finished) == BEAM or step == LONGEST:
             break
-        rows, chosen, scores = (np.array(each) for each in zip(*kept[:BEAM], strict=True))
-        prefixes = [[*prefixes[row], int(token)] for row, token in zip(rows, chosen, strict=True)]
+        rows, chosen, scores = map(np.array, zip(*kept[:BEAM], strict=True))
+        prefixes = [
+            [*prefixes[row], token] for row, token in zip(rows, chosen.tolist(), strict=True)
+        ]
         keys = keys[:, rows]
         values = values[:, rows]
     return [tokens for _, tokens in sorted(finished, key=lambda each: -each[0])]

@@ -125,7 +125,7 @@ OWN = {
     "unified": ("window=3,outlier_filtration=true", {"window": 3, "outlier_filtration": True}),
     "batch-renorm": (
         "renorm_updates=8,renorm_r_max=2,renorm_d_max=0",
-        {"renorm_updates": 8, "renorm_r_max": 2.0, "renorm_d_max": 0.0},
+        dict(renorm_updates=8, renorm_r_max=2.0, renorm_d_max=0.0),
     ),
     "batch-reg": ("lambda_mean=60,lambda_var=0.0", {"lambda_mean": 60.0, "lambda_var": 0.0}),
     "prep-batch": ("fade_updates=7", {"fade_updates": 7}),

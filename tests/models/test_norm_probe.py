@@ -57,7 +57,9 @@ def sample_of(seed, shape=(5, 3, 12)):
 
 
 def lengths(vector):
-    return np.abs(vector).sum() / len(vector), np.sqrt((vector**2).sum()) / len(vector)
+    l1 = np.abs(vector).sum()
+    l2 = np.sqrt((vector**2).sum())
+    return l1 / len(vector), l2 / len(vector)
 
 
 @pytest.mark.parametrize("name", ["batch", "power", "layer"])
@@ -107,10 +109,12 @@ def test_every_column_against_numpy(name, groups, tmp_path):
         real = real_tokens(h.shape, sample["mask"].numpy())
         batches.append((h[real], sample["weights"].double().numpy()[real]))
     (row,) = read_probe(tmp_path / "probe").to_dict("records")
+    statistics = []
+    for h, _ in batches:
+        statistics.append({"mu": h.mean(0), "sigma2": h.var(0), "psi2": (h**2).mean(0)})
+    now = statistics[-1]
     h, dy = batches[-1]
     dy = dy / size
-    statistics = [{"mu": h.mean(0), "sigma2": h.var(0), "psi2": (h**2).mean(0)} for h, _ in batches]
-    now = statistics[-1]
     decay = getattr(norm, "alpha_fwd", 0.9)
     weights = np.array([decay**2, decay, 1]) / (decay**2 + decay + 1)
     running = {}

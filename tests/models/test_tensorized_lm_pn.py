@@ -153,7 +153,8 @@ def test_adaptive_softmax_is_normalized_and_shares_the_embedding():
     found = whole.exp().sum(-1)
     torch.testing.assert_close(found, torch.ones(1, 7, dtype=torch.float64))
     logits = features[0] @ weight.T + softmax.bias
-    head = torch.cat([logits[:, :20], softmax.clusters(features[0])], 1).log_softmax(1)
+    clusters = softmax.clusters(features[0])
+    head = torch.cat([logits[:, :20], clusters], 1).log_softmax(1)
     first = logits[:, 20:60].log_softmax(1) + head[:, [20]]
     second = logits[:, 60:].log_softmax(1) + head[:, [21]]
     expected = torch.cat([head[:, :20], first, second], 1)

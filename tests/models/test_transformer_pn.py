@@ -125,9 +125,8 @@ def test_compiled_layers_train_as_plain_ones(monkeypatch):
         model.train().compile_layers()
         for number in range(4):
             model.set_num_updates(number + 1)
-            loss_of(
-                model, *padded_batch(number, source=7 + number % 3, target=5 + number % 2)
-            ).backward()
+            batch = padded_batch(number, source=7 + number % 3, target=5 + number % 2)
+            loss_of(model, *batch).backward()
     assert_same_training(compiled, plain, state=(1e-5, 1e-6), rtol=1e-4, atol=1e-5)
     assert compiled.state_dict().keys() == plain.state_dict().keys()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 2

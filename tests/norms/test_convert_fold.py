@@ -59,13 +59,17 @@ def test_folding(norm):
     assert [each.name for each in norm_report(model)] == ["edge", "post"]
     found = fold_norms(convert_norms(PreNorm(), norm, zero_padding=True).eval(), x)
     assert found == []
-    for chain, example, folded in (
-        (InADict(nn.LayerNorm(C), nn.Linear(C, C)), x, ("0", "1")),
-        (nn.Sequential(nn.Linear(C, C), nn.LayerNorm(C)), x, ("1", "0")),
-        (nn.Sequential(nn.BatchNorm1d(C), nn.Conv1d(C, C, 2)), x.transpose(1, 2), ("0", "1")),
-    ):
-        found = fold_norms(randomized(convert_norms(chain, norm)).eval(), example)
-        assert found == [folded]
+    chain = InADict(nn.LayerNorm(C), nn.Linear(C, C))
+    assert folded(chain, norm, x) == [("0", "1")]
+    chain = nn.Sequential(nn.Linear(C, C), nn.LayerNorm(C))
+    assert folded(chain, norm, x) == [("1", "0")]
+    chain = nn.Sequential(nn.BatchNorm1d(C), nn.Conv1d(C, C, 2))
+    assert folded(chain, norm, x.transpose(1, 2)) == [("0", "1")]
+
+
+def folded(chain, norm, example):
+    """What is folded of a converted model with random parameters."""
+    return fold_norms(randomized(convert_norms(chain, norm)).eval(), example)
 
 
 @pytest.mark.parametrize("norm_first", [True, False])
@@ -78,8 +82,8 @@ def test_folding_torchs_encoder(norm_first, only):
     model = randomized(model).eval()
     x = torch.randn(B, T, C)
     expected = model(x)
-    folded = [("layers.0.norm2", "layers.0.linear1")] if norm_first else []
-    assert fold_norms(model, x) == folded
+    expected_names = [("layers.0.norm2", "layers.0.linear1")] if norm_first else []
+    assert fold_norms(model, x) == expected_names
     torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
     with torch.no_grad():
         torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
@@ -121,8 +125,10 @@ class Tied(nn.Sequential):
     """As an output projection that is tied to the embeddings."""
 
     def __init__(self):
-        super().__init__(nn.Linear(C, C), nn.ReLU(), nn.LayerNorm(C), nn.Linear(C, C))
-        self[3].weight = self[0].weight
+        first = nn.Linear(C, C)
+        last = nn.Linear(C, C)
+        last.weight = first.weight
+        super().__init__(first, nn.ReLU(), nn.LayerNorm(C), last)
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,8 @@ def test_another_eps_also_changes_layer_scale_here_and_not_in_the_release():
     released = ReleaseOracle(CHANNELS, eps=eps)
     for step, (x, mask, dy) in enumerate(some_batches(steps=3)):
         x = 0.05 * x
-        m = (x.reshape(*x.shape[:-1], groups, -1) ** 2).mean(-1).repeat(CHANNELS // groups, axis=-1)
+        parts = x.reshape(*x.shape[:-1], groups, -1)
+        m = (parts**2).mean(-1).repeat(CHANNELS // groups, axis=-1)
         actual = train_step(norm, x, mask, dy, torch.float64)["y"]
         y, ctx = released.forward(x / np.sqrt(m + 1e-5), mask)
         released.backward(dy, ctx)
