@@ -26,7 +26,7 @@ from pn_fairseq.fairseq_patches import ORDER, SWITCH, command_line, one_line_err
 from pn_fairseq.norms import running_norms
 
 from ..models.helpers import (
-    KINDS,
+    SOME_NORMS,
     both_sides,
     build,
     make_dictionary,
@@ -48,7 +48,7 @@ SMALL = both_sides(layers=1, embed_dim=16, ffn_embed_dim=16)
 @pytest.mark.parametrize(
     ("name", "variant", "half"),
     [
-        *((name, "paper", False) for name in KINDS),
+        *((name, "paper", False) for name in SOME_NORMS),
         ("power", "release", False),
         ("power", "paper", True),
     ],

@@ -8,10 +8,9 @@ from fairseq.data.indexed_dataset import make_builder
 
 from benchmarks.models import BLOCK, VOCABULARY, arch_args, build, make_task
 from pn_fairseq.models.from_checkpoint import make_dictionary
+from pn_fairseq.testing.helpers import of_kinds
 
-#: A norm of each kind: of each token, with statistics of the batch, of the past, and with
-#: parameters of its own.
-KINDS = ("layer", "batch", "power", "prep-batch")
+SOME_NORMS = of_kinds("tokens", "batch", "running", "tokens, then batch")
 
 ADAPTIVE = dict(
     adaptive_softmax_cutoff="20,60",

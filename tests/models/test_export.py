@@ -9,7 +9,7 @@ from torch import nn
 
 from ..fixtures.checkpoints import hypotheses, make, state_of
 from ..scripts_helpers import verb
-from .helpers import KINDS, VOCABULARY, build, padded_batch
+from .helpers import SOME_NORMS, VOCABULARY, build, padded_batch
 
 main = verb("export")
 
@@ -36,7 +36,8 @@ def test_the_encoder_is_one_graph():
 
 
 @pytest.mark.parametrize(
-    "norm", [one if one == "power" else pytest.param(one, marks=pytest.mark.slow) for one in KINDS]
+    "norm",
+    [one if one == "power" else pytest.param(one, marks=pytest.mark.slow) for one in SOME_NORMS],
 )
 def test_torchscript_traces_a_model_and_refuses_to_compile_it(norm):
     """The model exports methods, so torch compiles what it finds in its modules.

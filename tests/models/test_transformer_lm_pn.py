@@ -16,7 +16,7 @@ from pn_fairseq.norms.registry import HEADS
 from .helpers import (
     ADAPTIVE,
     BLOCK,
-    KINDS,
+    SOME_NORMS,
     VOCABULARY,
     arch_args,
     assert_same_training,
@@ -25,7 +25,7 @@ from .helpers import (
 )
 
 MODELS = ("transformer_lm", "tensorized_lm")
-EVERY_KIND = pytest.mark.parametrize("name", KINDS)
+EVERY_KIND = pytest.mark.parametrize("name", SOME_NORMS)
 BOTH = pytest.mark.parametrize("stem", MODELS)
 
 

@@ -6,14 +6,15 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from pn_fairseq.testing.helpers import of_kinds
+
 B = 3
 T = 7
 C = 12
 LENGTHS = torch.tensor([7, 4, 2])
 MASK = torch.arange(T) >= LENGTHS[:, None]
 
-#: Batch statistics, the same about 0, running statistics, and one that mixes both kinds.
-SOME = ["batch", "power-v", "power", "batch-renorm"]
+SOME_NORMS = of_kinds("batch", "batch about 0", "running", "batch and running")
 
 
 class FeedForward(nn.Module):

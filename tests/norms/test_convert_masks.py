@@ -28,7 +28,7 @@ from pn_fairseq.norms import (
 from pn_fairseq.norms.padding import current_scope
 
 from ..pairwise import in_pairs
-from .converted import LENGTHS, MASK, SOME, B, C, FeedForward, T, randomized, recorded, silent
+from .converted import LENGTHS, MASK, SOME_NORMS, B, C, FeedForward, T, randomized, recorded, silent
 
 
 class Sub(nn.Module):
@@ -475,7 +475,7 @@ MASK_GIVEN_BY = {
 }
 
 
-@in_pairs(norm=SOME, way=list(MASK_GIVEN_BY), together=[True, False])
+@in_pairs(norm=SOME_NORMS, way=list(MASK_GIVEN_BY), together=[True, False])
 def test_recomputation_has_the_mask_of_its_forward(norm, way, together):
     """Also where several forwards run before one backward, and one of them had no padding."""
     plain = convert_norms(randomized(FeedForward()), norm, mask_from="lengths")
