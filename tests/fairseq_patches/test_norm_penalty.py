@@ -1,6 +1,5 @@
-"""The penalty of RBN in fairseq's training step:
-
-as large as if the criterion had added it to its loss.
+"""The penalty of RBN in fairseq's training step: as large as if the criterion had added it to its
+loss.
 """
 
 import pytest

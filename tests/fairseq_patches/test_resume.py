@@ -56,9 +56,7 @@ def loaded(who, state, *reset, **also):
 
 @pytest.fixture(autouse=True)
 def _fresh():
-    """Take nothing over in fairseq's memory from trainings of other tests, and leave them
-    nothing.
-    """
+    """fairseq remembers nothing of the training runs of other tests, and they nothing of these."""
     new_process()
     yield
     starting.forget_earlier_job()

@@ -323,8 +323,8 @@ def test_framework(name, norm):
 
 
 def options_of(norm: str) -> dict:
-    """With which the statistics are exponential averages: those of a warm-up are means over all
-    steps.
+    """Options with which the statistics are exponential averages: in a warm-up they are means over
+    all steps.
     """
     return {"psi_warmup_updates": 0} if norm == "power" else {}
 

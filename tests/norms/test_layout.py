@@ -52,7 +52,7 @@ def steps(norm, x, dy, mask):
 
 
 def strides(values):
-    """Those of axes with one element say nothing."""
+    """The strides of axes with more than one element; the others say nothing."""
     return [stride for size, stride in zip(values.shape, values.stride(), strict=True) if size > 1]
 
 

@@ -31,9 +31,8 @@ WARMUP = 9
 
 
 class ReleaseOracle(QuadraticMeanOracle):
-    """The released code's arithmetic and bookkeeping:
-
-    ``psi2`` and ``count`` are its running_phi and iters.
+    """The released code's arithmetic and bookkeeping: ``psi2`` and ``count`` are its running_phi
+    and iters.
     """
 
     def __init__(self, channels, alpha_fwd=0.9, alpha_bwd=0.9, warmup=0, **common):
