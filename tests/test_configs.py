@@ -2,11 +2,11 @@
 means the same.
 """
 
-import copy
 import functools
 import re
 import shlex
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import fields, replace
 from types import SimpleNamespace
 from unittest import mock
@@ -63,7 +63,7 @@ def composed(name: str, **changes):
     """
     if not changes:
         return composed_once(name)
-    cfg = copy.deepcopy(composed_once(name))
+    cfg = deepcopy(composed_once(name))
     with open_dict(cfg):
         for section, values in changes.items():
             cfg[section].update(values)
@@ -85,7 +85,7 @@ def settings(section, ignored=PLACES) -> dict:
 
 def model_of(args) -> TransformerPNConfig:
     """What the model is built from, once the architecture has filled in its defaults."""
-    args = copy.deepcopy(args)
+    args = deepcopy(args)
     with open_dict(args) if OmegaConf.is_config(args) else nullcontext():
         ARCH_CONFIG_REGISTRY[getattr(args, "_name", None) or args.arch](args)
     if is_language_model(args):
@@ -172,7 +172,7 @@ def test_published_settings_of_language_models(name):
     assert_settings(cfg, common, PUBLISHED_LM[name])
     if of_a_text:  # the peak of Vaswani et al. (2017)
         assert cfg.optimization.lr[0] == pytest.approx((512 * 4000) ** -0.5, rel=1e-4)
-    model = copy.deepcopy(cfg.model)
+    model = deepcopy(cfg.model)
     ARCH_CONFIG_REGISTRY[model._name](model)
     sizes = [model.decoder_embed_dim, model.decoder_ffn_embed_dim]
     if name == "enwik8_lm":

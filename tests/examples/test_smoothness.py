@@ -1,9 +1,9 @@
 """examples/smoothness.py and examples/noisy_batch.py."""
 
-import copy
 import logging
 import shutil
 import sys
+from copy import deepcopy
 
 import numpy as np
 import pandas
@@ -159,8 +159,8 @@ def test_noise_is_what_the_paper_says(monkeypatch):
     assert shifts.abs().max() < 0.6
     rest = (y - shifts - slopes * normalized).std()  # of m and s by token: 0.1 / sqrt(3) and 0.1
     assert (rest - (0.01 / 3 + 0.01) ** 0.5).abs() < 0.005
-    expected = copy.deepcopy(plain).eval()(x)
-    torch.testing.assert_close(copy.deepcopy(norm).eval()(x), expected)
+    expected = deepcopy(plain).eval()(x)
+    torch.testing.assert_close(deepcopy(norm).eval()(x), expected)
     module = sys.modules[type(norm).__module__]
     for name in ("SHIFT", "SHIFT_RANGE", "SCALE_DEVIATION"):
         monkeypatch.setattr(module, name, 0.0)

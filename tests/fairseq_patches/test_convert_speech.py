@@ -2,8 +2,8 @@
 loaded again.
 """
 
-import copy
 from argparse import Namespace
+from copy import deepcopy
 from types import SimpleNamespace
 
 import pytest
@@ -49,7 +49,7 @@ def s2t(arch: str, **settings):
             model(src_tokens=x, src_lengths=LENGTHS, prev_output_tokens=target)[0].square().mean()
         )
 
-    return lambda: models.build_model(copy.deepcopy(args), task), run, torch.randn(3, 48, 80)
+    return lambda: models.build_model(deepcopy(args), task), run, torch.randn(3, 48, 80)
 
 
 def pretraining(name: str, **settings):
@@ -94,7 +94,7 @@ def pretraining(name: str, **settings):
         found = model(x, padding_mask=mask, features_only=True, mask=False)
         return found["x"].square().mean()
 
-    return lambda: models.build_model(copy.deepcopy(cfg), task), run, torch.randn(3, 192)
+    return lambda: models.build_model(deepcopy(cfg), task), run, torch.randn(3, 192)
 
 
 CASES = {
@@ -123,7 +123,7 @@ def test_speech(name, recwarn):
     norms = running_norms(model)
     assert all(norm.num_batches_tracked == 2 for norm in norms)
     again = build()
-    again.load_state_dict(copy.deepcopy(state))
+    again.load_state_dict(deepcopy(state))
     with torch.no_grad():
         torch.testing.assert_close(run(model.eval(), x), run(again.eval(), x))
 

@@ -20,6 +20,7 @@ from fairseq.modules.layer_drop import LayerDropModuleList
 from fairseq.search import DiverseBeamSearch
 from fairseq.sequence_generator import SequenceGenerator
 from fairseq.trainer import Trainer
+from torch.testing import assert_close
 
 from pn_fairseq.common.checkpoints import load_checkpoint
 from pn_fairseq.fairseq_patches import ORDER, SWITCH, command_line, one_line_errors, patch, patches
@@ -76,7 +77,7 @@ def test_moving_average_of_the_weights_is_the_one_computed_by_hand(name, variant
     for key, value in expected.items():
         value = value.to(average[key].dtype)
         rtol = 1e-2 * half + 1e-5
-        torch.testing.assert_close(average[key], value, rtol=rtol, atol=1e-6, msg=key)
+        assert_close(average[key], value, rtol=rtol, atol=1e-6, msg=key)
     counters = [int(value) for key, value in average.items() if key.endswith("num_batches_tracked")]
     assert set(counters) == ({3} if running_norms(model) else set())
 
@@ -107,10 +108,8 @@ def test_the_adaptive_loss_is_the_one_of_the_words_probabilities():
     assert size == logged["ntokens"] == target.ne(1).sum()
     assert logged["nsentences"] == len(target)
     assert AdaptiveLoss(task, sentence_avg=True)(model, sample)[1] == len(target)
-    torch.testing.assert_close(loss, -words.sum()[None], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(
-        criterion(model, sample, reduce=False)[0], -words.flatten(), rtol=1e-4, atol=1e-5
-    )
+    assert_close(loss, -words.sum()[None], rtol=1e-5, atol=1e-5)
+    assert_close(criterion(model, sample, reduce=False)[0], -words.flatten(), rtol=1e-4, atol=1e-5)
 
 
 def test_diverse_beam_search_of_any_sentences_is_that_of_the_first_ones():

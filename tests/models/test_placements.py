@@ -2,9 +2,9 @@
 initializations.
 """
 
-import copy
 import math
 from argparse import Namespace
+from copy import deepcopy
 
 import numpy as np
 import pytest
@@ -262,7 +262,7 @@ def test_resi_dual_without_a_norm_after_the_last_layer():
 def test_padding_changes_nothing_in_training(placement):
     """Every norm has its padding mask."""
     narrow = placed(placement, "power", qk_norm="batch", psi_warmup_updates=2).double()
-    wide = copy.deepcopy(narrow)
+    wide = deepcopy(narrow)
     src, prev = padded_batch(batch=4)
     loss = train(narrow, src, prev)
     wide_src = F.pad(src, (4, 0), value=1)
@@ -326,7 +326,7 @@ def test_half_precision(placement, dtype):
     """
     src, prev = padded_batch()
     plain = placed(placement, "power")
-    half = copy.deepcopy(plain).to(dtype)
+    half = deepcopy(plain).to(dtype)
     logits = plain.train()(src, None, prev)[0]
     in_half = half.train()(src, None, prev)[0].float()
     error = (in_half - logits).norm() / logits.norm()

@@ -1,13 +1,14 @@
 """The ordinary decoder, and what it has in common with the tensorized one."""
 
-import copy
 from argparse import Namespace
+from copy import deepcopy
 
 import pytest
 import torch
 import torch.nn.functional as F
 from fairseq.models import ARCH_MODEL_NAME_REGISTRY
 from fairseq.models.transformer_lm import TransformerLanguageModel, base_lm_architecture
+from torch.testing import assert_close
 
 from pn_fairseq.norms import NORMS
 from pn_fairseq.norms.base import ChannelNorm
@@ -103,11 +104,11 @@ def test_layer_norm_model_is_fairseqs_own(flags):
             tokens = blocks(padded=padded)
             found = ours(tokens)
             expected = theirs(tokens)
-            torch.testing.assert_close(found[0], expected[0])
+            assert_close(found[0], expected[0])
             sample = {"target": tokens}
             found = ours.get_normalized_probs(found, True, sample)
             expected = theirs.get_normalized_probs(expected, True, sample)
-            torch.testing.assert_close(found, expected)
+            assert_close(found, expected)
 
 
 @EVERY_KIND
@@ -123,14 +124,14 @@ def test_prefix_has_the_outputs_that_it_has_in_the_whole_block(stem, name):
         for end in (1, 5, 8, 9):
             found = model(tokens[:, :end])[0]
             expected = whole[:, :end]
-            torch.testing.assert_close(found, expected, **close)
+            assert_close(found, expected, **close)
         if stem == "transformer_lm":
             state = {}
             steps = []
             for end in range(1, BLOCK + 1):
                 logits, _ = model.decoder(tokens[:, :end], incremental_state=state)
                 steps.append(logits)
-            torch.testing.assert_close(torch.cat(steps, dim=1), whole, **close)
+            assert_close(torch.cat(steps, dim=1), whole, **close)
 
 
 @EVERY_KIND
@@ -138,7 +139,7 @@ def test_prefix_has_the_outputs_that_it_has_in_the_whole_block(stem, name):
 def test_more_padding_changes_nothing_in_training(stem, name):
     size = {"decoder_layers": 1, "max_target_positions": BLOCK + 3}
     narrow = tiny(stem, name, dropout=0.0, **size).double()
-    wide = copy.deepcopy(narrow)
+    wide = deepcopy(narrow)
     tokens = blocks()
     losses = []
     for model, inputs in ((narrow, tokens), (wide, F.pad(tokens, (0, 3), value=1))):
@@ -146,7 +147,7 @@ def test_more_padding_changes_nothing_in_training(stem, name):
         loss = F.cross_entropy(logits, inputs.flatten(), ignore_index=1)
         loss.backward()
         losses.append(loss)
-    torch.testing.assert_close(losses[0], losses[1], rtol=1e-9, atol=0)
+    assert_close(losses[0], losses[1], rtol=1e-9, atol=0)
     assert_same_training(narrow, wide, state=(1e-6, 1e-7), rtol=1e-6, atol=1e-9)
 
 

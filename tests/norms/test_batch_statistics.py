@@ -1,6 +1,6 @@
 """The norms with batch statistics: over 16 steps against their formulas."""
 
-import copy
+from copy import deepcopy
 from functools import partial
 
 import numpy as np
@@ -171,7 +171,7 @@ def test_single_real_token_leaves_finite_results(name):
 def test_updates_count_for_the_warm_ups_where_they_are_given(name):
     """Two steps to an update: 1,000 updates are 2,000 steps. The windows count steps."""
     plain = build_norm(CASES[name][0], CHANNELS, window=2, psi_warmup_updates=3)
-    counted = copy.deepcopy(plain)
+    counted = deepcopy(plain)
     generator = rng(3)
     for step in range(8):
         counted.set_num_updates(step // 2)
@@ -186,8 +186,8 @@ def test_updates_count_for_the_warm_ups_where_they_are_given(name):
 def test_prepbn_fades_by_updates_where_they_are_given():
     """And at once if that is over, or if there is no fade."""
     plain = build_norm("prep-batch", CHANNELS, fade_updates=4).double()
-    counted = copy.deepcopy(plain)
-    faded = copy.deepcopy(plain)
+    counted = deepcopy(plain)
+    faded = deepcopy(plain)
     never = build_norm("prep-batch", CHANNELS, fade_updates=0).double()
     generator = rng(3)
     faded.set_num_updates(4)
@@ -347,7 +347,7 @@ def test_arithmetic_with_float64_input_is_float64(case):
         norm.set_num_updates(update)
         x, mask, dy = random_batch(generator)
         narrow = norm
-        wide = copy.deepcopy(norm)
+        wide = deepcopy(norm)
         for state in wide.buffers():
             state.data = state.data.double() if state.is_floating_point() else state.data
         expected = train_step(wide, x, mask, dy, torch.float64)

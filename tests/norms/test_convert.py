@@ -2,9 +2,9 @@
 activations and masks.
 """
 
-import copy
 import pickle
 from collections import OrderedDict
+from copy import deepcopy
 
 import pytest
 import torch
@@ -73,7 +73,7 @@ def assert_close(found, expected, **tolerance):
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_without_padding_is_what_was_replaced(replaced, norm, dtype):
     model = randomized(FeedForward(replaced)).to(dtype)
-    reference = copy.deepcopy(model)
+    reference = deepcopy(model)
     # torch's has state of the type of the model, and computes in float32
     if replaced is nn.BatchNorm1d:
         for each in (reference.norm, reference.last):
@@ -108,7 +108,7 @@ def test_sync_batch_norm_is_replaced_by_a_synchronised_norm():
 def test_momentum_is_carried_over(momentum, norm):
     """0 freezes the statistics, 1 keeps those of the last batch."""
     expected = nn.BatchNorm1d(C, momentum=momentum)
-    model = convert_norms(copy.deepcopy(expected), norm)
+    model = convert_norms(deepcopy(expected), norm)
     for step in range(4):
         x = torch.randn(32, C) * (step + 1) + step
         for each in (expected, model):
@@ -118,7 +118,7 @@ def test_momentum_is_carried_over(momentum, norm):
         torch.testing.assert_close(
             getattr(model, name), getattr(expected, name), rtol=5e-5, atol=5e-5
         )
-    assert copy.deepcopy(model).alpha_fwd == 1 - momentum
+    assert deepcopy(model).alpha_fwd == 1 - momentum
 
 
 def test_a_momentum_that_cannot_be_carried_over_is_refused():
@@ -140,7 +140,7 @@ def test_a_momentum_that_cannot_be_carried_over_is_refused():
 @pytest.mark.parametrize("replaced", [nn.LayerNorm, nn.BatchNorm1d])
 def test_momentum_that_is_set_later_is_refused(replaced):
     model = convert_norms(nn.Sequential(replaced(C)), "batch")
-    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+    for each in (model, deepcopy(model), pickle.loads(pickle.dumps(model))):
         with pytest.raises(
             AttributeError, match="0: momentum=0.0 would change nothing, .* set alpha_fwd"
         ):
@@ -255,8 +255,8 @@ def test_a_gain_that_is_zero_centred_or_has_another_name_stays_so(gain, norm, dt
     """
     name, offset = gain
     replaced = ByVariance(offset, name).to(dtype)
-    state = copy.deepcopy(replaced.state_dict())
-    model = convert_norms(nn.Sequential(copy.deepcopy(replaced)), norm)
+    state = deepcopy(replaced.state_dict())
+    model = convert_norms(nn.Sequential(deepcopy(replaced)), norm)
     x = torch.randn(B, T, C, dtype=dtype)
     wide = x.double()
     parameter = state[name].double().requires_grad_()
@@ -280,7 +280,7 @@ def test_a_gain_that_is_zero_centred_or_has_another_name_stays_so(gain, norm, dt
     kept = model.state_dict()
     assert kept[f"0.{name}"].equal(state[name])
     assert ("0.weight" in kept) == (name == "weight")
-    for each in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+    for each in (deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert each.eval()(x).equal(model.eval()(x))
     if norm != "rms" and dtype != torch.bfloat16:
         chain = nn.Sequential(nn.ReLU(), replaced, nn.Linear(C, C, dtype=dtype))
@@ -405,9 +405,9 @@ def test_a_second_argument_that_is_no_mask_is_refused(norm, training):
     with pytest.raises(ValueError, match="does not say whether 1 is padding"):
         model[0](x, torch.ones(B, C, dtype=torch.long))
     mask = torch.arange(C) >= LENGTHS[:, None]
-    expected = copy.deepcopy(model)[0](x, mask)
+    expected = deepcopy(model)[0](x, mask)
     assert model[0](x, mask[:, None, None]).equal(expected)
-    expected = copy.deepcopy(model)[0](x, mask)
+    expected = deepcopy(model)[0](x, mask)
     assert model[0](x.flatten(0, 1), mask).view_as(x).equal(expected)
 
 
@@ -459,7 +459,7 @@ def test_what_a_class_computes_does_not_depend_on_its_weight(fill):
     plain = Wide(C, elementwise_affine=False)
     found = convert_norms(plain, "layer")(x)
     torch.testing.assert_close(found, plain(x))
-    for each in (copy.deepcopy(model).to("meta"), model):
+    for each in (deepcopy(model).to("meta"), model):
         found = [norm.name for norm in norm_report(convert_norms(each, "rms"))]
         assert found == ["t5", "gemma", "wide", "variant"]
 
@@ -573,7 +573,7 @@ def test_names_of_the_parameters_of_norms():
     model["linear"] = nn.Linear(C, C)
     expected = {name for name, _ in model.named_parameters() if name.startswith(("norm", "wide"))}
     convert_norms(model, "batch")
-    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+    for each in (model, deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert set(norm_parameter_names(each, nn.LayerNorm)) == expected
         assert norm_parameter_names(each, (Wide, nn.RMSNorm)) == ["wide.weight", "wide.bias"]
         everything = {*expected, "t5.weight", "t5.bias", "own.weight", "own.bias"}
@@ -590,7 +590,7 @@ def test_padded_equals_the_concatenation_of_the_sequences(norm, dtype, layout):
     model = convert_norms(randomized(FeedForward()), norm).to(dtype)
     x = torch.randn(B, T, C, dtype=dtype)
     turn = (lambda v: v.transpose(0, 1)) if layout == "TBC" else lambda v: v
-    found = results(copy.deepcopy(model), turn(x), turn(~MASK), mask=MASK)
+    found = results(deepcopy(model), turn(x), turn(~MASK), mask=MASK)
     order = turn(torch.arange(B * T).view(B, T))[turn(~MASK)]
     real = torch.ones(len(order), dtype=torch.bool)
     expected = results(model, x.reshape(-1, C)[order], real, mask=None)
@@ -634,12 +634,12 @@ def test_content_of_padding_changes_nothing(norm, form, dtype):
     x = torch.randn(B, T, C, dtype=dtype)
     filled = x.masked_fill(MASK[..., None], 1e4)
     model = convert_norms(randomized(FeedForward()), norm).to(dtype)
-    found = results(copy.deepcopy(model), filled, ~MASK, **mask)
-    expected = results(copy.deepcopy(model), x, ~MASK, **mask)
+    found = results(deepcopy(model), filled, ~MASK, **mask)
+    expected = results(deepcopy(model), x, ~MASK, **mask)
     assert_close(found, expected, rtol=0, atol=0)
     convolutions = convert_norms(Convolutions(), norm, mask_from="lengths").to(dtype)
-    y = copy.deepcopy(convolutions)(filled.transpose(1, 2), LENGTHS)
-    expected = copy.deepcopy(convolutions)(x.transpose(1, 2), LENGTHS)
+    y = deepcopy(convolutions)(filled.transpose(1, 2), LENGTHS)
+    expected = deepcopy(convolutions)(x.transpose(1, 2), LENGTHS)
     assert y.transpose(1, 2)[~MASK].equal(expected.transpose(1, 2)[~MASK])
     with padding(None):
         unmasked = model(filled)[~MASK]
@@ -682,7 +682,7 @@ def test_other_shapes():
     with padding(MASK):
         found = model(x)[~MASK]
     with padding(None):
-        expected = copy.deepcopy(model)(x[~MASK].flatten(0, 1))
+        expected = deepcopy(model)(x[~MASK].flatten(0, 1))
     torch.testing.assert_close(found.flatten(0, 1), expected)
     flat = convert_norms(nn.Sequential(nn.LayerNorm(C)), "batch", layout="TBC")
     rows = torch.randn(T, B, C)
@@ -697,17 +697,17 @@ def test_other_shapes():
             model(torch.randn(5, C))
     # Sequences without their padding, as of a PackedSequence or x[mask], have none.
     packed = rows.transpose(0, 1)[~MASK]
-    expected = copy.deepcopy(flat)
+    expected = deepcopy(flat)
     with padding(None):
         expected = expected(packed)
     for form, mask in FORMS.items():
         with padding(**{form.partition(",")[0]: mask}):
             for shape in ((13, C), (1, 13, C), (13, 1, C)):
-                y = copy.deepcopy(flat)(packed.view(shape))
+                y = deepcopy(flat)(packed.view(shape))
                 assert y.view(13, C).equal(expected)
             sentences = [*packed.split(LENGTHS.tolist())]
             nested = torch.nested.as_nested_tensor(sentences, layout=torch.jagged)
-            assert copy.deepcopy(flat)(nested).values().equal(expected)
+            assert deepcopy(flat)(nested).values().equal(expected)
     with padding(torch.zeros(T, B, dtype=torch.bool)):
         # the order is not known, but no row is padding
         assert model(rows.flatten(0, 1)).shape == (B * T, C)
@@ -716,9 +716,9 @@ def test_other_shapes():
     mask[1, 3:] = True
     model = convert_norms(nn.Sequential(nn.BatchNorm2d(C)), "batch", layout="BCHW")
     with padding(mask):
-        y = copy.deepcopy(model)(image)
+        y = deepcopy(model)(image)
         filled = image.masked_fill(mask[:, None], 1e4)
-        same = copy.deepcopy(model)(filled).movedim(1, -1)
+        same = deepcopy(model)(filled).movedim(1, -1)
         assert y.movedim(1, -1)[~mask].equal(same[~mask])
         assert y.is_contiguous()
         with pytest.raises(ValueError, match="expected an input of layout BCHW"):
@@ -730,7 +730,7 @@ def test_other_shapes():
             model(torch.randn(2, C, 6, 4))
     with padding(None):
         for given in (image, image.contiguous(memory_format=torch.channels_last)):
-            y = copy.deepcopy(model)(given)
+            y = deepcopy(model)(given)
             torch.testing.assert_close(y, nn.BatchNorm2d(C)(given), check_stride=True)
     with pytest.raises(ValueError, match="0 is for images: give layout='BCHW'"):
         convert_norms(nn.Sequential(nn.BatchNorm2d(C)), "batch")

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import prune
+from torch.testing import assert_close
 
 from pn_fairseq.norms import convert_norms, fold_norms, norm_report, padding
 from pn_fairseq.norms.compiled import open_scopes
@@ -55,7 +56,7 @@ def test_folding(norm):
     # Zeros that a convolution pads with are not normalized, and the post-norm is followed by no
     # map.
     assert fold_norms(model, x) == [("first", "q, k"), ("middle", "convolution")]
-    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
+    assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
     assert [each.name for each in norm_report(model)] == ["edge", "post"]
     found = fold_norms(convert_norms(PreNorm(), norm, zero_padding=True).eval(), x)
     assert found == []
@@ -84,9 +85,9 @@ def test_folding_torchs_encoder(norm_first, only):
     expected = model(x)
     expected_names = [("layers.0.norm2", "layers.0.linear1")] if norm_first else []
     assert fold_norms(model, x) == expected_names
-    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
+    assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
     with torch.no_grad():
-        torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
+        assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("offset", "gain"), [(1.0, "weight"), (0.0, "scale")])
@@ -104,7 +105,7 @@ def test_torchs_encoder_reads_no_gain_that_is_stored_in_another_way(offset, gain
         expected = model(x, src_key_padding_mask=mask)
         with torch.no_grad():
             found = model(x, src_key_padding_mask=mask)
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+            assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def before(linear):

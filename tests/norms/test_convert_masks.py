@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from pn_fairseq.norms import (
@@ -183,7 +184,7 @@ def test_a_mask_of_the_source_is_none_for_what_attends_to_it(
     assert norm_report(model)[-1].masks == (f"argument {argument} of the model",)
     model.eval()
     tokens = target[~MASK] if used else target.flatten(0, 1)
-    torch.testing.assert_close(model.decoder.norm.running_mean, 0.1 * tokens.mean(0))
+    assert_close(model.decoder.norm.running_mean, 0.1 * tokens.mean(0))
 
 
 @pytest.mark.parametrize(
@@ -212,7 +213,7 @@ def test_names_of_what_a_module_attends_to(forward):
     with pytest.warns(UserWarning, match="no padding mask has reached it"):
         model(x, LENGTHS).sum().backward()
     expected = 0.1 * x.mean((0, 1))
-    torch.testing.assert_close(model.decoder.norm.running_mean, expected)
+    assert_close(model.decoder.norm.running_mean, expected)
 
 
 def test_the_decoder_of_torchs_transformer_does_not_take_the_mask_of_the_source():
@@ -500,7 +501,7 @@ def test_recomputation_has_the_mask_of_its_forward(norm, way, together):
         gradients[model] = [each.grad for each in (*inputs, *model.parameters())]
     assert current_scope() is None
     for found, expected in zip(gradients[again], gradients[plain], strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        assert_close(found, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -685,7 +686,7 @@ def assert_uses_its_mask(model, mask, used, x, *arguments, **more):
         model[0](x, *arguments, **more).sum().backward()
     model.eval()
     tokens = x[~mask] if used else x.flatten(0, 1)
-    torch.testing.assert_close(model[0].norm.running_mean, 0.1 * tokens.mean(0))
+    assert_close(model[0].norm.running_mean, 0.1 * tokens.mean(0))
 
 
 @pytest.mark.parametrize(
@@ -752,7 +753,7 @@ def test_a_mask_that_the_caller_names_counts_beside_a_second_sequence():
     x, skip = torch.randn(2, B, T, C)
     model(x, skip, MASK).sum().backward()
     expected = 0.1 * x[~MASK].mean(0)
-    torch.testing.assert_close(model.norm.running_mean, expected)
+    assert_close(model.norm.running_mean, expected)
 
 
 @pytest.mark.parametrize(
@@ -768,7 +769,7 @@ def test_the_targets_own_mask_beside_a_second_sequence(mask_from):
         call(x, z, MASK, MASK.flip(0)).sum().backward()
         call.eval()
         expected = 0.1 * x[~MASK.flip(0)].mean(0)
-        torch.testing.assert_close(call.norm.running_mean, expected)
+        assert_close(call.norm.running_mean, expected)
 
 
 class CrossAttention(nn.Module):

@@ -1,7 +1,7 @@
 """convert_norms in models that nobody here wrote, and under the wrappers that train models."""
 
-import copy
 import importlib.util
+from copy import deepcopy
 from functools import partial
 
 import pytest
@@ -115,7 +115,7 @@ def t5():
 def test_hugging_face(make, norm, checkpointing):
     torch.manual_seed(1)
     model = make()
-    state = copy.deepcopy(model.state_dict())
+    state = deepcopy(model.state_dict())
     convert_norms(model, norm, mask_from="attention_mask").load_state_dict(state)
     assert len(norm_report(model)) >= 6
     assert all(each.masks for each in norm_report(model))
@@ -134,7 +134,7 @@ def test_hugging_face(make, norm, checkpointing):
     }
     found = []
     for content in (PAD, 5):  # at padding
-        one = copy.deepcopy(model)
+        one = deepcopy(model)
         source = ids.masked_fill(MASK, content)
         target = ids.masked_fill(target_mask, content)
         logits = one(input_ids=source, decoder_input_ids=target, **masks).logits[~target_mask]
@@ -278,7 +278,7 @@ def converted(norm, way):
         way, "lengths"
     )
     model = make()
-    state = copy.deepcopy(model.state_dict())
+    state = deepcopy(model.state_dict())
     only = "*.conv_module.*.3" if way == "Conformer" else "*"
     convert_norms(model, norm, only=only, mask_from=masks, sync=True).load_state_dict(state)
     return model
@@ -346,7 +346,7 @@ def test_two_ranks_are_one(two_ranks, way):
 @pytest.mark.slow
 def test_bert_trains_in_one_graph_with_the_statistics_of_real_tokens():
     model = convert_norms(bert(layers=1).train(), "power", mask_from="attention_mask")
-    eager = copy.deepcopy(model)
+    eager = deepcopy(model)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)

@@ -4,12 +4,12 @@ over real tokens.
 The table of docs/frameworks.md is made from :data:`CASES` by ``python -m docs.tools.generated``.
 """
 
-import copy
 import importlib.util
 import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -345,7 +345,7 @@ def errors(case: Case, norm: str) -> tuple[float, float]:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    other = copy.deepcopy(model)
+    other = deepcopy(model)
     real = torch.ones(B, T, dtype=torch.bool) if case.no_padding else ~MASK
     seen = {each: [] for each in norms}
 

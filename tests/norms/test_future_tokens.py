@@ -2,7 +2,7 @@
 converted models.
 """
 
-import copy
+from copy import deepcopy
 
 import pytest
 import torch
@@ -165,8 +165,8 @@ def test_which_norms_mix_tokens(name):
         x = torch.randn(B, T, C)
         other = x.clone()
         other[:, -1] = 3.0
-        y = copy.deepcopy(norm)(x)[:, :-1]
-        changed = copy.deepcopy(norm)(other)[:, :-1]
+        y = deepcopy(norm)(x)[:, :-1]
+        changed = deepcopy(norm)(other)[:, :-1]
         expected = not torch.allclose(y, changed, rtol=0, atol=1e-6)
         assert mixes(norm) == expected
 

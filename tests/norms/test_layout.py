@@ -2,7 +2,7 @@
 contiguous tokens.
 """
 
-import copy
+from copy import deepcopy
 
 import pytest
 import torch
@@ -71,7 +71,7 @@ FAMILIES = ("power", "batch", "group", "dyt")
 def test_layouts(name, layout, groups, batch_first, randn):
     options = {"layer_scale_groups": groups, "batch_first": batch_first}
     norm = randomize_affine(build_norm(name, C, **options))
-    reference = copy.deepcopy(norm)
+    reference = deepcopy(norm)
     x = LAYOUTS[layout](randn)
     mask = randn(*x.shape[:-1]) < -0.5
     mask.view(-1)[0] = False

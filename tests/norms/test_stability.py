@@ -1,8 +1,8 @@
 """The guard of PN's backward recursion under stress, and the diagnostics of it."""
 
-import copy
 import itertools
 import math
+from copy import deepcopy
 
 import numpy as np
 import pytest
@@ -78,7 +78,7 @@ def test_psi_distance_of_pn_v():
 def test_what_is_not_finite_at_padding_reaches_no_gradient(name, groups):
     """dy is 0 there. LN is torch's function, and 0 * NaN is NaN in it."""
     clean = randomize_affine(build_norm(name, 12, layer_scale_groups=groups)).train()
-    faulty = copy.deepcopy(clean)
+    faulty = deepcopy(clean)
     generator = rng(4)
     for step, bad in enumerate((math.nan, math.inf, -math.inf)):
         x, mask, dy = random_batch(generator)

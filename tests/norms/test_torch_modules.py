@@ -9,6 +9,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 
 from pn_fairseq.norms import build_norm, running_norms
 from pn_fairseq.testing.helpers import Case, cases
@@ -60,7 +61,7 @@ PADDINGS = {"none": None, "last": LAST, "first": LAST.flip(1)}
 
 def assert_equal_at_tokens(found, expected, padding):
     real = slice(None) if padding is None else ~padding
-    torch.testing.assert_close(found[real], expected[real], rtol=1e-5, atol=3e-5)
+    assert_close(found[real], expected[real], rtol=1e-5, atol=3e-5)
 
 
 @in_pairs(
@@ -113,9 +114,7 @@ def test_a_copy_is_computed_by_the_norm_too(copied):
     layer = encoder_layer(False)
     x = torch.randn(3, 5, DIM)
     with torch.no_grad():
-        torch.testing.assert_close(
-            copied(layer)(x), by_formula(layer, x, None), rtol=1e-5, atol=1e-5
-        )
+        assert_close(copied(layer)(x), by_formula(layer, x, None), rtol=1e-5, atol=1e-5)
 
 
 def test_layer_norm_stays_on_the_fast_path(monkeypatch):
@@ -150,11 +149,11 @@ def test_nested_tensors(case, layout, training):
     assert y.is_nested
     assert y.layout == layout
     found = torch.cat(y.unbind())
-    torch.testing.assert_close(found, expected)
+    assert_close(found, expected)
     gradients = torch.autograd.grad(found, sequences, dy)
     (expected_gradient,) = torch.autograd.grad(expected, tokens, dy)
-    torch.testing.assert_close(torch.cat(gradients), expected_gradient)
-    torch.testing.assert_close(norm.state_dict(), other.state_dict())
+    assert_close(torch.cat(gradients), expected_gradient)
+    assert_close(norm.state_dict(), other.state_dict())
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
