@@ -325,12 +325,12 @@ def test_turns_are_taken_in_changing_order():
 
 
 def test_figures_of_a_round_by_hand():
-    found = [
-        norms.Contestant("LayerNorm", nn.Identity(), "LayerNorm"),
-        norms.Contestant(norms.COPY, nn.Identity(), "copy"),
-        norms.Contestant("pn reference", nn.Identity(), "power", 4, "reference"),
-        norms.Contestant("pn cpp", nn.Identity(), "power", 4, "cpp"),
-    ]
+    contestant = norms.Contestant
+    found = [contestant("LayerNorm", nn.Identity(), "LayerNorm")]
+    found.append(contestant(norms.COPY, nn.Identity(), "copy"))
+    for implementation in ("reference", "cpp"):
+        name = f"pn {implementation}"
+        found.append(contestant(name, nn.Identity(), "power", 4, implementation))
     for each, first in zip(found, (4.0, 2.0, 40.0, 4.0), strict=True):
         second = 2 * first
         each.seconds["forward"] = [first, second]

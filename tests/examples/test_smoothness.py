@@ -88,7 +88,8 @@ def test_only_the_layers_before_move():
     a, b, c = (weight.detach() for weight in model.parameters())
     of_a = beta * a + kappa * b
     of_b = beta * b + kappa * a
-    eta = 0.1 * torch.cat([a, b, c]).norm() / torch.cat([of_a, of_b, beta * c]).norm()
+    gradient = torch.cat([of_a, of_b, beta * c])
+    eta = 0.1 * torch.cat([a, b, c]).norm() / gradient.norm()
     change = kappa * eta * of_a.norm()
     assert rows[0]["gradient change"] == 0
     np.testing.assert_allclose(rows[1]["gradient change"], change, rtol=1e-4)

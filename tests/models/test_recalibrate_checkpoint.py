@@ -1,5 +1,6 @@
 """pn average --recalibrate, on a model that fairseq has trained."""
 
+import itertools
 import math
 import re
 import shutil
@@ -234,12 +235,7 @@ def test_the_script_knows_how_the_average_was_made(trained, tmp_path, capsys):
     averaged = tmp_path / "averaged.pt"
     flags = ("--run", trained, "--last", 2, "--output", averaged)
     psi2 = []
-    for options, averaged_again in (
-        (("--recalibrate",), True),
-        (("--recalibrate",), False),
-        ((), True),
-        ((), False),
-    ):
+    for options, averaged_again in itertools.product((["--recalibrate"], []), (True, False)):
         found = main([str(argument) for argument in (*flags, *options)])
         assert found == 0
         printed = capsys.readouterr()

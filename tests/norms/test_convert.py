@@ -397,7 +397,7 @@ def test_a_second_argument_that_is_no_mask_is_refused(norm, training):
     model = convert_norms(nn.Sequential(nn.LayerNorm(C)), norm, layout="BTC").train(training)
     x = torch.randn(B, C, C)
     gate = torch.rand(B, C, C)
-    for given in (gate, gate[0], gate > 0.5, [[True] * C] * B, 0.5):
+    for given in (gate, gate[:, 0], gate > 0.5, [[True] * C] * B, 0.5):
         with pytest.raises(
             ValueError, match=r"0: its second argument must be a padding mask, bool .*skip='0'"
         ):
