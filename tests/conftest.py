@@ -1,6 +1,5 @@
 import fcntl
 import gc
-import importlib.util
 import os
 from functools import cache
 from pathlib import Path
@@ -9,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from .scripts_helpers import cut_corpus, prepare, start_server
+from .scripts_helpers import cut_corpus, prepare
 
 pytest_plugins = ["tests.margins"]
 
@@ -17,9 +16,6 @@ pytest_plugins = ["tests.margins"]
 # Processes that tests start are told by the variable.
 os.environ["OMP_NUM_THREADS"] = os.environ.get("TEST_THREADS", "1")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-
-if "PYTEST_XDIST_WORKER" in os.environ and importlib.util.find_spec("fairseq"):
-    start_server()
 
 
 def pytest_collection_finish():
@@ -50,7 +46,10 @@ def _seed():
     """torch.manual_seed formats the stack for each kind of GPU that is not there, a millisecond
     for every test.
     """
-    torch.manual_seed(0) if torch.cuda.is_available() else torch.set_rng_state(seeded())
+    if torch.cuda.is_available():
+        torch.manual_seed(0)
+    else:
+        torch.set_rng_state(seeded())
 
 
 @pytest.fixture(scope="session")
@@ -62,7 +61,9 @@ def data(tmp_path_factory) -> Path:
     run.
     """
     base = tmp_path_factory.getbasetemp()
-    base = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "prepared"
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+    base = base / "prepared"
     base.mkdir(exist_ok=True)
     with (base / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

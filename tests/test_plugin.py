@@ -32,17 +32,9 @@ def installed(tmp_path_factory):
         shutil.copytree(ROOT / folder, base / "source" / folder)
     for file in ("setup.py", "pyproject.toml", "README.md"):
         shutil.copy(ROOT / file, base / "source")
-    pip = (
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-compile",
-    )
-    run(*pip, "--target", base / "site", base / "source", CC="false", CXX="false")
+    pip = "-m pip install --quiet --no-deps --no-build-isolation --no-compile".split()
+    words = [sys.executable, *pip, "--target", base / "site", base / "source"]
+    run(*words, CC="false", CXX="false")
     return base / "site"
 
 
@@ -123,14 +115,15 @@ def test_user_dir_from_another_folder(installed, tmp_path):
     checkout = tmp_path / "pn_fairseq"
     shutil.copytree(ROOT / "pn_fairseq", checkout / "pn_fairseq")
     for base, path in ((ROOT, ""), (installed, installed)):
-        printed = run(
-            sys.executable, "-m", "pn_fairseq", "--user-dir", cwd="/", PYTHONPATH=str(path)
-        ).stdout.strip()
-        assert printed == str(base / "pn_fairseq")
+        words = [sys.executable, "-m", "pn_fairseq", "--user-dir"]
+        done = run(*words, cwd="/", PYTHONPATH=str(path))
+        assert done.stdout.strip() == str(base / "pn_fairseq")
+    own = ROOT / "pn_fairseq"
+    other = installed / "pn_fairseq"
     for named, path, used in (
-        (ROOT / "pn_fairseq", "", ROOT / "pn_fairseq"),
-        (installed / "pn_fairseq", installed, installed / "pn_fairseq"),
-        (ROOT / "pn_fairseq", installed, ROOT / "pn_fairseq"),
+        (own, "", own),
+        (other, installed, other),
+        (own, installed, own),
         (checkout, checkout, checkout / "pn_fairseq"),
     ):
         result = run("warm-python", "-c", REGISTER, named, cwd="/", PYTHONPATH=str(path))
