@@ -184,10 +184,8 @@ def test_power_has_the_warm_up_of_the_papers_models():
         0
     ].psi_warmup_updates
     assert found == 7
-    assert (
-        norm_report(convert_norms(nn.Sequential(nn.LayerNorm(C)), "batch"))[0].psi_warmup_updates
-        is None
-    )
+    (report,) = norm_report(convert_norms(nn.Sequential(nn.LayerNorm(C)), "batch"))
+    assert report.psi_warmup_updates is None
 
 
 @pytest.mark.parametrize(("warmup", "is_calm"), [(None, True), (0, False)])
