@@ -11,6 +11,7 @@ import torch
 from .scripts_helpers import cut_corpus, prepare
 
 pytest_plugins = ["tests.margins"]
+pytest.register_assert_rewrite("pn_fairseq.testing")
 
 # The tensors are tiny: threads would cost more than they give, and change the order of sums.
 # Processes that tests start are told by the variable.

@@ -11,8 +11,6 @@ import pytest
 from pn_fairseq import kernels
 from pn_fairseq.kernels.selection import IMPLEMENTATIONS
 
-pytest.register_assert_rewrite("pn_fairseq.testing")
-
 if kernels.FORCED:
     IMPLEMENTATION_NAMES = [kernels.FORCED]
 else:
