@@ -1,6 +1,5 @@
 import fcntl
 import gc
-import importlib.util
 import os
 from functools import cache
 from pathlib import Path
@@ -9,37 +8,23 @@ from unittest import mock
 import pytest
 import torch
 
-from .scripts_helpers import cut_corpus, prepare, start_server
+from .scripts_helpers import cut_corpus, prepare
 
 pytest_plugins = ["tests.margins"]
+pytest.register_assert_rewrite("pn_fairseq.testing")
 
 # The tensors are tiny: threads would cost more than they give, and change the order of sums.
 # Processes that tests start are told by the variable.
 os.environ["OMP_NUM_THREADS"] = os.environ.get("TEST_THREADS", "1")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
-if "PYTEST_XDIST_WORKER" in os.environ and importlib.util.find_spec("fairseq"):
-    start_server()
-
 
 def pytest_collection_finish():
-    """What is imported by now stays:
-
-    looking for garbage in it again and again takes a seventh of the time.
+    """What is imported by now stays: to look for garbage in it again and again takes a seventh of
+    the time.
     """
     gc.freeze()
     gc.set_threshold(20_000)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _no_copies_of_all_configurations():
-    """hydra copies all that fairseq has registered before it composes settings, which takes nearly
-    half of the time, and copies what it takes from there once more.
-    """
-    if importlib.util.find_spec("hydra"):
-        from hydra.core.config_store import ConfigStore
-
-        ConfigStore.__deepcopy__ = lambda store, memo: store
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,7 +47,10 @@ def _seed():
     """torch.manual_seed formats the stack for each kind of GPU that is not there, a millisecond
     for every test.
     """
-    torch.manual_seed(0) if torch.cuda.is_available() else torch.set_rng_state(seeded())
+    if torch.cuda.is_available():
+        torch.manual_seed(0)
+    else:
+        torch.set_rng_state(seeded())
 
 
 @pytest.fixture(scope="session")
@@ -74,7 +62,9 @@ def data(tmp_path_factory) -> Path:
     run.
     """
     base = tmp_path_factory.getbasetemp()
-    base = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "prepared"
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+    base = base / "prepared"
     base.mkdir(exist_ok=True)
     with (base / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

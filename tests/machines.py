@@ -15,24 +15,16 @@ from pathlib import Path
 import torch
 
 TESTS = Path(__file__).parent
-ROOMS = (
-    "norms",
-    "models",
-    "kernels",
-    "fairseq_patches",
-    "examples",
-    "benchmarks",
-    "pipeline/test_fold.py",
-)
+ROOMS = "norms models kernels fairseq_patches examples benchmarks pipeline/test_fold.py".split()
 LARGEST = 0.2
 CAPABILITY = torch.backends.cpu.get_cpu_capability()
 
 #: Environment variables. torch's kernels and the C++ kernels here obey the same one in what vectors
 #: they use.
-SETTINGS = {
-    CAPABILITY: {},
-    # torch does not ask the processor
-    **({"AVX2": {"ATEN_CPU_CAPABILITY": "avx2"}} if "AVX" in CAPABILITY else {}),
+SETTINGS = {CAPABILITY: {}}
+if "AVX" in CAPABILITY:  # torch does not ask the processor
+    SETTINGS["AVX2"] = {"ATEN_CPU_CAPABILITY": "avx2"}
+SETTINGS |= {
     "no vectors": {"ATEN_CPU_CAPABILITY": "default"},
     "no C++ kernels": {"PN_FAIRSEQ_KERNELS": "reference"},
     "no C++ kernels, no vectors": {
@@ -51,24 +43,10 @@ def main() -> int:
     print("| setting | passed | largest error / tolerance |\n|---|---|---|", flush=True)
     fine = True
     for name, variables in SETTINGS.items():
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-m",
-            "not slow",
-            "--margins",
-            *sys.argv[1:],
-        ]
-        done = subprocess.run(
-            [*command, *(TESTS / room for room in ROOMS)],
-            env=os.environ | variables,
-            cwd=TESTS.parent,
-            stdout=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "--margins"]
+        command += sys.argv[1:] + [f"tests/{room}" for room in ROOMS]
+        where = {"cwd": TESTS.parent, "env": os.environ | variables}
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, **where)
         ratio = re.search(r"errors / tolerances =+\n(\S+) ", done.stdout)
         # pytest's last line
         *_, passed = [None, *re.findall(r"^(?:\d+ failed, )?\d+ passed", done.stdout, re.M)]

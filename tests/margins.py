@@ -1,5 +1,5 @@
-"""Largest error / tolerance of the numeric comparisons of each test: ``pytest --margins`` prints
-the largest of them.
+"""Largest error / tolerance of each test's comparisons by ``np.testing.assert_allclose``,
+``torch.isclose`` and ``torch.testing.assert_close``: ``pytest --margins`` prints the largest ones.
 
 A ratio near 1 passes on this processor and fails on the next one, which adds in another order:
 CONTRIBUTING.md has the largest ratio of each kind of processor, and the rule for choosing a
@@ -30,44 +30,30 @@ def pytest_configure(config):
         return
     ratios = config.stash[MARGINS] = []
 
-    def record(actual, expected, tolerance):
+    def record(actual, expected, rtol, atol):
+        actual = np.asarray(actual, dtype=np.float64)
+        expected = np.asarray(expected, dtype=np.float64)
+        tolerance = atol + rtol * np.nan_to_num(np.abs(expected))
         with np.errstate(invalid="ignore"):  # the difference of infinities
-            error = np.abs(
-                np.asarray(actual, dtype=np.float64) - np.asarray(expected, dtype=np.float64)
-            )
+            error = np.abs(actual - expected)
         within = np.isfinite(error) & (error > 0) & (error <= tolerance)
-        ratios.append(
-            float(
-                np.max(
-                    np.divide(error, tolerance, where=within, out=np.zeros_like(error)), initial=0.0
-                )
-            )
-        )
+        ratio = np.divide(error, tolerance, where=within, out=np.zeros_like(error))
+        ratios.append(float(np.max(ratio, initial=0.0)))
 
     def numpy_close(actual, desired, rtol=1e-7, atol=0, **options):
         assert_allclose(actual, desired, rtol=rtol, atol=atol, **options)
-        record(actual, desired, atol + rtol * np.abs(np.asarray(desired, dtype=np.float64)))
+        record(actual, desired, rtol, atol)
 
     def torch_close(input, other, rtol=1e-5, atol=1e-8, equal_nan=False):
-        actual, expected = (tensor.detach().double().cpu().numpy() for tensor in (input, other))
-        record(actual, expected, atol + rtol * np.nan_to_num(np.abs(expected)))
+        actual = input.detach().double().cpu()
+        record(actual, other.detach().double().cpu(), rtol, atol)
         return isclose(input, other, rtol=rtol, atol=atol, equal_nan=equal_nan)
 
-    def approximately(self, actual):
-        equal = equals(self, actual)
-        if equal and isinstance(self.expected, float) and np.ndim(actual) == 0:
-            record(float(actual), self.expected, float(self.tolerance))
-        return equal
-
-    # its module has different names in different versions of pytest
-    number = type(pytest.approx(0.0))
-    assert_allclose, isclose, equals = np.testing.assert_allclose, torch.isclose, number.__eq__
+    assert_allclose = np.testing.assert_allclose
+    isclose = torch.isclose
     # torch.testing.assert_close calls torch.isclose.
-    np.testing.assert_allclose, torch.isclose, number.__eq__ = (
-        numpy_close,
-        torch_close,
-        approximately,
-    )
+    np.testing.assert_allclose = numpy_close
+    torch.isclose = torch_close
 
 
 @pytest.hookimpl(wrapper=True)
@@ -83,12 +69,12 @@ def pytest_runtest_call(item):
 def pytest_terminal_summary(terminalreporter, config):
     if config.getoption("--margins") is None:
         return
-    margins = [
-        (ratio, report.nodeid)
-        for report in terminalreporter.stats.get("passed", [])
-        for name, ratio in report.user_properties
-        if name == "margin" and report.when == "call"
-    ]
+    margins = []
+    for report in terminalreporter.stats.get("passed", []):
+        if report.when == "call":
+            ratio = dict(report.user_properties).get("margin")
+            if ratio is not None:
+                margins.append((ratio, report.nodeid))
     terminalreporter.section(f"largest of {len(margins)} errors / tolerances")
     for ratio, test in sorted(margins, reverse=True)[: config.getoption("--margins")]:
         terminalreporter.line(f"{ratio:.2g} {test}")

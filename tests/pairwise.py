@@ -1,7 +1,4 @@
-"""Parameters of which mostly two at a time interact:
-
-tests of all pairs in the place of all combinations.
-"""
+"""Tests of all pairs of parameters instead of all combinations: mostly two at a time interact."""
 
 from itertools import combinations, cycle, product
 
@@ -18,21 +15,19 @@ def pairwise(**factors) -> list[dict]:
     def pairs(chosen):
         return set(combinations(enumerate(chosen), 2))
 
+    def number_of_missing(chosen):
+        return len(pairs(chosen) & missing)
+
     missing = set().union(*map(pairs, product(*places)))
     found = []
     for first in cycle(product(*places[:2])):
         if not missing:
-            return [
-                {name: factors[name][chosen[names.index(name)]] for name in factors}
-                for chosen in found
-            ]
-        best = max(
-            (first + rest for rest in product(*places[2:])),
-            key=lambda chosen: len(pairs(chosen) & missing),
-        )
-        if pairs(best) & missing:
-            found.append(best)
+            return found
+        best = max((first + rest for rest in product(*places[2:])), key=number_of_missing)
+        if number_of_missing(best):
             missing -= pairs(best)
+            chosen = dict(zip(names, best, strict=True))
+            found.append({name: values[chosen[name]] for name, values in factors.items()})
 
 
 def in_pairs(indirect=(), **factors) -> pytest.MarkDecorator:

@@ -1,4 +1,6 @@
-"""Running the programs as a user does."""
+"""Running the programs: in this process, and in one that is forked from a process that has their
+imports, where a test needs a real one. ``run`` of anything else starts it as a user does.
+"""
 
 import gzip
 import importlib.util
@@ -16,8 +18,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
-from multiprocessing import resource_tracker
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from unittest import mock
 
@@ -31,40 +32,8 @@ _server = multiprocessing.forkserver.ForkServer()
 _server.set_forkserver_preload(
     ["fairseq_cli.generate", "fairseq_cli.preprocess", "fairseq_cli.train", "torch._dynamo"]
 )
-_connect, _spawn = (
-    multiprocessing.forkserver.connect_to_new_process,
-    multiprocessing.util.spawnv_passfds,
-)
+_connect = multiprocessing.forkserver.connect_to_new_process
 multiprocessing.forkserver.connect_to_new_process = _server.connect_to_new_process
-
-
-def _fork(_program, words: list[str], descriptors: list[int]) -> int:
-    """Run ``python ... -c CODE`` in a process that is forked from this one and has its imports."""
-    if process := os.fork():
-        return process
-    for number in map(int, os.listdir("/proc/self/fd")):
-        if number > 2 and number not in descriptors:
-            with suppress(OSError):  # of the list itself
-                os.close(number)
-    # Not pytest's. A program that opens its stdout once more must not close it, so it has two
-    # names, as usual.
-    sys.stdout, sys.stderr = open(1, "w"), open(2, "w", 1, errors="backslashreplace")  # noqa: SIM115
-    sys.__stdout__ = sys.stdout
-    try:
-        exec(words[-1], {})
-    finally:
-        os._exit(0)
-
-
-def start_server() -> None:
-    """Start it by forking this process, which will import the same for its tests: before it
-    imports this project.
-    """
-    for name in _server._preload_modules:
-        importlib.import_module(name)
-    resource_tracker.ensure_running()
-    with mock.patch("multiprocessing.util.spawnv_passfds", _fork):
-        _server.ensure_running()
 
 
 def environment(**changes: str) -> dict[str, str]:
@@ -73,10 +42,10 @@ def environment(**changes: str) -> dict[str, str]:
     fixed = {"PATH": f"{tools}:{os.environ['PATH']}", "VENV": str(tools.parent)}
     # `make test PYTHON=... TORCH=...` says how to make the environment; the tests use the one that
     # is there.
-    inherited = {
-        name: value for name, value in os.environ.items() if name not in ("PYTHON", "TORCH")
-    }
-    return {**inherited, **fixed, **changes}
+    found = dict(os.environ)
+    for name in ("PYTHON", "TORCH"):
+        found.pop(name, None)
+    return {**found, **fixed, **changes}
 
 
 def run(*command, cwd=None, check=True, **changes: str) -> subprocess.CompletedProcess:
@@ -90,18 +59,11 @@ def run(*command, cwd=None, check=True, **changes: str) -> subprocess.CompletedP
     if words[0] in ("pn", "warm-python") or words[0].startswith("fairseq-"):
         result = _forked(words, str(cwd or os.getcwd()), environment(**changes))
     else:
-        call = {
-            "cwd": cwd,
-            "env": environment(**changes),
-            "capture_output": True,
-            "text": True,
-            "timeout": 600,
-        }
-        result = subprocess.run(words, **call)
+        call = {"cwd": cwd, "env": environment(**changes), "timeout": 600}
+        result = subprocess.run(words, capture_output=True, text=True, **call)
     if check:
-        assert result.returncode == 0, (
-            f"{command}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
-        )
+        said = f"{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
+        assert result.returncode == 0, f"{command}\n{said}"
     return result
 
 
@@ -114,14 +76,16 @@ def words_of(name: str) -> list[str]:
 def script(name: str, *arguments, **options) -> subprocess.CompletedProcess:
     """Run ``scripts/NAME``; the program ``pn`` at once, where the script only calls it."""
     words = words_of(name)
-    return run(*(("pn", *words) if words else ("bash", SCRIPTS / name)), *arguments, **options)
+    program = ["pn", *words] if words else ["bash", SCRIPTS / name]
+    return run(*program, *arguments, **options)
 
 
 def in_process(*words, **changes: str) -> subprocess.CompletedProcess:
     """``pn WORDS`` in this process, in its folder."""
     from pn_fairseq.__main__ import call
 
-    out, err = io.StringIO(), io.TextIOWrapper(io.BytesIO(), write_through=True)
+    out = io.StringIO()
+    err = io.TextIOWrapper(io.BytesIO(), write_through=True)
     with mock.patch.dict(os.environ, changes), redirect_stdout(out), redirect_stderr(err):
         code = call(list(map(str, words)))
     return subprocess.CompletedProcess(words, code, out.getvalue(), err.buffer.getvalue().decode())
@@ -142,7 +106,7 @@ def _forked(words: list[str], cwd: str, env: dict[str, str]) -> subprocess.Compl
         if process.is_alive():
             process.kill()
             raise TimeoutError(words)
-        out, err = (Path(file).read_text("utf-8", "replace") for file in files)
+        out, err = [Path(file).read_text("utf-8", "replace") for file in files]
         return subprocess.CompletedProcess(words, process.exitcode, out, err)
 
 
@@ -152,10 +116,7 @@ def _child(words: list[str], cwd: str, env: dict[str, str], out: str, err: str) 
     # As in a program that was not forked. Its ranks get a server of its own, for the lock of the
     # one that forked it is locked here. Workers of a data loader then end with it; another server
     # would stay.
-    multiprocessing.forkserver.connect_to_new_process, multiprocessing.util.spawnv_passfds = (
-        _connect,
-        _spawn,
-    )
+    multiprocessing.forkserver.connect_to_new_process = _connect
     multiprocessing.set_start_method("fork", force=True)
     subprocess.Popen = _Popen
     _run_and_exit(words, cwd, env)
@@ -184,11 +145,8 @@ class _Popen(subprocess.Popen):
                 signal.signal(number, signal.SIG_DFL)
             if preexec_fn:
                 preexec_fn()
-            _run_and_exit(
-                ["python", *words[words.index("-m") :]],
-                str(cwd or os.getcwd()),
-                dict(env or os.environ),
-            )
+            program = ["python", *words[words.index("-m") :]]
+            _run_and_exit(program, str(cwd or os.getcwd()), dict(env or os.environ))
         self._child_created = True
         self._close_pipe_fds(*pipes)
 
@@ -255,7 +213,8 @@ def assert_refused(result: subprocess.CompletedProcess, *needles: str) -> None:
     """
     lines = [line for line in result.stderr.strip().splitlines() if not line.startswith("[")]
     assert result.returncode == 2, (result.returncode, result.stderr)
-    assert len(lines) == 1 and ": error: " in lines[0], lines
+    assert len(lines) == 1, lines
+    assert ": error: " in lines[0], lines
     for needle in needles:
         assert needle in lines[0], (needle, lines[0])
 
@@ -287,30 +246,18 @@ def cut_corpus(dest: Path, train: int = 600, valid: int = 40, test: int = 37) ->
 
 
 def prepare(corpus: Path, dest: Path, *options, **kwargs):
-    flags = (
-        "--corpus",
-        corpus,
-        "--source",
-        "es",
-        "--target",
-        "en",
-        "--dest",
-        dest,
-        "--bpe",
-        300,
-        "--workers",
-        1,
-    )
-    return run("pn", "prepare", "text", *flags, *options, **kwargs)
+    places = ("--corpus", corpus, "--dest", dest)
+    how = "--source es --target en --bpe 300 --workers 1".split()
+    return run("pn", "prepare", "text", *places, *how, *options, **kwargs)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
     """The files below a folder, by their paths in it."""
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
+    found = {}
+    for path in folder.rglob("*"):
+        if path.is_file():
+            found[str(path.relative_to(folder))] = path.read_bytes()
+    return found
 
 
 def wait_for(condition, process: subprocess.Popen | None = None, seconds: float = 300) -> None:

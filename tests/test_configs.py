@@ -2,17 +2,17 @@
 means the same.
 """
 
-import copy
 import functools
-import operator
 import re
 import shlex
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import fields, replace
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import yaml
 from fairseq import options
 from fairseq.dataclass.initialize import add_defaults, hydra_init
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
@@ -38,16 +38,7 @@ from .scripts_helpers import ROOT
 CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
 #: What --data, --run and the place of the checkout decide, and what hydra and argparse each add of
 #: their own.
-PLACES = {
-    "data",
-    "user_dir",
-    "save_dir",
-    "log_file",
-    "tensorboard_logdir",
-    "no_seed_provided",
-    "_name",
-    "arch",
-}
+PLACES = "data user_dir save_dir log_file tensorboard_logdir no_seed_provided _name arch".split()
 
 
 @functools.cache
@@ -72,7 +63,7 @@ def composed(name: str, **changes):
     """
     if not changes:
         return composed_once(name)
-    cfg = copy.deepcopy(composed_once(name))
+    cfg = deepcopy(composed_once(name))
     with open_dict(cfg):
         for section, values in changes.items():
             cfg[section].update(values)
@@ -94,7 +85,7 @@ def settings(section, ignored=PLACES) -> dict:
 
 def model_of(args) -> TransformerPNConfig:
     """What the model is built from, once the architecture has filled in its defaults."""
-    args = copy.deepcopy(args)
+    args = deepcopy(args)
     with open_dict(args) if OmegaConf.is_config(args) else nullcontext():
         ARCH_CONFIG_REGISTRY[getattr(args, "_name", None) or args.arch](args)
     if is_language_model(args):
@@ -109,46 +100,32 @@ def is_language_model(args) -> bool:
 def test_the_plain_command_of_the_docs_means_what_the_config_says():
     text = (ROOT / "docs/plain_fairseq.md").read_text("utf-8").replace("\\\n", " ")
     (line,) = re.findall(r"(?m)^ *(fairseq-train .*transformer_pn_iwslt.*)$", text)
-    plain, config = command_line(line), composed("iwslt14_de_en")
+    plain = command_line(line)
+    config = composed("iwslt14_de_en")
     assert plain.model.arch == config.model._name == "transformer_pn_iwslt"
-    sections = (
-        "task",
-        "criterion",
-        "optimizer",
-        "lr_scheduler",
-        "optimization",
-        "dataset",
-        "checkpoint",
-        "common",
-    )
-    for section in sections:
-        ours, theirs = settings(config[section]), settings(plain[section])
+    sections = "task criterion optimizer lr_scheduler optimization dataset checkpoint common"
+    for section in sections.split():
+        ours = settings(config[section])
+        theirs = settings(plain[section])
         assert ours.keys() <= theirs.keys(), section
-        different = {
-            key: (value, theirs[key])
-            for key, value in ours.items()
-            if str(theirs[key]) != str(value)
-        }
-        # fairseq's two ways in differ in how they write a list of one, nothing else.
-        assert not different, (section, different)
-    ours, theirs = model_of(config.model), model_of(plain.model)
+        for key, value in ours.items():
+            # fairseq's two ways in differ in how they write a list of one, nothing else.
+            assert str(theirs[key]) == str(value), (section, key)
+    ours = model_of(config.model)
+    theirs = model_of(plain.model)
     # The configuration has a folder for TensorBoard, and so diagnostics of the norms.
-    assert (
-        replace(ours.norms, norm_stats_interval=None) == theirs.norms
-        and ours.norms.psi_warmup_updates == 8000
-    )
-    for one, other in (
-        (ours, theirs),
-        (ours.encoder, theirs.encoder),
-        (ours.decoder, theirs.decoder),
-    ):
-        for name in {field.name for field in fields(one)} - {
-            "encoder",
-            "decoder",
-            "norms",
-            "quant_noise",
-        }:
-            assert getattr(one, name) == getattr(other, name), name
+    assert replace(ours.norms, norm_stats_interval=None) == theirs.norms
+    assert ours.norms.psi_warmup_updates == 8000
+    assert_same_fields(ours, theirs)
+    assert_same_fields(ours.encoder, theirs.encoder)
+    assert_same_fields(ours.decoder, theirs.decoder)
+
+
+def assert_same_fields(one, other) -> None:
+    """Except for those that are compared by themselves."""
+    for field in fields(one):
+        if field.name not in ("encoder", "decoder", "norms", "quant_noise"):
+            assert getattr(one, field.name) == getattr(other, field.name), field.name
 
 
 def head_of(name: str) -> tuple[str, list[str]]:
@@ -161,7 +138,8 @@ def head_of(name: str) -> tuple[str, list[str]]:
 def test_config_opens_with_the_command_that_runs_it(name):
     head, command = head_of(name)
     assert all(line.startswith("#") for line in head.splitlines() if line)
-    assert name in command and any(word.startswith("model._name=") for word in command)
+    assert name in command
+    assert any(word.startswith("model._name=") for word in command)
     assert re.search(r"^# +pn prepare (\w+)", head, re.M)[1] in RECIPES
     plain = head[head.index("fairseq-hydra-train") :].replace("\\\n#", "").splitlines()[0]
     words = shlex.split(plain)
@@ -169,296 +147,92 @@ def test_config_opens_with_the_command_that_runs_it(name):
     assert {word.split("=")[0] for word in words if "=" in word} == {"common.user_dir", "task.data"}
 
 
-#: The settings that gave the published numbers; tokens per update: 4,096 on one GPU and on 128.
-PUBLISHED = {
-    "iwslt14_de_en": {
-        **{
-            "optimization.update_freq": [1],
-            "optimization.lr": [0.0015],
-            "optimizer.weight_decay": 0.0001,
-        },
-        **{
-            "checkpoint.patience": 5,
-            "scoring.average_last": 5,
-            "generation.beam": 5,
-            "generation.lenpen": 1.0,
-        },
-        **{"optimization.max_update": 100_000, "task.source_lang": "de", "task.target_lang": "en"},
-    },
-    "multi30k_en_de_tiny": {
-        **{"optimization.update_freq": [2], "dataset.max_tokens": 4096, "optimization.lr": [0.005]},
-        **{
-            "optimizer.weight_decay": 0.0,
-            "optimizer.adam_eps": 1e-8,
-            "optimization.clip_norm": 25.0,
-        },
-        **{
-            "optimization.max_update": 8000,
-            "lr_scheduler.warmup_updates": 2000,
-            "lr_scheduler.warmup_init_lr": 1e-7,
-        },
-        **{
-            "checkpoint.patience": 10,
-            "scoring.average_last": 10,
-            "generation.beam": 5,
-            "generation.lenpen": 1.0,
-        },
-        **{
-            "model.encoder_layers": 4,
-            "model.decoder_layers": 4,
-            "task.source_lang": "en",
-            "task.target_lang": "de",
-        },
-        **{
-            "model.attention_dropout": 0.0,
-            "model.activation_dropout": 0.0,
-            "optimization.stop_min_lr": -1.0,
-        },
-    },
-    "wmt14_en_de_big": {
-        **{
-            "optimization.update_freq": [128],
-            "optimization.lr": [0.003],
-            "optimizer.weight_decay": 0.0,
-        },
-        **{
-            "checkpoint.patience": 10,
-            "scoring.average_last": 10,
-            "generation.beam": 4,
-            "generation.lenpen": 0.6,
-        },
-        **{"optimization.max_update": 300_000, "task.source_lang": "en", "task.target_lang": "de"},
-    },
-    "iwslt14_de_en_adanorm": {
-        **{
-            "optimization.update_freq": [2],
-            "optimization.lr": [0.0015],
-            "optimization.max_update": 90_000,
-        },
-        **{
-            "scoring.average_last": 10,
-            "generation.beam": 5,
-            "model.norm_options.ada.ada_scale": 2.0,
-        },
-        **{"model.attention_init": "torch", "model.decoder_norm": "ada"},
-    },
-    "iwslt15_en_vi_adanorm": {
-        **{"optimization.update_freq": [1], "optimization.lr": [0.001], "model.dropout": 0.1},
-        **{
-            "model.attention_dropout": 0.0,
-            "model.activation_dropout": 0.0,
-            "model.share_all_embeddings": None,
-        },
-        **{
-            "scoring.average_last": 10,
-            "generation.beam": 5,
-            "model.norm_options.ada.ada_scale": 1.0,
-        },
-        **{"model.attention_init": "torch", "model.decoder_norm": "ada"},
-    },
-    "wmt14_en_de_big_adanorm": {
-        **{
-            "optimization.update_freq": [1],
-            "optimization.lr": [0.001],
-            "optimizer.weight_decay": 0.0,
-        },
-        **{"lr_scheduler.warmup_updates": 4000, "scoring.average_last": 10, "generation.beam": 4},
-        **{
-            "model.norm_options.ada.ada_scale": 2.0,
-            "model.decoder_norm": "ada",
-            "model.attention_init": "torch",
-        },
-    },
-    "iwslt14_de_en_paper": {
-        **{"model.dropout": 0.0, "scoring.average_last": 10, "checkpoint.patience": 5},
-        **{"optimization.max_update": 100_000, "generation.beam": 5, "generation.lenpen": 1.0},
-    },
-    "iwslt14_de_en_unified": {
-        **{
-            "optimization.lr": [0.0007],
-            "lr_scheduler.warmup_updates": 6000,
-            "optimization.max_update": 100_000,
-        },
-        **{"scoring.average_last": 10, "generation.beam": 5, "model.decoder_norm": "unified"},
-        "model.psi_warmup_updates": 4000,
-    },
-    "iwslt14_de_en_regularized_bn": {
-        **{
-            "optimization.lr": [0.0015],
-            "optimization.max_epoch": 60,
-            "scoring.average_last": 6,
-            "generation.beam": 5,
-        },
-        **{
-            "model.norm_options.batch-reg": {"lambda_mean": 0.1, "lambda_var": 0.01},
-            "model.decoder_norm": None,
-        },
-    },
-}
-PUBLISHED_FOR_ALL = {
-    **{
-        "dataset.max_tokens": 4096,
-        "optimizer.adam_betas": "(0.9, 0.98)",
-        "optimization.clip_norm": 0.0,
-    },
-    **{
-        "lr_scheduler._name": "inverse_sqrt",
-        "lr_scheduler.warmup_updates": 8000,
-        "lr_scheduler.warmup_init_lr": 1e-7,
-    },
-    **{
-        "optimization.stop_min_lr": 1e-9,
-        "model.dropout": 0.3,
-        "model.attention_dropout": 0.1,
-        "common.seed": 1,
-    },
-    **{
-        "model.activation_dropout": 0.1,
-        "model.share_all_embeddings": True,
-        "criterion.label_smoothing": 0.1,
-    },
-    **{"checkpoint.keep_last_epochs": 10},
-}
-#: Embedding, feed-forward, heads, layers.
-PUBLISHED_SIZES = dict.fromkeys(("wmt14_en_de_big", "wmt14_en_de_big_adanorm"), (1024, 4096, 16, 6))
-PUBLISHED_SIZES |= {
-    "iwslt15_en_vi_adanorm": (512, 2048, 8, 6),
-    "multi30k_en_de_tiny": (128, 256, 4, 4),
-}
+PUBLISHED_SETTINGS = yaml.safe_load((ROOT / "tests/published_settings.yaml").read_text("utf-8"))
+PUBLISHED = PUBLISHED_SETTINGS["translation"]
+PUBLISHED_FOR_ALL = PUBLISHED.pop("all")
+PUBLISHED_LM = PUBLISHED_SETTINGS["language_models"]
+PUBLISHED_OF_SCRIPTS = PUBLISHED_LM.pop("scripts")
+PUBLISHED_OF_TEXTS = PUBLISHED_LM.pop("texts")
 
 
-#: Of run_ptb.sh and run_wt103.sh in the code of Ma et al. (2019), of run_enwik8_base.sh in the code
-#: of Transformer-XL, and of the text of PowerNorm and of Ma et al.
-PUBLISHED_LM = {
-    "ptb_lm": {
-        **{
-            "optimization.max_update": 20_000,
-            "dataset.max_tokens": 120 * 32,
-            "task.tokens_per_sample": 32,
-        },
-        **{"criterion._name": "cross_entropy"},
-    },
-    "wikitext103_lm": {
-        **{
-            "optimization.max_update": 200_000,
-            "dataset.max_tokens": 60 * 80,
-            "task.tokens_per_sample": 80,
-        },
-        **{"criterion._name": "adaptive_loss"},
-    },
-    "enwik8_lm": {
-        **{
-            "optimization.max_update": 400_000,
-            "dataset.max_tokens": 22 * 512,
-            "task.tokens_per_sample": 512,
-        },
-        **{
-            "dataset.validate_interval_updates": 4000,
-            "criterion._name": "cross_entropy",
-            "model.dropout": 0.1,
-        },
-        "model.norm_options.ada": {"ada_scale": 1.0, "ada_k": 0.1},
-    },
-    "ptb_lm_paper": {"task.tokens_per_sample": 30, "criterion.label_smoothing": 0.1},
-    "wikitext103_lm_paper": {"task.tokens_per_sample": 100, "criterion._name": "adaptive_loss"},
-}
-PUBLISHED_OF_SCRIPTS = {
-    **{"optimization.lr": [0.00025], "optimization.clip_norm": 0.25, "optimizer.weight_decay": 0.0},
-    **{
-        "lr_scheduler._name": "cosine",
-        "lr_scheduler.warmup_updates": 0,
-        "dataset.validate_interval_updates": 1000,
-    },
-    **{"task.sample_break_mode": "none", "optimization.update_freq": [1]},
-}
-PUBLISHED_OF_TEXTS = {
-    **{
-        "optimization.max_epoch": 30,
-        "lr_scheduler._name": "inverse_sqrt",
-        "lr_scheduler.warmup_updates": 4000,
-    },
-    **{"optimizer.adam_betas": "(0.9, 0.98)"},
-}
-#: Channels, inner, rank, layers, dropout, cutoffs.
-PUBLISHED_LM_SIZES = {
-    "ptb_lm": (256, 2100, 40, 3, 0.3, ""),
-    "wikitext103_lm": (256, 2100, 40, 6, 0.1, "20000,40000,200000"),
-    "ptb_lm_paper": (512, 1024, 10, 3, 0.3, ""),
-    "wikitext103_lm_paper": (512, 1024, 18, 6, 0.3, "20000,40000,200000"),
-}
+def assert_settings(cfg, *published: dict) -> None:
+    """The configuration has the published settings; later ones replace earlier ones."""
+    expected = {}
+    for settings in published:
+        expected |= settings
+    for key, value in expected.items():
+        assert OmegaConf.select(cfg, key) == value, key
 
 
 @pytest.mark.parametrize("name", PUBLISHED_LM)
 def test_published_settings_of_language_models(name):
     cfg = composed(name)
-    common = PUBLISHED_OF_TEXTS if name.endswith("_paper") else PUBLISHED_OF_SCRIPTS
-    for key, value in {**common, **PUBLISHED_LM[name]}.items():
-        assert OmegaConf.select(cfg, key) == value, key
-    if name.endswith("_paper"):  # the peak of Vaswani et al. (2017)
+    of_a_text = name.endswith("_paper")
+    common = PUBLISHED_OF_TEXTS if of_a_text else PUBLISHED_OF_SCRIPTS
+    assert_settings(cfg, common, PUBLISHED_LM[name])
+    if of_a_text:  # the peak of Vaswani et al. (2017)
         assert cfg.optimization.lr[0] == pytest.approx((512 * 4000) ** -0.5, rel=1e-4)
-    model = copy.deepcopy(cfg.model)
+    model = deepcopy(cfg.model)
     ARCH_CONFIG_REGISTRY[model._name](model)
+    sizes = [model.decoder_embed_dim, model.decoder_ffn_embed_dim]
     if name == "enwik8_lm":
-        heads = model.decoder_attention_heads
-        assert (
-            model.decoder_embed_dim,
-            model.decoder_ffn_embed_dim,
-            heads,
-            model.decoder_layers,
-        ) == (512, 2048, 8, 12)
+        sizes += [model.decoder_attention_heads, model.decoder_layers]
+        assert sizes == [512, 2048, 8, 12]
         return
-    size = (
-        model.decoder_embed_dim,
-        model.decoder_ffn_embed_dim,
-        model.core_rank,
-        model.decoder_layers,
-        model.dropout,
-    )
-    assert (*size, model.adaptive_softmax_cutoff) == PUBLISHED_LM_SIZES[name]
-    assert model.cores == 1 and not model.post_norm and not model.tensorized_unmasked
+    sizes += [model.core_rank, model.decoder_layers, model.dropout, model.adaptive_softmax_cutoff]
+    assert sizes == PUBLISHED_SETTINGS["language_model_sizes"][name]
+    assert model.cores == 1
+    assert not model.post_norm
+    assert not model.tensorized_unmasked
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_settings(name):
     cfg = composed(name)
-    for key, value in {**PUBLISHED_FOR_ALL, **PUBLISHED[name]}.items():
-        assert OmegaConf.select(cfg, key) == value, key
+    assert_settings(cfg, PUBLISHED_FOR_ALL, PUBLISHED[name])
     model = model_of(cfg.model)
-    size = PUBLISHED_SIZES.get(name, (512, 1024, 4, 6))
+    sizes = PUBLISHED_SETTINGS["sizes"]
+    expected = sizes.get(name, sizes["all"])
     for part in (model.encoder, model.decoder):
-        assert (part.embed_dim, part.ffn_embed_dim, part.attention_heads, part.layers) == size
+        found = [part.embed_dim, part.ffn_embed_dim, part.attention_heads, part.layers]
+        assert found == expected
         assert part.normalize_before
+
+
+#: Settings of ours in the files of a paper: of reporting, and the batch multiple, whose reason is
+#: above it.
+OURS = (
+    "log_interval",
+    "required_batch_size_multiple",
+    "save_interval_updates",
+    "keep_interval_updates",
+)
+#: What a comment about a number of a paper names.
+SOURCE = "script|paper|authors|as [IW]|architecture|transformer_wmt|learning rate"
 
 
 @pytest.mark.parametrize("name", [*PUBLISHED, *PUBLISHED_LM])
 def test_every_number_of_a_paper_names_its_source(name):
-    files = [
-        name,
-        *(
-            f"base/{path.stem}"
-            for path in (ROOT / "configs/base").glob("*.yaml")
-            if path.stem != "small"
-        ),
-    ]
-    lines = [
-        line
-        for file in files
-        for line in (ROOT / f"configs/{file}.yaml").read_text("utf-8").splitlines()
-    ]
-    # Reporting is not of the paper, and the batch multiple has its reason above it.
-    ours = (
-        "log_interval",
-        "required_batch_size_multiple",
-        "save_interval_updates",
-        "keep_interval_updates",
-    )
-    ours += ("num_workers", "_name") if name in PUBLISHED_LM else ()
-    for before, line in zip(["", *lines], lines, strict=False):
-        if re.match(r"\s*\w+: .*\d", line) and not line.strip().startswith(ours):
-            source = line.partition("#")[2] + (before if before.strip().startswith("#") else "")
-            assert re.search(
-                "script|paper|authors|as [IW]|architecture|transformer_wmt|learning rate", source
-            ), line
+    files = [ROOT / f"configs/{name}.yaml"]
+    for path in (ROOT / "configs/base").glob("*.yaml"):
+        if path.stem != "small":
+            files.append(path)
+    ours = OURS
+    if name in PUBLISHED_LM:
+        ours += ("num_workers", "_name")
+    above = ""
+    for line in "".join(path.read_text("utf-8") for path in files).splitlines():
+        has_number = re.match(r"\s*\w+: .*\d", line)
+        if has_number and not line.strip().startswith(ours):
+            source = line.partition("#")[2]
+            if above.strip().startswith("#"):
+                source += above
+            assert re.search(SOURCE, source), line
+        above = line
+
+
+def kept_checkpoints(cfg) -> int:
+    return max(cfg.checkpoint.keep_last_epochs, cfg.checkpoint.keep_interval_updates)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -473,20 +247,20 @@ def test_tokens_per_update_are_what_one_rank_takes(name):
     assert f"model._name={cfg.model._name}" in overrides
     plain = composed(name)
     (update_freq,) = plain.optimization.update_freq
-    assert (
-        update_freq * plain.dataset.max_tokens == cfg.tokens_per_update == batches.tokens_per_update
-    )
-    assert cfg.average_last <= max(
-        cfg.checkpoint.keep_last_epochs, cfg.checkpoint.keep_interval_updates
-    )
+    expected = update_freq * plain.dataset.max_tokens
+    assert cfg.tokens_per_update == expected
+    assert batches.tokens_per_update == expected
+    assert cfg.average_last <= kept_checkpoints(cfg)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_what_every_config_reports_and_keeps(name):
     cfg = composed(name)
     assert cfg.dataset.required_batch_size_multiple == 1, "another one would drop sentences"
-    assert cfg.common.log_format == "json" and cfg.common.log_file and cfg.common.tensorboard_logdir
-    assert max(cfg.checkpoint.keep_last_epochs, cfg.checkpoint.keep_interval_updates) == 10
+    assert cfg.common.log_format == "json"
+    assert cfg.common.log_file
+    assert cfg.common.tensorboard_logdir
+    assert kept_checkpoints(cfg) == 10
     limits = (cfg.checkpoint.patience, cfg.optimization.max_update, cfg.optimization.max_epoch)
     assert any(limit > 0 for limit in limits)
 
@@ -495,9 +269,8 @@ def test_what_every_config_reports_and_keeps(name):
 def test_every_setting_has_a_role(name):
     """A new one has to be put into pn_fairseq/pipeline/setting_roles.py."""
     settings = flat(OmegaConf.to_container(composed(name)))
-    assert not [
-        name for name in settings if not name.startswith("hydra.") and listed_role(name) is None
-    ]
+    for setting in settings:
+        assert setting.startswith("hydra.") or listed_role(setting) is not None, setting
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -519,20 +292,28 @@ def test_a_file_and_its_defaults_have_no_setting_in_common(name):
     with fairseq's values.
     """
 
-    def keys(file: str) -> set[str]:
-        return flat(
-            OmegaConf.to_container(OmegaConf.load(ROOT / f"configs/{file}.yaml"))
-        ).keys() - {"defaults"}
+    config = plain_config(name)
+    assert config.defaults[0] == "_self_"
+    bases = bases_of(name)
+    assert "base/training" in bases
+    own = flat(OmegaConf.to_container(config)).keys() - {"defaults"}
+    for base in bases:
+        common = own & flat(OmegaConf.to_container(plain_config(base))).keys()
+        assert not common, base
 
-    def bases(file: str) -> list[str]:
-        names = OmegaConf.load(ROOT / f"configs/{file}.yaml").get("defaults", [])
-        found = [f"base/{base.removeprefix('base/')}" for base in names if base != "_self_"]
-        return [*found, *(other for base in found for other in bases(base))]
 
-    assert OmegaConf.load(ROOT / f"configs/{name}.yaml").defaults[
-        0
-    ] == "_self_" and "base/training" in bases(name)
-    assert not {base: common for base in bases(name) if (common := keys(base) & keys(name))}
+def plain_config(file: str):
+    return OmegaConf.load(ROOT / f"configs/{file}.yaml")
+
+
+def bases_of(file: str) -> list[str]:
+    """The files that a file's defaults name, and theirs."""
+    found = []
+    for name in plain_config(file).get("defaults", []):
+        if name != "_self_":
+            base = f"base/{name.removeprefix('base/')}"
+            found += [base, *bases_of(base)]
+    return found
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -545,20 +326,19 @@ def test_the_psi_warmup_follows_the_learning_rates(name):
     assert model_of(cfg.model).norms.psi_warmup_updates == 7
 
 
-TABLES = (*PAPER.values(), *LM_TABLES.values())
-ROWS = [
-    *dict.fromkeys(
-        (table.config, row.norm, *row.settings.items()) for table in TABLES for row in table.rows
-    )
-]
+#: Configuration, norm and changed settings of each row of the published tables.
+ROWS = {}
+for table in (*PAPER.values(), *LM_TABLES.values()):
+    for row in table.rows:
+        ROWS[table.config, row.norm, *row.settings.items()] = tuple(row.settings)
 #: One row for each set of settings that rows change; the others take seconds, and each
 #: configuration is composed above.
-KINDS = {tuple(key for key, _ in row[2:]): row for row in ROWS}.values()
+QUICK = {changed: row for row, changed in ROWS.items()}.values()
 
 
 @pytest.mark.parametrize(
     "row",
-    [row if row in KINDS else pytest.param(row, marks=pytest.mark.slow) for row in ROWS],
+    [row if row in QUICK else pytest.param(row, marks=pytest.mark.slow) for row in ROWS],
     ids=str,
 )
 def test_rows_of_published_tables_are_models(row):
@@ -566,16 +346,16 @@ def test_rows_of_published_tables_are_models(row):
     config, norm, *changes = row
     corpus = next(corpus for corpus in experiments().values() if config.startswith(corpus.config))
     arch = f"{corpus.models[0]}_{NORMS[norm].short}_{corpus.size}"
-    given = [
-        "task.data=/data",
-        f"model._name={arch}",
-        *(f"model.{key}={value}" for key, value in changes),
-    ]
+    given = ["task.data=/data", f"model._name={arch}"]
+    given += [f"model.{key}={value}" for key, value in changes]
     cfg, _ = compose_settings(ROOT / f"configs/{config}.yaml", given, 1, on_cpu=True)
     check_values(cfg)
     norms = model_of(cfg.model).norms
-    assert (norms.decoder_norm if "_lm_" in arch else norms.encoder_norm) == norm
-    assert {
-        key: str(operator.attrgetter(key)(OmegaConf.create(vars(norms)))) for key, _ in changes
-    } == dict(changes)
-    assert "_lm_" in arch or norms.decoder_norm == dict(changes).get("decoder_norm", "layer")
+    found = OmegaConf.create(vars(norms))
+    for key, value in changes:
+        assert str(OmegaConf.select(found, key)) == value
+    if "_lm_" in arch:
+        assert norms.decoder_norm == norm
+    else:
+        assert norms.encoder_norm == norm
+        assert norms.decoder_norm == dict(changes).get("decoder_norm", "layer")

@@ -32,17 +32,9 @@ def installed(tmp_path_factory):
         shutil.copytree(ROOT / folder, base / "source" / folder)
     for file in ("setup.py", "pyproject.toml", "README.md"):
         shutil.copy(ROOT / file, base / "source")
-    pip = (
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-compile",
-    )
-    run(*pip, "--target", base / "site", base / "source", CC="false", CXX="false")
+    pip = "-m pip install --quiet --no-deps --no-build-isolation --no-compile".split()
+    words = [sys.executable, *pip, "--target", base / "site", base / "source"]
+    run(*words, CC="false", CXX="false")
     return base / "site"
 
 
@@ -87,10 +79,8 @@ def test_the_norms_need_torch_alone(installed, tmp_path):
     """And their suite NumPy and pytest."""
     place = {"cwd": tmp_path, "PYTHONPATH": str(installed), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = run(sys.executable, "-c", BLOCKER + NORMS_ALONE, "numpy", **place)
-    assert (
-        done.stdout == "[]\n"
-        and done.stderr.count("pn_fairseq computes without its C++ kernels") == 1
-    )
+    assert done.stdout == "[]\n"
+    assert done.stderr.count("pn_fairseq computes without its C++ kernels") == 1
     suite = (
         "from pn_fairseq.__main__ import call; sys.exit(call(['test-norms', 'rms', '--', '-k', "
         "'state_dict']))"
@@ -110,7 +100,8 @@ def test_what_an_installation_needs(installed):
         extra: [name for name in needed if f'extra == "{extra}"' in name]
         for extra in ("fairseq", "test", "docs")
     }
-    assert any("fairseq-fixed" in name for name in extras["fairseq"]) and all(extras.values())
+    assert any("fairseq-fixed" in name for name in extras["fairseq"])
+    assert all(extras.values())
     assert "Requires-Python: >=3.11\n" in metadata.read_text()
     assert "Tag: py3-none-any\n" in metadata.with_name("WHEEL").read_text(), (
         "it has no compiled kernels"
@@ -124,14 +115,15 @@ def test_user_dir_from_another_folder(installed, tmp_path):
     checkout = tmp_path / "pn_fairseq"
     shutil.copytree(ROOT / "pn_fairseq", checkout / "pn_fairseq")
     for base, path in ((ROOT, ""), (installed, installed)):
-        printed = run(
-            sys.executable, "-m", "pn_fairseq", "--user-dir", cwd="/", PYTHONPATH=str(path)
-        ).stdout.strip()
-        assert printed == str(base / "pn_fairseq")
+        words = [sys.executable, "-m", "pn_fairseq", "--user-dir"]
+        done = run(*words, cwd="/", PYTHONPATH=str(path))
+        assert done.stdout.strip() == str(base / "pn_fairseq")
+    own = ROOT / "pn_fairseq"
+    other = installed / "pn_fairseq"
     for named, path, used in (
-        (ROOT / "pn_fairseq", "", ROOT / "pn_fairseq"),
-        (installed / "pn_fairseq", installed, installed / "pn_fairseq"),
-        (ROOT / "pn_fairseq", installed, ROOT / "pn_fairseq"),
+        (own, "", own),
+        (other, installed, other),
+        (own, installed, own),
         (checkout, checkout, checkout / "pn_fairseq"),
     ):
         result = run("warm-python", "-c", REGISTER, named, cwd="/", PYTHONPATH=str(path))
@@ -194,7 +186,8 @@ def test_missing_kernels_are_named_once(installed, tmp_path):
         sys.executable, "-P", "-m", "pn_fairseq", "train", "verses_es_en", "--data", "x", **place
     )
     line, error = pn.stderr.splitlines()
-    assert line.startswith("[pn] the C++ kernels are not compiled: ") and "'make venv'" in line
+    assert line.startswith("[pn] the C++ kernels are not compiled: ")
+    assert "'make venv'" in line
     assert error.startswith("pn train: error: ")
     forced = run(
         sys.executable, "-c", "import pn_fairseq.norms", PN_FAIRSEQ_KERNELS="reference", **place

@@ -331,8 +331,6 @@ def test_a_mistake_is_one_line(words, line, place, monkeypatch):
     before = {path: path.stat().st_mtime_ns for path in place.rglob("*")}
     result = in_process(*shlex.split(words))
     assert_refused(result, *line.split("; "))
-    assert (
-        result.stderr.splitlines()[-1].startswith(f"pn {words.split()[0]}: error: ")
-        and not result.stdout
-    )
+    assert result.stderr.splitlines()[-1].startswith(f"pn {words.split()[0]}: error: ")
+    assert not result.stdout
     assert {path: path.stat().st_mtime_ns for path in place.rglob("*")} == before

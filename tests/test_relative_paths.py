@@ -100,12 +100,10 @@ def parsers() -> list[argparse.ArgumentParser]:
 
 
 def test_every_path_option_is_in_the_table():
-    tested = {
-        (words.split()[0], word)
-        for words, _ in rows()
-        for word in words.split()
-        if word.startswith("--")
-    }
+    tested = set()
+    for words, _ in rows():
+        verb, *others = words.split()
+        tested |= {(verb, word) for word in others if word.startswith("--")}
     paths = set()
     for parser in parsers():
         for action in parser._actions:
@@ -164,7 +162,8 @@ def test_relative(words, shown, place):
         assert (here / shown).exists()
     else:
         assert shown.format(**SCRIPTS, place=place.resolve()) in said, said
-        assert "Traceback" not in said and "/../" not in said, said
+        assert "Traceback" not in said, said
+        assert "/../" not in said, said
     assert not list(here.iterdir())
 
 
@@ -176,12 +175,8 @@ def test_settings_that_name_files_become_absolute(tmp_path, monkeypatch):
     given = dict.fromkeys(PATHS, "some/../file")
     given["checkpoint.finetune_from_model"] = "a,b.pt"
     given["model.norm_module"] = "norm.py,./norm.py"
-    cfg, _ = compose(
-        ROOT / "configs/verses_es_en.yaml",
-        [f"{name}='{path}'" for name, path in given.items()],
-        1,
-        True,
-    )
+    settings = [f"{name}='{path}'" for name, path in given.items()]
+    cfg, _ = compose(ROOT / "configs/verses_es_en.yaml", settings, 1, True)
     folder = tmp_path.resolve()
     assert cfg.checkpoint.finetune_from_model == f"{folder}/a,b.pt"
     assert cfg.model.norm_module == f"{folder}/norm.py,{folder}/norm.py"

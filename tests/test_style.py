@@ -10,7 +10,9 @@ COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
 def offences(source: str) -> int:
-    lines, tree, count = source.splitlines(), ast.parse(source), 0
+    lines = source.splitlines()
+    tree = ast.parse(source)
+    count = 0
     for node in ast.walk(tree):
         if isinstance(node, COMPREHENSIONS):
             inner = [part for part in ast.walk(node) if part is not node]

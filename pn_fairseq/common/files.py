@@ -22,10 +22,7 @@ PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def shipped(path: str) -> Path:
-    """``path`` in the checkout, which a wheel has inside the package:
-
-    ``configs`` or ``data/...``.
-    """
+    """``path`` in the checkout (``configs`` or ``data/...``), which a wheel has in the package."""
     installed = PACKAGE / path
     return installed if installed.exists() else PACKAGE.parent / path
 

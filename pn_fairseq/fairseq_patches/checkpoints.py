@@ -213,9 +213,8 @@ def counter():
 
 
 def batches(cfg, epoch: int) -> dict:
-    """The unit of the place in an epoch:
-
-    ``workers`` ranks take ``max_tokens`` tokens each, ``update_freq`` times.
+    """The unit of the place in an epoch: ``workers`` ranks take ``max_tokens`` tokens each,
+    ``update_freq`` times.
     """
     frequencies = cfg.optimization.update_freq
     return {

@@ -463,9 +463,8 @@ def batch_normalize(
     eps: float,
     centered: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """y, normalized by the :func:`moments` of the batch, and these:
-
-    ``inv_rms``, mean, moment and N.
+    """y, normalized by the :func:`moments` of the batch, and these: ``inv_rms``, mean, moment and
+    N.
     """
     inv_rms, mean, h, moment, count = _moments(x, padding, groups, eps, centered)
     factors = _factors(weight, moment, eps, h.dtype)

@@ -185,9 +185,8 @@ class RunningNorm(StatefulNorm):
         return ()
 
     def batch_moments(self, step: Step) -> Moments:
-        """The statistics of a batch, over all ranks:
-
-        ``step.batch``, and what recalibration averages.
+        """The statistics of a batch, over all ranks: ``step.batch``, and what recalibration
+        averages.
         """
         return step.moments(centered=self.mean_name is not None)
 

@@ -97,7 +97,6 @@ class BatchStatsNorm(RunningNorm):
 
     def corrections(self, step: Step, products: Tensor) -> tuple[Tensor, Tensor]:
         """What multiplies x_hat and 1 in the gradient through the statistics, times N:
-
         ``products``.
         """
         nu, offset = products.unbind()

@@ -1,6 +1,5 @@
-"""RBN:
-
-batch normalization with a penalty on the distance of the batch's statistics from the running ones.
+"""RBN: batch normalization with a penalty on the distance of the batch's statistics from the
+running ones.
 """
 
 import torch

@@ -241,9 +241,9 @@ class ReplacedNorm:
 
 
 def norm_report(model: nn.Module) -> list[ReplacedNorm]:
-    r"""The norms that :func:`convert_norms` put into ``model``:
+    r"""The norms that :func:`convert_norms` put into ``model``.
 
-    ``print(*norm_report(model), sep="\n")``.
+    ``print(*norm_report(model), sep="\n")`` shows them, one a line.
     """
     report = []
     for name, norm in named_norms(model, ConvertedNorm).items():

@@ -495,9 +495,8 @@ def _take_hooks(made: ChannelNorm, module: nn.Module) -> None:
 
 
 def _alpha_of_momentum(momentum: float | None, name: str) -> float:
-    """``alpha_fwd`` of the statistics of a batch norm of torch:
-
-    0 keeps those of the last batch, 1 the initial ones.
+    """``alpha_fwd`` of the statistics of a batch norm of torch: 0 keeps those of the last batch, 1
+    the initial ones.
     """
     if momentum is None:
         raise ValueError(

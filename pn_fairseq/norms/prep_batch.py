@@ -1,6 +1,5 @@
-"""PRepBN:
-
-layer normalization that fades into a batch normalization which folds into the next linear map.
+"""PRepBN: layer normalization that fades into a batch normalization which folds into the next
+linear map.
 """
 
 import torch

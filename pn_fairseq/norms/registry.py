@@ -100,17 +100,15 @@ class NormEntry:
     defaults: dict[str, object] = field(default_factory=dict)
 
     def variant(self, name: str) -> type[ChannelNorm]:
-        """The class of this norm in one of :func:`variants`:
-
-        ``cls`` unless it has another one there.
+        """The class of this norm in one of :func:`variants`: ``cls`` unless it has another one
+        there.
         """
         return self.variants.get(name, self.cls)
 
     @property
     def options(self) -> dict[str, inspect.Parameter]:
-        """Options of :func:`build_norm` that this norm uses:
-
-        the arguments of its constructor and those it inherits.
+        """Options of :func:`build_norm` that this norm uses: the arguments of its constructor and
+        those it inherits.
         """
         return _arguments(self.cls)
 
@@ -149,9 +147,8 @@ def default_of(cls: type[ChannelNorm], option: str):
 
 
 def description_of(cls: type[ChannelNorm], option: str) -> str:
-    """What an option of ``cls`` means:
-
-    the first sentence about it under ``Args:`` in the docstrings of its classes.
+    """What an option of ``cls`` means: the first sentence about it under ``Args:`` in the
+    docstrings of its classes.
     """
     for base in inspect.getmro(cls):
         section = re.search(

@@ -155,7 +155,6 @@ class StatefulNorm(ChannelNorm):
 
     def _apply(self, fn, recurse=True):
         """Buffers take device and memory of ``fn``, and neither its dtype nor its values:
-
         ``to_empty`` has none.
         """
         before = dict(self._buffers)

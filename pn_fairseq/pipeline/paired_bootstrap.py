@@ -1,7 +1,4 @@
-"""The significance of differences between decoded runs over test sentences:
-
-the paired bootstrap.
-"""
+"""The paired bootstrap: the significance of differences between decoded runs."""
 
 import re
 from collections.abc import Mapping, Sequence

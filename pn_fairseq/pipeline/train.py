@@ -251,9 +251,8 @@ def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, r
 
 
 def goal(cfg, data: Path) -> dict[str, str]:
-    """The stamp of a finished run:
-
-    its limits and its data. config.yaml has the settings that may not change.
+    """The stamp of a finished run: its limits and its data. config.yaml has the settings that may
+    not change.
     """
     from omegaconf import OmegaConf
 

@@ -67,16 +67,32 @@ def running_cases(names=None) -> list[Case]:
     return [case for case in cases(names) if issubclass(case.cls, RunningNorm)]
 
 
-#: Norms that differ in kind from each other, as case names.
-KINDS = {"layer", "dyt", "batch", "power", "power-release", "power-v", "unified"}
-#: Of these the norms that torch.compile sees as different: an operator for each token, one with
-#: state, and windows.
-COMPILED = {"dyt", "power", "unified"}
+#: Kind of norms -> the case that stands for it where a test does not run with every norm.
+KINDS = {
+    "tokens": "layer",
+    "elements": "dyt",
+    "batch": "batch",
+    "batch about 0": "power-v",
+    "batch and running": "batch-renorm",
+    "running": "power",
+    "running, released": "power-release",
+    "window": "unified",
+    "tokens, then batch": "prep-batch",
+}
+
+
+def of_kinds(*kinds: str) -> list[str]:
+    """The norms that stand for these kinds."""
+    return [KINDS[kind] for kind in kinds]
+
+
+#: Kinds that torch.compile sees as different: an operator for each token, one with state, windows.
+COMPILED = of_kinds("elements", "running", "window")
 
 
 def long(test):
-    """Mark a test that takes long: with other norms than KINDS, or COMPILED if it compiles, it
-    is slow.
+    """Mark a test that takes long: it is slow with norms that stand for no kind in KINDS, or in
+    COMPILED if it compiles.
     """
     test.long = True
     return test
@@ -88,7 +104,7 @@ def pytest_generate_tests(metafunc):
     not do.
     """
     slow = pytest.mark.slow if getattr(metafunc.function, "long", False) else ()
-    quick = COMPILED if "compiler" in metafunc.fixturenames else KINDS
+    quick = COMPILED if "compiler" in metafunc.fixturenames else KINDS.values()
     names = metafunc.config.getoption("norm_names", None)
     fixtures = {
         "case": cases(names),

@@ -1,7 +1,4 @@
-"""Imported by every Python that has this folder on its PYTHONPATH:
-
-each seed becomes the next one.
-"""
+"""Imported by every Python with this folder on its PYTHONPATH: each seed becomes the next one."""
 
 import numpy as np
 import torch

@@ -40,7 +40,8 @@ def _in_this_process(monkeypatch):
     """No restart for the allocator; logging and threads are restored."""
     for name, value in ALLOCATOR.items():
         monkeypatch.setenv(name, value)
-    threads, disabled = torch.get_num_threads(), logging.root.manager.disable
+    threads = torch.get_num_threads()
+    disabled = logging.root.manager.disable
     yield
     torch.set_num_threads(threads)
     logging.disable(disabled)
@@ -86,7 +87,8 @@ def test_decoding(tmp_path, capsys):
 
 def check_machine(row):
     assert row["torch"] == torch.__version__
-    assert row["cores"] and row["date"]
+    assert row["cores"]
+    assert row["date"]
 
 
 def test_training(tmp_path, capsys):
@@ -115,7 +117,8 @@ def test_fairseqs_own_model_makes_the_update_of_the_layer_norm_model():
     batch = training.make_batches(args)[0]
     for trainer in (own, ours):
         training.update(trainer, batch)
-    expected, found = own.model.state_dict(), ours.model.state_dict()
+    expected = own.model.state_dict()
+    found = ours.model.state_dict()
     assert found.keys() == expected.keys()
     for name, weight in expected.items():
         torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-8, msg=name)
@@ -172,7 +175,8 @@ def test_norms(tmp_path, capsys, monkeypatch):
     assert both["pn reference", "0.2"]["times_reference"] == "1.0"
     assert first["ratio"] == first["extra_ratio"] == "1.0"
     # What fills up the mask is work only where there is one.
-    without, masked = both["pn reference", "0.0"], both["pn reference", "0.2"]
+    without = both["pn reference", "0.0"]
+    masked = both["pn reference", "0.2"]
     assert int(without["kernels"]) < int(masked["kernels"])
     printed = capsys.readouterr().out
     for name in names:
@@ -282,7 +286,8 @@ def test_what_cannot_run_is_left_out_with_a_line(capsys, monkeypatch):
     names = ["BatchNorm1d gathered", "pn compiled", "pn +LS compiled"]
     assert [line.partition(":")[0] for line in reasons] == names
     assert reasons[1].endswith("left out: no C++ compiler")
-    assert "compiled" not in printed.out and "copy and add" in printed.out
+    assert "compiled" not in printed.out
+    assert "copy and add" in printed.out
 
 
 @pytest.mark.parametrize(
@@ -320,12 +325,12 @@ def test_turns_are_taken_in_changing_order():
 
 
 def test_figures_of_a_round_by_hand():
-    found = [
-        norms.Contestant("LayerNorm", nn.Identity(), "LayerNorm"),
-        norms.Contestant(norms.COPY, nn.Identity(), "copy"),
-        norms.Contestant("pn reference", nn.Identity(), "power", 4, "reference"),
-        norms.Contestant("pn cpp", nn.Identity(), "power", 4, "cpp"),
-    ]
+    contestant = norms.Contestant
+    found = [contestant("LayerNorm", nn.Identity(), "LayerNorm")]
+    found.append(contestant(norms.COPY, nn.Identity(), "copy"))
+    for implementation in ("reference", "cpp"):
+        name = f"pn {implementation}"
+        found.append(contestant(name, nn.Identity(), "power", 4, implementation))
     for each, first in zip(found, (4.0, 2.0, 40.0, 4.0), strict=True):
         second = 2 * first
         each.seconds["forward"] = [first, second]
@@ -345,8 +350,10 @@ def test_figures_of_a_round_by_hand():
     assert [row["copy_bandwidth"] for row in ours.values()] == [2 / 4, 3 / 6, 5 / 10]
     assert ours["forward"]["times_reference"] == 10.0
     assert ours["both"]["times_reference"] == 4.6
-    assert (ours["both"]["kernels"], ours["forward"]["kernels"]) == (4, 1)
-    assert (ours["both"]["bytes_read"], ours["both"]["bytes_written"]) == (50, 20)
+    assert ours["both"]["kernels"] == 4
+    assert ours["forward"]["kernels"] == 1
+    assert ours["both"]["bytes_read"] == 50
+    assert ours["both"]["bytes_written"] == 20
     assert rows["LayerNorm", "both"]["times_reference"] == ""
     plain = rows["pn reference", "both"]
     assert plain["ratio"] == 4.6
@@ -396,9 +403,8 @@ def test_a_relayed_packet_waits_for_those_before_it_and_for_the_delay():
 
 @pytest.mark.slow
 def test_updates_over_a_slow_link(tmp_path):
-    """C = 16 values and the count:
-
-    BN sums them, then C in the forward and 2C in the backward; PN all at once.
+    """C = 16 values and the count: BN sums them, then C in the forward and 2C in the backward; PN
+    sums all at once.
     """
     flags = "--device cpu --dtype float32 --rows 64 --channels 16 --rounds 1"
     module = ["benchmarks.ranks", *flags.split(), "--output", str(tmp_path / "ranks.csv")]

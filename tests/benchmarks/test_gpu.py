@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 
 from benchmarks import gpu, gpu_sections
 from benchmarks.gpu_sections import Batch, Kit, Section
@@ -352,9 +353,9 @@ def test_the_measured_passes_are_those_of_the_norms(name, groups):
     y, (dx, parameters, *_) = forward()[0], backward()
     norm = build_norm(name, 32, layer_scale_groups=groups)
     expected = expected_of(norm, batch, state)
-    torch.testing.assert_close(y, expected[0])
-    torch.testing.assert_close(dx, expected[1])
-    torch.testing.assert_close(parameters[: len(expected[2])], expected[2])
+    assert_close(y, expected[0])
+    assert_close(dx, expected[1])
+    assert_close(parameters[: len(expected[2])], expected[2])
 
 
 def test_torchs_layer_norm_is_measured():
@@ -365,8 +366,8 @@ def test_torchs_layer_norm_is_measured():
     x = batch.x.clone().requires_grad_()
     y = norm(x)
     y.backward(batch.dy)
-    torch.testing.assert_close(forward()[0], y)
-    torch.testing.assert_close(backward()[0], x.grad)
+    assert_close(forward()[0], y)
+    assert_close(backward()[0], x.grad)
 
 
 @of_transformers

@@ -88,7 +88,8 @@ def test_mistakes(folder, words, variables, message):
 
 def test_the_runs_of_the_list_have_settings_that_exist():
     """Each configuration with each norm and each setting of it."""
-    overrides, norms = {}, set()
+    overrides = {}
+    norms = set()
     for line in (ROOT / "benchmarks/gpu_runs.txt").read_text("utf-8").splitlines():
         words = line.partition("#")[0].split()
         if not words:

@@ -16,34 +16,28 @@ from pn_fairseq.norms import norm_report, running_norms
 from ..scripts_helpers import ROOT
 
 ARCHITECTURES = {
-    "transformer_iwslt_de_en": [],  # post-norm
-    "lightconv_iwslt_de_en": [
-        "--encoder-kernel-size-list=[3,3]",
-        "--decoder-kernel-size-list=[3,3]",
-    ],
-    "bart_base": ["--max-source-positions=64", "--max-target-positions=64"],
-    "nonautoregressive_transformer": [
-        *(
-            "--task=translation_lev",
-            "--criterion=nat_loss",
-            "--noise=full_mask",
-            "--pred-length-offset",
-        ),
-        *("--length-loss-factor=0.1", "--apply-bert-init"),
-    ],
-    "multilingual_transformer_iwslt_de_en": [
-        *("--task=multilingual_translation", "--lang-pairs=de-en", "--share-encoders")
-    ],
+    "transformer_iwslt_de_en": "",  # post-norm
+    "lightconv_iwslt_de_en": ("--encoder-kernel-size-list=[3,3] --decoder-kernel-size-list=[3,3]"),
+    "bart_base": "--max-source-positions=64 --max-target-positions=64",
+    "nonautoregressive_transformer": (
+        "--task=translation_lev --criterion=nat_loss --noise=full_mask --pred-length-offset "
+        "--length-loss-factor=0.1 --apply-bert-init"
+    ),
+    "multilingual_transformer_iwslt_de_en": (
+        "--task=multilingual_translation --lang-pairs=de-en --share-encoders"
+    ),
 }
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_translation(train, tmp_path, arch, recwarn):
-    state = train(arch, *ARCHITECTURES[arch], "--convert-norms=*=batch,alpha_fwd=0.5")
-    counts = [
-        value for name, value in state["model"].items() if name.endswith("num_batches_tracked")
-    ]
-    assert len(counts) >= 8 and all(count == 2 for count in counts)
+    state = train(arch, *ARCHITECTURES[arch].split(), "--convert-norms=*=batch,alpha_fwd=0.5")
+    counts = []
+    for name, value in state["model"].items():
+        if name.endswith("num_batches_tracked"):
+            counts.append(value)
+    assert len(counts) >= 8
+    assert all(count == 2 for count in counts)
     assert not [each for each in recwarn if "padding mask" in str(each.message)]
     leaks = [each for each in recwarn if "are in a decoder and, in training" in str(each.message)]
     assert len(leaks) == (arch != "nonautoregressive_transformer")
@@ -62,23 +56,15 @@ def test_activation_checkpointing_computes_the_same(train, norm):
     The encoder's gradients are sums over the decoder's layers, which recomputation takes in another
     order: 30 roundings of 2**-24 of a gradient of about 1, five times.
     """
-    flags = (
-        "transformer_iwslt_de_en",
-        f"--convert-norms=*={norm}",
-        "--optimizer=sgd",
-        "--lr=1",
-        "--restore-file=none",
-    )
-    plain, recomputed = (
-        train(*flags, *more)["model"] for more in ((), ("--checkpoint-activations",))
-    )
+    flags = f"--convert-norms=*={norm} --optimizer=sgd --lr=1 --restore-file=none".split()
+    plain = train("transformer_iwslt_de_en", *flags)["model"]
+    recomputed = train("transformer_iwslt_de_en", *flags, "--checkpoint-activations")["model"]
     assert plain.keys() == recomputed.keys()
     for name, tensor in plain.items():
         if name.endswith("num_batches_tracked"):
             assert tensor == recomputed[name] == 2
-        torch.testing.assert_close(
-            recomputed[name], tensor, rtol=1e-5, atol=1e-5, msg=f"{name}: {{}}".format
-        )
+        found = recomputed[name]
+        torch.testing.assert_close(found, tensor, rtol=1e-5, atol=1e-5, msg=f"{name}: {{}}".format)
 
 
 def test_diagnostics_are_logged_and_generation_rebuilds_the_norms(
@@ -140,7 +126,8 @@ def test_ignoring_the_mask(train, arch):
 def test_wrong_specifications(train, capsys, given, message):
     with pytest.raises(SystemExit) as stop:
         train("transformer_iwslt_de_en", f"--convert-norms={given}")
-    assert stop.value.code == 2 and message in capsys.readouterr().err.splitlines()[-1]
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_values_of_options():

@@ -2,8 +2,8 @@
 loaded again.
 """
 
-import copy
 from argparse import Namespace
+from copy import deepcopy
 from types import SimpleNamespace
 
 import pytest
@@ -49,7 +49,7 @@ def s2t(arch: str, **settings):
             model(src_tokens=x, src_lengths=LENGTHS, prev_output_tokens=target)[0].square().mean()
         )
 
-    return lambda: models.build_model(copy.deepcopy(args), task), run, torch.randn(3, 48, 80)
+    return lambda: models.build_model(deepcopy(args), task), run, torch.randn(3, 48, 80)
 
 
 def pretraining(name: str, **settings):
@@ -85,7 +85,8 @@ def pretraining(name: str, **settings):
             target_dictionary=None,
         )
     OmegaConf.set_struct(cfg, False)
-    cfg._name, cfg.convert_norms = name, ["encoder.*=batch"]
+    cfg._name = name
+    cfg.convert_norms = ["encoder.*=batch"]
     samples = 4 * LENGTHS
     mask = torch.arange(192) >= samples[:, None]
 
@@ -93,7 +94,7 @@ def pretraining(name: str, **settings):
         found = model(x, padding_mask=mask, features_only=True, mask=False)
         return found["x"].square().mean()
 
-    return lambda: models.build_model(copy.deepcopy(cfg), task), run, torch.randn(3, 192)
+    return lambda: models.build_model(deepcopy(cfg), task), run, torch.randn(3, 192)
 
 
 CASES = {
@@ -122,7 +123,7 @@ def test_speech(name, recwarn):
     norms = running_norms(model)
     assert all(norm.num_batches_tracked == 2 for norm in norms)
     again = build()
-    again.load_state_dict(copy.deepcopy(state))
+    again.load_state_dict(deepcopy(state))
     with torch.no_grad():
         torch.testing.assert_close(run(model.eval(), x), run(again.eval(), x))
 
@@ -131,7 +132,8 @@ def test_the_norm_after_the_last_layer_has_the_mask_of_the_frames():
     """Also where the target, whose mask is an argument of the model, is as long as the frames."""
     build, _, x = s2t("s2t_transformer_s")
     # two convolutions halve the lengths
-    encoder, frames = build().encoder, torch.tensor([12, 6, 3])
+    encoder = build().encoder
+    frames = torch.tensor([12, 6, 3])
     padding = torch.arange(12) >= frames[:, None]
     seen = []
     encoder.transformer_layers[-1].register_forward_hook(
@@ -139,7 +141,8 @@ def test_the_norm_after_the_last_layer_has_the_mask_of_the_frames():
     )
     encoder(x, LENGTHS)["encoder_out"][0].sum().backward()
     (report,) = [each for each in norm_report(encoder) if each.name == "layer_norm"]
-    assert (report.line, report.decided) == (1, "the mask of the call")
+    assert report.line == 1
+    assert report.decided == "the mask of the call"
     real = seen[0].transpose(0, 1)[~padding]
     torch.testing.assert_close(
         encoder.eval().layer_norm.running_mean, 0.1 * real.mean(0), rtol=1e-4, atol=1e-6

@@ -20,13 +20,14 @@ from fairseq.modules.layer_drop import LayerDropModuleList
 from fairseq.search import DiverseBeamSearch
 from fairseq.sequence_generator import SequenceGenerator
 from fairseq.trainer import Trainer
+from torch.testing import assert_close
 
 from pn_fairseq.common.checkpoints import load_checkpoint
 from pn_fairseq.fairseq_patches import ORDER, SWITCH, command_line, one_line_errors, patch, patches
 from pn_fairseq.norms import running_norms
 
 from ..models.helpers import (
-    KINDS,
+    SOME_NORMS,
     both_sides,
     build,
     make_dictionary,
@@ -48,7 +49,7 @@ SMALL = both_sides(layers=1, embed_dim=16, ffn_embed_dim=16)
 @pytest.mark.parametrize(
     ("name", "variant", "half"),
     [
-        *((name, "paper", False) for name in KINDS),
+        *((name, "paper", False) for name in SOME_NORMS),
         ("power", "release", False),
         ("power", "paper", True),
     ],
@@ -69,14 +70,14 @@ def test_moving_average_of_the_weights_is_the_one_computed_by_hand(name, variant
                 parameter -= 0.1 * parameter.grad
         ema.step(model, update)
         for key, value in model.state_dict().items():
-            expected[key] = (
-                0.75 * expected[key] + 0.25 * value.double() if value.is_floating_point() else value
-            )
+            if value.is_floating_point():
+                value = 0.75 * expected[key] + 0.25 * value.double()
+            expected[key] = value
     average = ema.get_model().state_dict()
     for key, value in expected.items():
-        torch.testing.assert_close(
-            average[key], value.to(average[key].dtype), rtol=1e-2 * half + 1e-5, atol=1e-6, msg=key
-        )
+        value = value.to(average[key].dtype)
+        rtol = 1e-2 * half + 1e-5
+        assert_close(average[key], value, rtol=rtol, atol=1e-6, msg=key)
     counters = [int(value) for key, value in average.items() if key.endswith("num_batches_tracked")]
     assert set(counters) == ({3} if running_norms(model) else set())
 
@@ -104,12 +105,11 @@ def test_the_adaptive_loss_is_the_one_of_the_words_probabilities():
     loss, size, logged = criterion(model.eval(), sample)
     words = model.get_normalized_probs(model(**sample["net_input"]), log_probs=True, sample=sample)
     words = words.gather(-1, target.unsqueeze(-1)).squeeze(-1).masked_fill(target.eq(1), 0.0)
-    assert size == logged["ntokens"] == target.ne(1).sum() and logged["nsentences"] == len(target)
+    assert size == logged["ntokens"] == target.ne(1).sum()
+    assert logged["nsentences"] == len(target)
     assert AdaptiveLoss(task, sentence_avg=True)(model, sample)[1] == len(target)
-    torch.testing.assert_close(loss, -words.sum()[None], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(
-        criterion(model, sample, reduce=False)[0], -words.flatten(), rtol=1e-4, atol=1e-5
-    )
+    assert_close(loss, -words.sum()[None], rtol=1e-5, atol=1e-5)
+    assert_close(criterion(model, sample, reduce=False)[0], -words.flatten(), rtol=1e-4, atol=1e-5)
 
 
 def test_diverse_beam_search_of_any_sentences_is_that_of_the_first_ones():
@@ -125,24 +125,22 @@ def test_diverse_beam_search_of_any_sentences_is_that_of_the_first_ones():
         found = []
         for step, probabilities in enumerate(steps):
             kept = slice(finished if step == 2 else 0, None)
-            arguments = (
-                probabilities[kept],
-                scores[kept, :, :step],
-                None,
-                torch.tensor(numbers)[kept],
-            )
+            kept_numbers = torch.tensor(numbers)[kept]
+            arguments = (probabilities[kept], scores[kept, :, :step], None, kept_numbers)
             found += search.step(step, *arguments)
         return found
 
-    for one, other, whole in zip(
-        chosen([0, 1, 2]), chosen([38, 2, 7]), chosen([0, 1, 2], 0), strict=True
-    ):
-        assert torch.equal(one, other) and torch.equal(one, whole[len(whole) - len(one) :])
+    several = zip(chosen([0, 1, 2]), chosen([38, 2, 7]), chosen([0, 1, 2], 0), strict=True)
+    for one, other, whole in several:
+        assert torch.equal(one, other)
+        assert torch.equal(one, whole[len(whole) - len(one) :])
 
 
 def test_decoding_options():
-    assert utils.load_align_dict("@@ ") == {} and utils.load_align_dict(None) is None
-    model, task = build("transformer_pn_tiny", **SMALL).eval(), make_task()
+    assert utils.load_align_dict("@@ ") == {}
+    assert utils.load_align_dict(None) is None
+    model = build("transformer_pn_tiny", **SMALL).eval()
+    task = make_task()
     source, _ = padded_batch()
     sample = {"net_input": {"src_tokens": source, "src_lengths": source.ne(1).sum(1)}}
     for beam in SequenceGenerator(
@@ -156,10 +154,8 @@ def test_decoding_options():
 def test_several_sets_in_one_folder():
     assert len(ConcatDataset([range(3), range(4)], [-1, 1])) == 7
     assert len(ConcatDataset([range(3), range(4)], [2, 1])) == 10
-    assert (
-        len(ConcatDataset([range(3), range(4)])) == 7
-        and len(ConcatDataset([range(3), range(4)], 2)) == 14
-    )
+    assert len(ConcatDataset([range(3), range(4)])) == 7
+    assert len(ConcatDataset([range(3), range(4)], 2)) == 14
 
 
 @pytest.mark.parametrize(("side", "other"), [("encoder", "decoder"), ("decoder", "encoder")])
@@ -244,11 +240,8 @@ def test_all_ranks_drop_the_same_layers(monkeypatch):
 def test_one_rank_drops_the_layers_that_fairseq_drops():
     layers = LayerDropModuleList(0.5, [torch.nn.Identity() for _ in range(8)])
     torch.manual_seed(5)
-    kept = [
-        module
-        for module, draw in zip(layers.children(), torch.empty(8).uniform_(), strict=True)
-        if draw > 0.5
-    ]
+    draws = torch.empty(8).uniform_()
+    kept = [module for module, draw in zip(layers.children(), draws, strict=True) if draw > 0.5]
     torch.manual_seed(5)
     assert list(layers) == kept
 
@@ -335,7 +328,8 @@ def test_one_switch_turns_all_patches_off(monkeypatch, capsys):
     assert hasattr(Trainer.save_checkpoint, "__wrapped__")
     assert run("warm-python", "-c", CHANGED, cwd=ROOT, **{SWITCH: "1"}).stdout == "set() 0\n"
     monkeypatch.setenv(SWITCH, "1")
-    assert verb("info")([]) == 0 and "patches of fairseq: off" in capsys.readouterr().out
+    assert verb("info")([]) == 0
+    assert "patches of fairseq: off" in capsys.readouterr().out
 
 
 def test_the_list_of_patches_says_what_each_mends(capsys):
@@ -344,7 +338,7 @@ def test_the_list_of_patches_says_what_each_mends(capsys):
     printed = capsys.readouterr().out
     files = {file.stem for file in (ROOT / "pn_fairseq/fairseq_patches").glob("[a-z]*.py")}
     files -= {"diagnostics_log", "run_settings"}
-    assert (
-        files == set(ORDER) and tuple(listed) == ORDER and all(name in printed for name in listed)
-    )
+    assert files == set(ORDER)
+    assert tuple(listed) == ORDER
+    assert all(name in printed for name in listed)
     assert all(sentence.endswith(".") and len(sentence) < 120 for sentence in listed.values())

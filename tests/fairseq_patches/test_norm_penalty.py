@@ -1,6 +1,5 @@
-"""The penalty of RBN in fairseq's training step:
-
-as large as if the criterion had added it to its loss.
+"""The penalty of RBN in fairseq's training step: as large as if the criterion had added it to its
+loss.
 """
 
 import pytest
@@ -61,7 +60,8 @@ def step(model, sample, scale=1.0, ignore_grad=False):
 def loss_and_penalty(x, samples, mean=0.0, var=1.0):
     """With running statistics (mean, var), of one batch."""
     y = torch.nn.functional.batch_norm(x, None, None, training=True)
-    own_mean, own_var = x.mean(0), x.var(0, correction=0)
+    own_mean = x.mean(0)
+    own_var = x.var(0, correction=0)
     gap = (own_var + 1e-5).sqrt() - (torch.as_tensor(var) + 1e-5).sqrt()
     return (y * samples).sum() + 3 * (own_mean - mean).square().sum() + 2 * gap.square().sum()
 

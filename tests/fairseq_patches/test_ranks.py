@@ -11,11 +11,11 @@ from ..models.helpers import build, padded_batch
 
 
 def statistics(model) -> dict[str, torch.Tensor]:
-    return {
-        key: value.clone()
-        for key, value in model.state_dict().items()
-        if key.endswith(("running_psi2", ".nu"))
-    }
+    found = {}
+    for key, value in model.state_dict().items():
+        if key.endswith(("running_psi2", ".nu")):
+            found[key] = value.clone()
+    return found
 
 
 #: What each rank has trained, and flags.
@@ -27,7 +27,10 @@ RUNS = {
 
 
 def work(rank: int, world: int):
-    return {name: validated(rank, steps[rank], flags) for name, (steps, flags) in RUNS.items()}
+    found = {}
+    for name, (steps, flags) in RUNS.items():
+        found[name] = validated(rank, steps[rank], flags)
+    return found
 
 
 def validated(rank: int, steps: int, flags: dict):
@@ -58,7 +61,8 @@ def ranks():
 @pytest.mark.parametrize("name", ["both trained", "one trained"])
 def test_statistics_are_averaged_before_validation(ranks, name):
     """Whatever each rank has trained: LayerDrop can leave out a norm on one of them."""
-    (before0, after0, output0), (before1, after1, output1) = (rank[name] for rank in ranks)
+    before0, after0, output0 = ranks[0][name]
+    before1, after1, output1 = ranks[1][name]
     assert len(before0) == 14
     for key, value in before0.items():
         assert not torch.equal(value, before1[key]), "PN is not synchronised by default"
@@ -69,9 +73,11 @@ def test_statistics_are_averaged_before_validation(ranks, name):
 
 
 def test_averaging_can_be_turned_off(ranks):
-    (before0, after0, _), (_, after1, _) = (rank["averaging off"] for rank in ranks)
+    before0, after0, _ = ranks[0]["averaging off"]
+    _, after1, _ = ranks[1]["averaging off"]
     for key, value in before0.items():
-        assert torch.equal(after0[key], value) and not torch.equal(after1[key], value)
+        assert torch.equal(after0[key], value)
+        assert not torch.equal(after1[key], value)
 
 
 @pytest.mark.parametrize(

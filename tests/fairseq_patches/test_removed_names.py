@@ -45,7 +45,8 @@ def removed_names(file: Path, module: str) -> set[str]:
 
     What a patch has put into the module counts as its ``np`` or ``torch``.
     """
-    removed, meaning = set(), {}
+    removed = set()
+    meaning = {}
     tree = ast.parse(file.read_text("utf-8"))
 
     def value_of(dotted: str):
@@ -61,9 +62,11 @@ def removed_names(file: Path, module: str) -> set[str]:
         for name in names:
             if f"{parent}{name.name}".split(".")[0] in LIBRARIES:
                 full = f"{parent}{name.name}"
-                meaning[name.asname or name.name.split(".")[0]] = (
-                    full if parent or name.asname else full.split(".")[0]
-                )
+                top = name.name.split(".")[0]
+                if parent or name.asname:
+                    meaning[name.asname or top] = full
+                else:
+                    meaning[top] = top
                 value_of(full)
 
     def evaluated(node: ast.AST):
@@ -75,7 +78,8 @@ def removed_names(file: Path, module: str) -> set[str]:
             return meaning[node.id], value_of(meaning[node.id]) if patched is None else patched
         if not isinstance(node, ast.Attribute) or (parent := evaluated(node.value)) is None:
             return None
-        name, value = f"{parent[0]}.{node.attr}", parent[1]
+        name = f"{parent[0]}.{node.attr}"
+        value = parent[1]
         if not (
             inspect.ismodule(value) or isinstance(value, type) or name.startswith("numpy.compat")
         ):

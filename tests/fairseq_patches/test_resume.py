@@ -56,9 +56,7 @@ def loaded(who, state, *reset, **also):
 
 @pytest.fixture(autouse=True)
 def _fresh():
-    """Take nothing over in fairseq's memory from trainings of other tests, and leave them
-    nothing.
-    """
+    """fairseq remembers nothing of the training runs of other tests, and they nothing of these."""
     new_process()
     yield
     starting.forget_earlier_job()
@@ -109,18 +107,15 @@ def test_early_stopping_counts_on_after_an_interruption(reset, flags, losses, st
     ],
 )
 def test_place_in_the_epoch_is_the_same_share_of_the_data(before, position, now, expected):
-    assert loaded(now, saved(before, position))["train_iterator"]["iterations_in_epoch"] == expected
+    state = loaded(now, saved(before, position))
+    assert state["train_iterator"]["iterations_in_epoch"] == expected
 
 
 def test_update_freq_is_that_of_the_epoch():
-    place = loaded(trainer(1, 400, (1,)), saved(trainer(1, 400, (4, 2)), 20, epoch=2))[
-        "train_iterator"
-    ]
-    assert place["iterations_in_epoch"] == 20
-    place = loaded(trainer(2, 400, (4, 1)), saved(trainer(1, 400, (4, 2)), 20, epoch=2))[
-        "train_iterator"
-    ]
-    assert place["iterations_in_epoch"] == 10
+    before = trainer(1, 400, (4, 2))
+    for now, expected in ((trainer(1, 400, (1,)), 20), (trainer(2, 400, (4, 1)), 10)):
+        state = loaded(now, saved(before, 20, epoch=2))
+        assert state["train_iterator"]["iterations_in_epoch"] == expected
 
 
 def test_the_end_of_an_epoch_and_checkpoints_without_the_additions_stay_as_they_are():
@@ -198,12 +193,10 @@ def test_a_copy_that_is_cut_off_leaves_the_earlier_checkpoint(error, tmp_path, m
 class Saving:
     """What fairseq's save_checkpoint asks a trainer; its files hold the number of the update."""
 
-    data_parallel_rank, should_save_checkpoint_on_current_rank, checkpoint_suffix, task = (
-        0,
-        True,
-        "",
-        None,
-    )
+    data_parallel_rank = 0
+    should_save_checkpoint_on_current_rank = True
+    checkpoint_suffix = ""
+    task = None
 
     def __init__(self, updates: int):
         self.updates = updates
@@ -237,13 +230,17 @@ def saves(folder: Path, updates: int, **settings) -> dict[str, str]:
     return {path.name: path.read_text() for path in folder.iterdir()}
 
 
+def epoch_of(update: int) -> int:
+    return -(-update // EPOCH)
+
+
 @pytest.mark.parametrize("interval", [8, 4, 2, 3])
 @pytest.mark.parametrize("epochs", [False, True])
 def test_every_save_by_updates_has_its_file(interval, epochs, tmp_path):
     """Also one whose update is the last of an epoch (fairseq issue 2230)."""
     files = saves(tmp_path, 24, save_interval_updates=interval, no_epoch_checkpoints=not epochs)
     updates = range(interval, 25, interval)
-    expected = {f"checkpoint_{-(-update // EPOCH)}_{update}.pt": str(update) for update in updates}
+    expected = {f"checkpoint_{epoch_of(update)}_{update}.pt": str(update) for update in updates}
     if epochs:
         expected |= {f"checkpoint{epoch}.pt": str(EPOCH * epoch) for epoch in (1, 2, 3)}
     assert files == expected | {"checkpoint_last.pt": "24"}
@@ -255,9 +252,9 @@ def test_old_saves_are_removed_at_the_end_of_an_epoch_too(interval, tmp_path):
         tmp_path, 40, save_interval_updates=interval, keep_interval_updates=2, keep_last_epochs=3
     )
     names = {"checkpoint_last.pt", *(f"checkpoint{epoch}.pt" for epoch in (3, 4, 5))}
-    assert files.keys() == names | {
-        f"checkpoint_{-(-n // EPOCH)}_{n}.pt" for n in (40 - interval, 40)
-    }
+    for update in (40 - interval, 40):
+        names.add(f"checkpoint_{epoch_of(update)}_{update}.pt")
+    assert files.keys() == names
 
 
 def test_a_training_saves_at_the_ends_of_its_epochs(data, tmp_path):
@@ -265,12 +262,9 @@ def test_a_training_saves_at_the_ends_of_its_epochs(data, tmp_path):
     batches = ("--max-tokens", "100000", "--batch-size", "75", "--disable-validation")
     small = ("--encoder-layers", "1", "--decoder-layers", "1")
     train(data, tmp_path, *batches, *small, "--save-interval-updates", "4", updates=16)
-    names = [
-        f"checkpoint_{epoch}_{update}.pt" for epoch, update in ((1, 4), (1, 8), (2, 12), (2, 16))
-    ]
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == sorted(
-        [*names, "checkpoint_last.pt"]
-    )
+    names = [f"checkpoint_{place}.pt" for place in ("1_4", "1_8", "2_12", "2_16")]
+    saved_names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert saved_names == {*names, "checkpoint_last.pt"}
     last = load_checkpoint(tmp_path / "checkpoints/checkpoint_2_16.pt")
     assert last["optimizer_history"][-1]["num_updates"] == 16
     assert last["extra_state"]["train_iterator"]["epoch"] == 3, "it resumes with the next epoch"

@@ -13,7 +13,8 @@ PN = ("transformer_pn_tiny", "--share-all-embeddings")
 
 def test_store_ema(train):
     state = train(*PN, "--store-ema", "--ema-decay", "0.5")
-    average, weights = state["extra_state"]["ema"], state["model"]
+    average = state["extra_state"]["ema"]
+    weights = state["model"]
     assert average.keys() == weights.keys()
     assert (
         average["encoder.layer_norm.num_batches_tracked"]
@@ -21,7 +22,8 @@ def test_store_ema(train):
         == 2
     )
     name = "encoder.layer_norm.running_psi2"
-    assert not torch.equal(average[name], weights[name]) and average[name].isfinite().all()
+    assert not torch.equal(average[name], weights[name])
+    assert average[name].isfinite().all()
 
 
 @pytest.mark.parametrize("flags", ["--memory-efficient-fp16", "--fp16 --fp16-no-flatten-grads"])
@@ -33,14 +35,14 @@ def test_loss_scale(train, flags, tmp_path):
     nu = {key: value for key, value in expected.items() if key.endswith(".nu")}
     assert nu
     for key, value in nu.items():
-        torch.testing.assert_close(
-            state["model"][key], value, rtol=0.02, atol=0.02 * float(value.abs().max())
-        )
+        atol = 0.02 * float(value.abs().max())
+        torch.testing.assert_close(state["model"][key], value, rtol=0.02, atol=atol)
 
 
 def test_bf16(train):
     state = train(*PN, "--bf16")
-    assert state["cfg"]["common"]["bf16"] and not state["cfg"]["common"]["tpu"]
+    assert state["cfg"]["common"]["bf16"]
+    assert not state["cfg"]["common"]["tpu"]
     assert state["model"]["encoder.layer_norm.num_batches_tracked"] == 2
 
 
@@ -83,7 +85,8 @@ def test_a_training_that_is_refused_before_it_begins(train, flags, message, caps
         train(*PN, *flags)
     assert stop.value.code == 2
     line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith("fairseq-train: error: ") and message in line
+    assert line.startswith("fairseq-train: error: ")
+    assert message in line
 
 
 def test_a_checkpoint_after_the_last_epoch_is_refused(train, tmp_path, capsys):

@@ -8,10 +8,9 @@ from fairseq.data.indexed_dataset import make_builder
 
 from benchmarks.models import BLOCK, VOCABULARY, arch_args, build, make_task
 from pn_fairseq.models.from_checkpoint import make_dictionary
+from pn_fairseq.testing.helpers import of_kinds
 
-#: A norm of each kind: of each token, with statistics of the batch, of the past, and with
-#: parameters of its own.
-KINDS = ("layer", "batch", "power", "prep-batch")
+SOME_NORMS = of_kinds("tokens", "batch", "running", "tokens, then batch")
 
 ADAPTIVE = dict(
     adaptive_softmax_cutoff="20,60",
@@ -60,7 +59,8 @@ def write_data(folder: Path, sentences: int = 11, splits=("train", "valid", "tes
             prefix = folder / f"{split}.de-en.{lang}"
             builder = make_builder(f"{prefix}.bin", "mmap", vocab_size=len(dictionary))
             for i in range(sentences):
-                tokens = [4 + (7 * i + 3 * j + len(split)) % 40 for j in range(3 + i % 5)]
+                numbers = 7 * i + 3 * torch.arange(3 + i % 5) + len(split)
+                tokens = (4 + numbers % 40).tolist()
                 builder.add_item(torch.tensor([*tokens, dictionary.eos()]))
             builder.finalize(f"{prefix}.idx")
     return folder

@@ -23,10 +23,7 @@ for _name, _entry in NORMS.items():
 
 #: Parameters of a norm over so many channels, where they are not gain and bias.
 NORM_PARAMETERS = {
-    "none": lambda width: 0,
-    "layer-simple": lambda width: 0,
-    "detach": lambda width: 0,
-    "ada": lambda width: 0,
+    **dict.fromkeys(("none", "layer-simple", "detach", "ada"), lambda width: 0),
     "rms": lambda width: width,
     "scale": lambda width: 1,
     "dyt": lambda width: 2 * width + 1,
@@ -93,7 +90,9 @@ def test_big_architecture_has_the_dropouts_of_tensor2tensor():
     transformer_wmt_en_de_big_t2t(reference)
     for name in ("dropout", "attention_dropout", "activation_dropout", "decoder_ffn_embed_dim"):
         assert getattr(args, name) == getattr(reference, name)
-    assert (args.dropout, args.attention_dropout, args.activation_dropout) == (0.3, 0.1, 0.1)
+    assert args.dropout == 0.3
+    assert args.attention_dropout == 0.1
+    assert args.activation_dropout == 0.1
 
 
 def test_same_seed_gives_all_norms_the_same_weights():

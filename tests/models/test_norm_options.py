@@ -87,12 +87,17 @@ def test_shared_flags_reach_the_norms():
     settings = parse(*flags.split(), "--psi-warmup-updates", "11")
     model = build("transformer_pn_tiny", **vars(settings))
     norm = model.encoder.layers[1].final_layer_norm
-    assert (norm.eps, norm.alpha_fwd, norm.alpha_bwd) == (1e-3, 0.95, 0.8)
-    assert (norm.layer_scale.groups, norm.psi_warmup_updates) == (2, 11)
+    assert norm.eps == 1e-3
+    assert norm.alpha_fwd == 0.95
+    assert norm.alpha_bwd == 0.8
+    assert norm.layer_scale.groups == 2
+    assert norm.psi_warmup_updates == 11
     norm = model.decoder.layers[1].encoder_attn_layer_norm
     # BN has no layer-scale by default, so the flag does not change a BN decoder.
     assert type(norm) is NORMS["batch"].cls
-    assert (norm.eps, norm.alpha_fwd, norm.layer_scale.groups) == (1e-3, 0.95, 0)
+    assert norm.eps == 1e-3
+    assert norm.alpha_fwd == 0.95
+    assert norm.layer_scale.groups == 0
 
 
 @pytest.mark.parametrize(
@@ -120,7 +125,7 @@ OWN = {
     "unified": ("window=3,outlier_filtration=true", {"window": 3, "outlier_filtration": True}),
     "batch-renorm": (
         "renorm_updates=8,renorm_r_max=2,renorm_d_max=0",
-        {"renorm_updates": 8, "renorm_r_max": 2.0, "renorm_d_max": 0.0},
+        dict(renorm_updates=8, renorm_r_max=2.0, renorm_d_max=0.0),
     ),
     "batch-reg": ("lambda_mean=60,lambda_var=0.0", {"lambda_mean": 60.0, "lambda_var": 0.0}),
     "prep-batch": ("fade_updates=7", {"fade_updates": 7}),
@@ -190,7 +195,8 @@ def test_a_norm_in_a_file_has_options_of_its_own_and_a_checkpoint_rebuilds_it(my
     args = arch_args("transformer_pn_tiny", norm_module=str(my_norm), encoder_norm="my-scaled")
     args.norm_options = read_pairs("beta=0.3,label=7")
     model = TransformerPNModel.build_model(args, make_task())
-    assert (model.encoder.layer_norm.beta, model.encoder.layer_norm.label) == (0.3, "7")
+    assert model.encoder.layer_norm.beta == 0.3
+    assert model.encoder.layer_norm.label == "7"
     state = {"args": args, "model": model.state_dict()}
     assert args.norm_options == {"beta": 0.3, "label": "7"}
     del NORMS["my-scaled"]
@@ -308,10 +314,14 @@ def test_released_batch_norm_has_the_settings_of_its_published_score_unless_othe
     flags = {"norm_variant": "release", "decoder_norm": "batch"}
     for norm in running_norms(build("transformer_bn_tiny", **flags)):
         assert type(norm) is NORMS["batch"].variants["release"]
-        assert (norm.layer_scale.groups, norm.alpha_fwd, norm.sync) == (1, 0.95, False)
+        assert norm.layer_scale.groups == 1
+        assert norm.alpha_fwd == 0.95
+        assert norm.sync is False
     flags |= {"norm_alpha_fwd": 0.8, "norm_sync": "on", "layer_scale_groups": 4}
     norm = build("transformer_bn_tiny", **flags).encoder.layer_norm
-    assert (norm.layer_scale.groups, norm.alpha_fwd, norm.sync) == (4, 0.8, True)
+    assert norm.layer_scale.groups == 4
+    assert norm.alpha_fwd == 0.8
+    assert norm.sync is True
 
 
 @pytest.mark.parametrize("help_flag", ["-h", "--help"])

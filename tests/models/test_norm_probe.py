@@ -57,7 +57,9 @@ def sample_of(seed, shape=(5, 3, 12)):
 
 
 def lengths(vector):
-    return np.abs(vector).sum() / len(vector), np.sqrt((vector**2).sum()) / len(vector)
+    l1 = np.abs(vector).sum()
+    l2 = np.sqrt((vector**2).sum())
+    return l1 / len(vector), l2 / len(vector)
 
 
 @pytest.mark.parametrize("name", ["batch", "power", "layer"])
@@ -97,7 +99,8 @@ def test_every_column_against_numpy(name, groups, tmp_path):
     model = OneNorm(norm)
     probe = NormProbe(model, str(tmp_path / "probe"), 4, "norm")
     criterion = Criterion()
-    batches, size = [], 10
+    batches = []
+    size = 10
     for step in range(4):
         sample = sample_of(step)
         before = {key: value.double().numpy().copy() for key, value in norm.state_dict().items()}
@@ -106,10 +109,12 @@ def test_every_column_against_numpy(name, groups, tmp_path):
         real = real_tokens(h.shape, sample["mask"].numpy())
         batches.append((h[real], sample["weights"].double().numpy()[real]))
     (row,) = read_probe(tmp_path / "probe").to_dict("records")
+    statistics = []
+    for h, _ in batches:
+        statistics.append({"mu": h.mean(0), "sigma2": h.var(0), "psi2": (h**2).mean(0)})
+    now = statistics[-1]
     h, dy = batches[-1]
     dy = dy / size
-    statistics = [{"mu": h.mean(0), "sigma2": h.var(0), "psi2": (h**2).mean(0)} for h, _ in batches]
-    now = statistics[-1]
     decay = getattr(norm, "alpha_fwd", 0.9)
     weights = np.array([decay**2, decay, 1]) / (decay**2 + decay + 1)
     running = {}
@@ -148,9 +153,14 @@ def test_every_column_against_numpy(name, groups, tmp_path):
         np.testing.assert_allclose(row["nu_xhat_l2"], expected, rtol=1e-4)
     else:
         assert np.isnan(row["nu_xhat_l2"])
-    assert (row["update"], row["forward"]) == (4, 0)
-    assert (row["norm"], row["kind"], row["channels"]) == ("norm", name, 12)
-    assert (row["tokens"], row["sample_size"], row["loss_scale"]) == (len(h), size, 8.0)
+    assert row["update"] == 4
+    assert row["forward"] == 0
+    assert row["norm"] == "norm"
+    assert row["kind"] == name
+    assert row["channels"] == 12
+    assert row["tokens"] == len(h)
+    assert row["sample_size"] == size
+    assert row["loss_scale"] == 8.0
 
 
 def test_only_recorded_updates_and_those_before_them_have_hooks(tmp_path):

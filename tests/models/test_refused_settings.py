@@ -85,16 +85,14 @@ TENSORIZED = [
         {"decoder_norm_last": "rms", "decoder_final_norm": False},
         "--decoder-norm-last needs --decoder-final-norm",
     ),
-    *(
-        ({"adaptive_softmax_cutoff": cutoff}, f"--adaptive-softmax-cutoff {cutoff}")
-        for cutoff in ("60,20", "20,x", "100", "0,20")
-    ),
-    *(
-        ({name: 0}, f"--{name.replace('_', '-')} must be at least 1, not 0")
-        for name in ("cores", "core_rank", "decoder_layers")
-    ),
+    ({"cores": 0}, "--cores must be at least 1, not 0"),
+    ({"core_rank": 0}, "--core-rank must be at least 1, not 0"),
+    ({"decoder_layers": 0}, "--decoder-layers must be at least 1, not 0"),
     ({"decoder_norm_placement": "peri"}, "has only --post-norm"),
 ]
+for cutoff in ("60,20", "20,x", "100", "0,20"):
+    flags = {"adaptive_softmax_cutoff": cutoff}
+    TENSORIZED.append((flags, f"--adaptive-softmax-cutoff {cutoff}"))
 TABLE = {
     "transformer_un_tiny": TRANSLATION,
     "transformer_lm_pn_tiny": LANGUAGE,

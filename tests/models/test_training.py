@@ -165,9 +165,8 @@ def read(where):
     "arch", ["transformer_pn_tiny", "transformer_pnv_tiny", "transformer_bn_tiny"]
 )
 def test_two_ranks_under_both_backends(arch, data, tmp_path):
-    """legacy_ddp and pytorch_ddp are two implementations of the same sums:
-
-    weights and statistics are equal.
+    """legacy_ddp and pytorch_ddp are two implementations of the same sums: weights and statistics
+    are equal.
     """
     models = []
     for backend in ("legacy_ddp", "pytorch_ddp"):

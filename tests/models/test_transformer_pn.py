@@ -1,4 +1,4 @@
-import copy
+from copy import deepcopy
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_compiled_model_trains_and_evaluates_like_the_plain_one():
     torch.manual_seed(1)
     one_layer = {"encoder_layers": 1, "decoder_layers": 1, "dropout": 0.0, "attention_dropout": 0.0}
     plain = build("transformer_pn_tiny", psi_warmup_updates=1, **one_layer).double()
-    other = copy.deepcopy(plain)
+    other = deepcopy(plain)
     compiled = torch.compile(other, backend="eager")
     src, prev = padded_batch(batch=4)
     for update in range(3):
@@ -125,13 +125,12 @@ def test_compiled_layers_train_as_plain_ones(monkeypatch):
         model.train().compile_layers()
         for number in range(4):
             model.set_num_updates(number + 1)
-            loss_of(
-                model, *padded_batch(number, source=7 + number % 3, target=5 + number % 2)
-            ).backward()
+            batch = padded_batch(number, source=7 + number % 3, target=5 + number % 2)
+            loss_of(model, *batch).backward()
     assert_same_training(compiled, plain, state=(1e-5, 1e-6), rtol=1e-4, atol=1e-5)
     assert compiled.state_dict().keys() == plain.state_dict().keys()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 2
-    averaged = copy.deepcopy(compiled).eval()
+    averaged = deepcopy(compiled).eval()
     with torch.no_grad():
         for parameter in averaged.parameters():
             parameter.zero_()

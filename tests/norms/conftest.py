@@ -11,13 +11,11 @@ import pytest
 from pn_fairseq import kernels
 from pn_fairseq.kernels.selection import IMPLEMENTATIONS
 
-pytest.register_assert_rewrite("pn_fairseq.testing")
-
-IMPLEMENTATION_NAMES = (
-    [kernels.FORCED]
-    if kernels.FORCED
-    else [name for name in kernels.available() if IMPLEMENTATIONS[name] in (None, "CPU")]
-)
+if kernels.FORCED:
+    IMPLEMENTATION_NAMES = [kernels.FORCED]
+else:
+    on_cpus = [name for name, device in IMPLEMENTATIONS.items() if device in (None, "CPU")]
+    IMPLEMENTATION_NAMES = [name for name in kernels.available() if name in on_cpus]
 
 
 def pytest_configure(config):

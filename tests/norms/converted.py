@@ -1,14 +1,20 @@
 """What the tests of converted models share: a mask, and small models whose norms get none."""
 
+import warnings
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 
-B, T, C = 3, 7, 12
+from pn_fairseq.testing.helpers import of_kinds
+
+B = 3
+T = 7
+C = 12
 LENGTHS = torch.tensor([7, 4, 2])
 MASK = torch.arange(T) >= LENGTHS[:, None]
 
-#: Batch statistics, the same about 0, running statistics, and one that mixes both kinds.
-SOME = ["batch", "power-v", "power", "batch-renorm"]
+SOME_NORMS = of_kinds("batch", "batch about 0", "running", "batch and running")
 
 
 class FeedForward(nn.Module):
@@ -40,6 +46,24 @@ class ByVariance(nn.Module):
     def forward(self, x):
         x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
         return (getattr(self, self.gain) + self.offset) * x
+
+
+@contextmanager
+def silent():
+    """A warning in the block is an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@contextmanager
+def recorded():
+    """A list that gets, at the end of the block, the text of each warning in it."""
+    texts = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield texts
+    texts += [str(warning.message) for warning in caught]
 
 
 def randomized(model):

@@ -21,31 +21,30 @@ STATEFUL = tuple(name for name, entry in NORMS.items() if issubclass(entry.cls, 
 
 def affine_of(norm):
     """The keyword arguments that give an oracle the module's parameters."""
-    return {
-        name: parameter.detach().double().numpy() for name, parameter in norm.named_parameters()
-    }
+    values = {}
+    for name, parameter in norm.named_parameters():
+        values[name] = parameter.detach().double().numpy()
+    return values
 
 
 def oracle_step(oracle, x, mask=None, dy=None):
     y, ctx = oracle.forward(x, mask)
     dx, dweight, dbias = oracle.backward(dy, ctx)
-    others = {
-        f"d{name}": np.atleast_1d(value) for name, value in getattr(oracle, "gradients", {}).items()
-    }
-    return {"y": y, "dx": dx, "dweight": dweight, "dbias": dbias, **others}
+    step = {"y": y, "dx": dx, "dweight": dweight, "dbias": dbias}
+    for name, value in getattr(oracle, "gradients", {}).items():
+        step[f"d{name}"] = np.atleast_1d(value)
+    return step
 
 
 def assert_steps_close(actual, expected, rtol=2e-5, what=""):
-    """Compare what ``actual`` has:
-
-    an oracle gives parameter gradients even where the norm has no parameters.
+    """Compare what ``actual`` has: an oracle gives parameter gradients even where the norm has no
+    parameters.
     """
-    largest = max(float(abs(value).max()) if len(value) else 0.0 for value in expected.values())
+    largest = max(float(abs(value).max(initial=0.0)) for value in expected.values())
     for key, value in actual.items():
         # A parameter of one element is a sum over everything.
-        assert_close(
-            value, expected[key], rtol, f"{what} {key}", largest if value.size == 1 else 0.0
-        )
+        terms = largest if value.size == 1 else 0.0
+        assert_close(value, expected[key], rtol, f"{what} {key}", terms)
 
 
 def assert_state_close(norm, expected, rtol=2e-5, what=""):
@@ -70,9 +69,8 @@ def batches(steps, masked=True, seed=0, low=0.2, high=3.0, sentences=1):
 
 
 def assert_training_follows(norm, oracle, steps, rtol=2e-5, dtype=torch.float32, update_freq=None):
-    """Train on ``steps``.
-
-    After each everything is compared, at the end evaluation; ``update_freq`` steps an update.
+    """Train on ``steps`` and compare everything after each of them, and evaluation at the end;
+    ``update_freq`` steps make an update.
     """
     for step, (x, mask, dy) in enumerate(steps):
         if update_freq is not None:
@@ -81,4 +79,5 @@ def assert_training_follows(norm, oracle, steps, rtol=2e-5, dtype=torch.float32,
         actual = train_step(norm, x, mask, dy, dtype)
         assert_steps_close(actual, oracle_step(oracle, x, mask, dy), rtol, f"step {step}:")
         assert_state_close(norm, oracle_state(oracle), rtol, f"step {step}:")
-    assert_close(norm.eval()(torch.tensor(x, dtype=dtype)), oracle.evaluate(x), rtol, "eval")
+    y = norm.eval()(torch.tensor(x, dtype=dtype))
+    assert_close(y, oracle.evaluate(x), rtol, "eval")

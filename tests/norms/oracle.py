@@ -25,9 +25,9 @@ def flatten_tokens(x, padding_mask=None):
     ``real`` of each row.
     """
     x = np.asarray(x, dtype=np.float64)
-    real = (
-        np.ones(x.shape[:-1], dtype=bool) if padding_mask is None else ~np.asarray(padding_mask).T
-    )
+    real = np.ones(x.shape[:-1], dtype=bool)
+    if padding_mask is not None:
+        real = ~np.asarray(padding_mask).T
     return x.reshape(-1, x.shape[-1]), real.reshape(-1)
 
 
@@ -51,8 +51,11 @@ def layer_scale_backward(dy, y, rms):
     """dx_k = (dy_k - y_k mean_j(dy_j y_j)) / rms within a group, as d rms / dx_k = y_k / K."""
     if rms is None:
         return dy
-    dy, parts = dy.reshape(*rms.shape[:2], -1), y.reshape(*rms.shape[:2], -1)
-    return ((dy - parts * (dy * parts).mean(-1, keepdims=True)) / rms).reshape(y.shape)
+    dy = dy.reshape(*rms.shape[:2], -1)
+    parts = y.reshape(*rms.shape[:2], -1)
+    along = (dy * parts).mean(-1, keepdims=True)
+    dx = (dy - parts * along) / rms
+    return dx.reshape(y.shape)
 
 
 class _Oracle:
@@ -62,13 +65,16 @@ class _Oracle:
         self.channels = channels
         self.eps = eps
         self.groups = groups
-        self.weight = np.ones(channels) if weight is None else np.asarray(weight, dtype=np.float64)
-        self.bias = np.zeros(channels) if bias is None else np.asarray(bias, dtype=np.float64)
+        self.weight = np.ones(channels)
+        self.bias = np.zeros(channels)
+        if weight is not None:
+            self.weight = np.asarray(weight, dtype=np.float64)
+        if bias is not None:
+            self.bias = np.asarray(bias, dtype=np.float64)
 
     def forward(self, x, padding_mask=None):
-        """One training forward:
-
-        (y, ctx). ``ctx`` belongs only to this forward and goes to ``backward``.
+        """One training forward: (y, ctx). ``ctx`` belongs to this forward only and goes to
+        ``backward``.
         """
         rows, real = flatten_tokens(x, padding_mask)
         scaled, rms = layer_scale_forward(rows, self.groups, self.eps)
@@ -76,17 +82,20 @@ class _Oracle:
         ctx = SimpleNamespace(
             shape=np.shape(x), real=real, scaled=scaled, rms=rms, xhat=xhat, saved=saved
         )
-        return (self.weight * xhat + self.bias).reshape(np.shape(x)), ctx
+        y = self.weight * xhat + self.bias
+        return y.reshape(np.shape(x)), ctx
 
     def backward(self, dy, ctx):
         """(dx, dweight, dbias) of the forward that made ``ctx``; the state takes in what the two
         have seen.
         """
         dy = np.asarray(dy, dtype=np.float64).reshape(ctx.xhat.shape)
-        dscaled = self._input_gradient(self.weight * dy, ctx)
-        self._update(self.weight * dy, ctx)
-        dx = layer_scale_backward(dscaled, ctx.scaled, ctx.rms).reshape(ctx.shape)
-        return dx, (dy * ctx.xhat).sum(0), dy.sum(0)
+        dxhat = self.weight * dy
+        dscaled = self._input_gradient(dxhat, ctx)
+        self._update(dxhat, ctx)
+        dx = layer_scale_backward(dscaled, ctx.scaled, ctx.rms)
+        dweight = (dy * ctx.xhat).sum(0)
+        return dx.reshape(ctx.shape), dweight, dy.sum(0)
 
     def _update(self, dxhat, ctx):
         pass
@@ -94,7 +103,8 @@ class _Oracle:
     def evaluate(self, x):
         rows, _ = flatten_tokens(x)
         scaled, _ = layer_scale_forward(rows, self.groups, self.eps)
-        return (self.weight * self._normalize_eval(scaled) + self.bias).reshape(np.shape(x))
+        y = self.weight * self._normalize_eval(scaled) + self.bias
+        return y.reshape(np.shape(x))
 
 
 class QuadraticMeanOracle(_Oracle):
@@ -111,10 +121,8 @@ class QuadraticMeanOracle(_Oracle):
 
 
 class PowerNormOracle(QuadraticMeanOracle):
-    """PN:
-
-    Shen et al. 2020, Algorithm 2, with the warm-up of psi and the guard max(0, .) for Assumption
-    10.
+    """PN: Shen et al. 2020, Algorithm 2, with the warm-up of psi and the guard max(0, .) for
+    Assumption 10.
     """
 
     def __init__(self, channels, alpha=0.9, alpha_bwd=0.9, warmup=0, **common):
@@ -136,14 +144,16 @@ class PowerNormOracle(QuadraticMeanOracle):
     def _normalize(self, x, real):
         batch_psi2 = mean_over(x**2, real)
         warming = self.in_warmup()
-        denominator = np.sqrt((batch_psi2 if warming else self.psi2) + self.eps)
+        psi2 = batch_psi2 if warming else self.psi2
+        denominator = np.sqrt(psi2 + self.eps)
         saved = SimpleNamespace(
             denominator=denominator, nu=self.nu, batch_psi2=batch_psi2, warming=warming
         )
         return x / denominator, saved
 
     def _input_gradient(self, dxhat, ctx):
-        return (dxhat - ctx.real[:, None] * ctx.saved.nu * ctx.xhat) / ctx.saved.denominator
+        along_nu = ctx.real[:, None] * ctx.saved.nu * ctx.xhat
+        return (dxhat - along_nu) / ctx.saved.denominator
 
     def _update(self, dxhat, ctx):
         # Without a trainer the warm-up counts steps taken in, of which there may have been more
@@ -157,9 +167,9 @@ class PowerNormOracle(QuadraticMeanOracle):
         gamma = mean_over(ctx.xhat**2, ctx.real)
         lam = mean_over(dxhat * ctx.xhat, ctx.real)
         # The gradient takes the nu of its forward; the recursion continues from the present nu.
-        self.nu = (
-            self.nu * np.maximum(0.0, 1 - (1 - self.alpha_bwd) * gamma) + (1 - self.alpha_bwd) * lam
-        )
+        step = 1 - self.alpha_bwd
+        kept = np.maximum(0.0, 1 - step * gamma)
+        self.nu = self.nu * kept + step * lam
 
 
 class PowerNormVOracle(QuadraticMeanOracle):
@@ -176,7 +186,8 @@ class PowerNormVOracle(QuadraticMeanOracle):
 
     def _input_gradient(self, dxhat, ctx):
         lam = mean_over(dxhat * ctx.xhat, ctx.real)
-        return (dxhat - ctx.real[:, None] * ctx.xhat * lam) / ctx.saved.denominator
+        along_lam = ctx.real[:, None] * ctx.xhat * lam
+        return (dxhat - along_lam) / ctx.saved.denominator
 
 
 class BatchNormOracle(_Oracle):
@@ -195,9 +206,8 @@ class BatchNormOracle(_Oracle):
         mean = mean_over(x, real)
         var = self._variance(x, mean, real)
         denominator = self._denominator(var)
-        return (x - mean) / denominator, SimpleNamespace(
-            denominator=denominator, mean=mean, var=var
-        )
+        saved = SimpleNamespace(denominator=denominator, mean=mean, var=var)
+        return (x - mean) / denominator, saved
 
     def _variance(self, x, mean, real):
         return mean_over((x - mean) ** 2, real)
@@ -207,8 +217,9 @@ class BatchNormOracle(_Oracle):
 
     def _update(self, dxhat, ctx):
         n = self._counted(ctx)
+        unbiased = ctx.saved.var * n / (n - 1)
         self.mean = self.alpha * self.mean + (1 - self.alpha) * ctx.saved.mean
-        self.var = self.alpha * self.var + (1 - self.alpha) * ctx.saved.var * n / (n - 1)
+        self.var = self.alpha * self.var + (1 - self.alpha) * unbiased
         self.count += 1
 
     def _counted(self, ctx):
@@ -217,7 +228,8 @@ class BatchNormOracle(_Oracle):
     def _input_gradient(self, dxhat, ctx):
         through_mean = mean_over(dxhat, ctx.real)
         through_var = ctx.xhat * mean_over(dxhat * ctx.xhat, ctx.real)
-        return (dxhat - ctx.real[:, None] * (through_mean + through_var)) / ctx.saved.denominator
+        through = ctx.real[:, None] * (through_mean + through_var)
+        return (dxhat - through) / ctx.saved.denominator
 
     def _normalize_eval(self, x):
         return (x - self.mean) / self._denominator(self.var)
@@ -244,15 +256,18 @@ class BatchNormReleaseOracle(BatchNormOracle):
 
 
 class BatchRenormOracle(_Oracle):
-    """BRN:
-
-    Ioffe 2017, Algorithm 1. What takes part in the gradients of weight and x is x_hat r + d.
+    """BRN: Ioffe 2017, Algorithm 1. What takes part in the gradients of weight and x is
+    x_hat r + d.
     """
 
     def __init__(self, channels, alpha=0.99, updates=40_000, r_max=3.0, d_max=5.0, **common):
         super().__init__(channels, **common)
-        self.alpha, self.updates, self.r_max, self.d_max = alpha, updates, r_max, d_max
-        self.mean, self.sigma = np.zeros(channels), np.full(channels, np.sqrt(1 + self.eps))
+        self.alpha = alpha
+        self.updates = updates
+        self.r_max = r_max
+        self.d_max = d_max
+        self.mean = np.zeros(channels)
+        self.sigma = np.full(channels, np.sqrt(1 + self.eps))
         self.count = 0
 
     @property
@@ -263,7 +278,8 @@ class BatchRenormOracle(_Oracle):
         """With the paper's numbers, scaled: 5,000, 25,000 and 40,000 steps."""
         step = 40_000 * self.count / self.updates
         r_max = np.interp(step, [5_000, 40_000], [1, self.r_max])
-        return r_max, np.interp(step, [5_000, 25_000], [0, self.d_max])
+        d_max = np.interp(step, [5_000, 25_000], [0, self.d_max])
+        return r_max, d_max
 
     def _normalize(self, x, real):
         mean = mean_over(x, real)
@@ -272,12 +288,16 @@ class BatchRenormOracle(_Oracle):
         r = np.clip(sigma / self.sigma, 1 / r_max, r_max)
         d = np.clip((mean - self.mean) / self.sigma, -d_max, d_max)
         plain = (x - mean) / sigma
-        return plain * r + d, SimpleNamespace(sigma=sigma, mean=mean, r=r, plain=plain)
+        saved = SimpleNamespace(sigma=sigma, mean=mean, r=r, plain=plain)
+        return plain * r + d, saved
 
     def _input_gradient(self, dxhat, ctx):
-        saved, h = ctx.saved, dxhat * ctx.saved.r
-        through = mean_over(h, ctx.real) + saved.plain * mean_over(h * saved.plain, ctx.real)
-        return (h - ctx.real[:, None] * through) / saved.sigma
+        saved = ctx.saved
+        h = dxhat * ctx.saved.r
+        through_mean = mean_over(h, ctx.real)
+        through_sigma = saved.plain * mean_over(h * saved.plain, ctx.real)
+        through = ctx.real[:, None] * (through_mean + through_sigma)
+        return (h - through) / saved.sigma
 
     def _update(self, dxhat, ctx):
         self.mean = self.alpha * self.mean + (1 - self.alpha) * ctx.saved.mean
@@ -297,10 +317,14 @@ class RegularizedOracle(BatchNormOracle):
         self, channels, alpha=0.95, lambda_mean=0.1, lambda_var=0.01, release=False, **common
     ):
         super().__init__(channels, alpha, **common)
-        self.lambda_mean, self.lambda_var, self.release = lambda_mean, lambda_var, release
+        self.lambda_mean = lambda_mean
+        self.lambda_var = lambda_var
+        self.release = release
 
     def _denominator(self, var):
-        return np.sqrt(np.maximum(var, self.eps) if self.release else var + self.eps)
+        if self.release:
+            return np.sqrt(np.maximum(var, self.eps))
+        return np.sqrt(var + self.eps)
 
     def _normalize(self, x, real):
         xhat, saved = super()._normalize(x, real)
@@ -308,7 +332,9 @@ class RegularizedOracle(BatchNormOracle):
         return xhat, saved
 
     def _input_gradient(self, dxhat, ctx):
-        saved, old, n = ctx.saved, ctx.saved.old, ctx.real.sum()
+        saved = ctx.saved
+        old = ctx.saved.old
+        n = ctx.real.sum()
         centred = ctx.xhat * saved.denominator
         if self.release:
             assert (saved.var > self.eps).all()
@@ -327,7 +353,9 @@ class RegularizedOracle(BatchNormOracle):
         super()._update(dxhat, ctx)
         if self.release:
             n = ctx.real.sum()
-            self.var = self.var - (1 - self.alpha) * ctx.saved.var * (n / (n - 1) - 1)
+            biased = ctx.saved.var
+            unbiased = biased * n / (n - 1)
+            self.var = self.var - (1 - self.alpha) * (unbiased - biased)
 
 
 class PerTokenOracle(_Oracle):
@@ -340,15 +368,21 @@ class PerTokenOracle(_Oracle):
     """
 
     def __init__(self, channels, name, spans=1, detach=("mean", "std"), k=0.1, scale=1.0, **common):
-        self.parameters = {
-            key: float(common.pop(key)[0]) for key in ("g", "alpha", "shift") if key in common
-        }
+        self.parameters = {}
+        for key in ("g", "alpha", "shift"):
+            if key in common:
+                self.parameters[key] = float(common.pop(key)[0])
         super().__init__(channels, **common)
-        self.name, self.spans, self.detach, self.k, self.scale = name, spans, detach, k, scale
+        self.name = name
+        self.spans = spans
+        self.detach = detach
+        self.k = k
+        self.scale = scale
 
     def _normalize(self, x, real):
         value, z, divisor = self._spans(x.reshape(len(x), self.spans, -1))
-        return value.reshape(x.shape), SimpleNamespace(value=value, z=z, divisor=divisor)
+        saved = SimpleNamespace(value=value, z=z, divisor=divisor)
+        return value.reshape(x.shape), saved
 
     def _normalize_eval(self, x):
         return self._normalize(x, None)[0]
@@ -360,23 +394,25 @@ class PerTokenOracle(_Oracle):
         if self.name == "none":
             return x, x, 1.0
         if self.name in ("dyt", "derf"):
+            squash = np.tanh if self.name == "dyt" else np.vectorize(math.erf)
             argument = self.parameters["alpha"] * x + self.parameters.get("shift", 0.0)
-            return (
-                np.tanh(argument) if self.name == "dyt" else np.vectorize(math.erf)(argument),
-                argument,
-                1.0,
-            )
+            return squash(argument), argument, 1.0
         if self.name == "scale":
-            length = np.maximum(np.sqrt((x**2).sum(-1, keepdims=True)), self.eps)
+            length = np.sqrt((x**2).sum(-1, keepdims=True))
+            length = np.maximum(length, self.eps)
             return self.parameters["g"] * x / length, x / length, length
         centred = x if self.name == "rms" else x - x.mean(-1, keepdims=True)
         divisor = np.sqrt((centred**2).mean(-1, keepdims=True) + self.eps)
         z = centred / divisor
-        return self.scale * (1 - self.k * z) * z if self.name == "ada" else z, z, divisor
+        if self.name == "ada":
+            return self.scale * (1 - self.k * z) * z, z, divisor
+        return z, z, divisor
 
     def _input_gradient(self, dxhat, ctx):
-        x, g = (values.reshape(ctx.saved.z.shape) for values in (ctx.scaled, dxhat))
-        return self._gradient(x, g, **vars(ctx.saved)).reshape(dxhat.shape)
+        x = ctx.scaled.reshape(ctx.saved.z.shape)
+        g = dxhat.reshape(ctx.saved.z.shape)
+        dx = self._gradient(x, g, **vars(ctx.saved))
+        return dx.reshape(dxhat.shape)
 
     def _gradient(self, x, g, value, z, divisor):
         """dx of the spans, where g is the gradient of ``value``."""
@@ -384,19 +420,28 @@ class PerTokenOracle(_Oracle):
         if self.name == "none":
             return g
         if self.name in ("dyt", "derf"):
-            slope = 1 - value**2 if self.name == "dyt" else 2 / np.sqrt(np.pi) * np.exp(-(z**2))
+            slope = 1 - value**2
+            if self.name == "derf":
+                slope = 2 / np.sqrt(np.pi) * np.exp(-(z**2))
+            through = g * slope
             factors = {"alpha": x, "shift": 1.0}
-            self.gradients = {key: np.sum(g * slope * factors[key]) for key in self.parameters}
-            return g * slope * self.parameters["alpha"]
+            for key in self.parameters:
+                self.gradients[key] = np.sum(through * factors[key])
+            return through * self.parameters["alpha"]
         if self.name == "scale":
-            self.gradients = {"g": np.sum(g * z)}
-            return self.parameters["g"] * (g - z * (g * z).sum(-1, keepdims=True)) / divisor
+            self.gradients["g"] = np.sum(g * z)
+            along = z * (g * z).sum(-1, keepdims=True)
+            return self.parameters["g"] * (g - along) / divisor
         if self.name == "ada":
             g = g * self.scale * (1 - self.k * z)
-        detached = self.detach if self.name == "detach" else ("mean",) if self.name == "rms" else ()
-        mean = 0.0 if "mean" in detached else g.mean(-1, keepdims=True)
-        along = 0.0 if "std" in detached else z * (g * z).mean(-1, keepdims=True)
-        return (g - mean - along) / divisor
+        # What has no gradient here: rms does not subtract a mean.
+        detached = {"detach": self.detach, "rms": ("mean",)}.get(self.name, ())
+        dx = g
+        if "mean" not in detached:
+            dx = dx - g.mean(-1, keepdims=True)
+        if "std" not in detached:
+            dx = dx - z * (g * z).mean(-1, keepdims=True)
+        return dx / divisor
 
 
 class ProgressiveOracle(BatchNormOracle):
@@ -416,33 +461,36 @@ class ProgressiveOracle(BatchNormOracle):
         self.layer = PerTokenOracle(
             channels, "layer", eps=self.eps, groups=self.groups, weight=ln_weight, bias=ln_bias
         )
-        self.fade, self.rep_alpha = fade, rep_alpha
+        self.fade = fade
+        self.rep_alpha = rep_alpha
 
     def forward(self, x, padding_mask=None):
         share = max(0.0, 1 - self.count / self.fade)
         layer, layer_ctx = self.layer.forward(x, padding_mask)
         batch, ctx = super().forward(x, padding_mask)
-        ctx.share, ctx.layer = share, layer_ctx
-        rep = batch + (self.rep_alpha * ctx.scaled).reshape(np.shape(x))
+        ctx.share = share
+        ctx.layer = layer_ctx
+        direct = self.rep_alpha * ctx.scaled
+        rep = batch + direct.reshape(np.shape(x))
         return share * layer + (1 - share) * rep, ctx
 
     def backward(self, dy, ctx):
-        share, dy = ctx.share, np.asarray(dy, dtype=np.float64)
+        share = ctx.share
+        dy = np.asarray(dy, dtype=np.float64)
         through_layer, by_weight, by_bias = self.layer.backward(share * dy, ctx.layer)
         through_batch, dweight, dbias = super().backward((1 - share) * dy, ctx)
         rows = (1 - share) * dy.reshape(ctx.scaled.shape)
-        direct = layer_scale_backward(self.rep_alpha * rows, ctx.scaled, ctx.rms).reshape(ctx.shape)
-        self.gradients = {
-            "ln_weight": by_weight,
-            "ln_bias": by_bias,
-            "rep_alpha": (rows * ctx.scaled).sum(),
-        }
-        return through_layer + through_batch + direct, dweight, dbias
+        direct = layer_scale_backward(self.rep_alpha * rows, ctx.scaled, ctx.rms)
+        by_alpha = (rows * ctx.scaled).sum()
+        self.gradients = {"ln_weight": by_weight, "ln_bias": by_bias, "rep_alpha": by_alpha}
+        dx = through_layer + through_batch + direct.reshape(ctx.shape)
+        return dx, dweight, dbias
 
     def evaluate(self, x):
         rows, _ = flatten_tokens(x)
         scaled, _ = layer_scale_forward(rows, self.groups, self.eps)
-        return super().evaluate(x) + (self.rep_alpha * scaled).reshape(np.shape(x))
+        direct = self.rep_alpha * scaled
+        return super().evaluate(x) + direct.reshape(np.shape(x))
 
 
 def oracle_state(oracle):
@@ -456,8 +504,8 @@ def oracle_state(oracle):
         "var": "running_var",
         "count": "num_batches_tracked",
     }
-    return {
-        theirs: np.asarray(getattr(oracle, ours))
-        for ours, theirs in names.items()
-        if hasattr(oracle, ours)
-    }
+    state = {}
+    for ours, theirs in names.items():
+        if hasattr(oracle, ours):
+            state[theirs] = np.asarray(getattr(oracle, ours))
+    return state

@@ -14,11 +14,15 @@ class _WindowOracle(QuadraticMeanOracle):
 
     def __init__(self, channels, alpha, warmup, window, **common):
         super().__init__(channels, alpha, **common)
-        self.warmup, self.size = warmup, window
-        self.psi2s, self.lambdas = {}, {}
+        self.warmup = warmup
+        self.size = window
+        self.psi2s = {}
+        self.lambdas = {}
 
-    def last(self, values, number):
-        return [values[n] for n in range(number - self.size + 1, number + 1)]
+    def last(self, values, number, own):
+        """The values of the steps before step ``number``, and its own."""
+        first = number - self.size + 1
+        return [values[n] for n in range(first, number)] + [own]
 
     def rows(self, values):
         rows = np.zeros((self.size, self.channels))
@@ -52,37 +56,33 @@ class MovingAverageOracle(_WindowOracle):
     def _normalize(self, x, real):
         number = self.count + 1
         own = mean_over(x**2, real)
-        psi2 = (
-            own
-            if self.early(number)
-            else np.mean(self.last(self.psi2s | {number: own}, number), axis=0)
-        )
+        psi2 = own
+        if not self.early(number):
+            psi2 = np.mean(self.last(self.psi2s, number, own), axis=0)
         root = np.sqrt(psi2 + self.eps)
         r = self.ratio(number, root)
-        return r * x / root, SimpleNamespace(
-            number=number, own=own, psi2=psi2, root=root, r=r, z=x / root
-        )
+        z = x / root
+        return r * z, SimpleNamespace(number=number, own=own, psi2=psi2, root=root, r=r, z=z)
 
     def _input_gradient(self, dxhat, ctx):
-        saved, g = ctx.saved, dxhat * ctx.saved.r
+        saved = ctx.saved
+        g = dxhat * ctx.saved.r
         saved.lambda_ = average = mean_over(g * saved.z, ctx.real)
         if not self.early(saved.number):
-            average = np.mean(
-                self.last(self.lambdas | {saved.number: average}, saved.number), axis=0
-            )
-        return (g - ctx.real[:, None] * saved.z * average) / saved.root
+            average = np.mean(self.last(self.lambdas, saved.number, saved.lambda_), axis=0)
+        along = ctx.real[:, None] * saved.z * average
+        return (g - along) / saved.root
 
     def _update(self, dxhat, ctx):
         self.count += 1
-        self.psi2s[self.count], self.lambdas[self.count] = ctx.saved.own, ctx.saved.lambda_
+        self.psi2s[self.count] = ctx.saved.own
+        self.lambdas[self.count] = ctx.saved.lambda_
         self.psi2 = self.alpha * self.psi2 + (1 - self.alpha) * ctx.saved.psi2
 
 
 class UnifiedOracle(_WindowOracle):
-    """UN:
-
-    Yang et al. 2022; ``release``: padding counts everywhere, and r is in the gradient of the
-    weight.
+    """UN: Yang et al. 2022; ``release``: padding counts everywhere, and r is in the gradient of
+    the weight.
     """
 
     def __init__(
@@ -97,7 +97,9 @@ class UnifiedOracle(_WindowOracle):
         **common,
     ):
         super().__init__(channels, alpha, warmup, window, **common)
-        self.alpha_bwd, self.filtration, self.release = alpha_bwd, filtration, release
+        self.alpha_bwd = alpha_bwd
+        self.filtration = filtration
+        self.release = release
         self.nu = np.zeros(channels)
         self.skipped = []
 
@@ -107,8 +109,12 @@ class UnifiedOracle(_WindowOracle):
         if not self.filtration or self.early(number):
             return False
         bound = np.var(np.sqrt(self.psi2_window), ddof=1) * self.size
-        window = np.array(self.last(self.psi2s | {number: own}, number))
-        return bool((window.mean(0) - np.prod(window, axis=0) ** (1 / self.size) > bound).any())
+        window = np.array(self.last(self.psi2s, number, own))
+        gap = window.mean(0) - self.geometric_mean(window)
+        return bool((gap > bound).any())
+
+    def geometric_mean(self, window):
+        return np.prod(window, axis=0) ** (1 / self.size)
 
     def _normalize(self, x, real):
         number = self.count + 1
@@ -116,36 +122,35 @@ class UnifiedOracle(_WindowOracle):
         own = mean_over(x**2, counted)
         skip = self._skip(number, own)
         early = self.early(number) or skip
-        psi2 = (
-            own
-            if early
-            else np.prod(self.last(self.psi2s | {number: own}, number), axis=0) ** (1 / self.size)
-        )
+        psi2 = own
+        if not early:
+            psi2 = self.geometric_mean(self.last(self.psi2s, number, own))
         root = np.sqrt(psi2 + self.eps)
         r = np.ones(self.channels) if skip else self.ratio(number, root)
         saved = SimpleNamespace(
             number=number, own=own, skip=skip, early=early, psi2=psi2, root=root, r=r
         )
-        saved.counted, saved.nu = counted, self.nu
+        saved.counted = counted
+        saved.nu = self.nu
         return x / root, saved
 
     def _input_gradient(self, dxhat, ctx):
-        saved, g = ctx.saved, dxhat * ctx.saved.r
+        saved = ctx.saved
+        g = dxhat * ctx.saved.r
         saved.lambda_ = saved.average = mean_over(g * ctx.xhat, saved.counted)
         if not saved.early:
-            saved.average = np.mean(
-                self.last(self.lambdas | {saved.number: saved.lambda_}, saved.number), axis=0
-            )
-        nu = (
-            saved.lambda_
-            if saved.skip
-            else self.alpha_bwd * saved.nu + (1 - self.alpha_bwd) * saved.average
-        )
-        return (g - saved.counted[:, None] * ctx.xhat * nu) / saved.root
+            saved.average = np.mean(self.last(self.lambdas, saved.number, saved.lambda_), axis=0)
+        nu = saved.lambda_
+        if not saved.skip:
+            nu = self.alpha_bwd * saved.nu + (1 - self.alpha_bwd) * saved.average
+        along = saved.counted[:, None] * ctx.xhat * nu
+        return (g - along) / saved.root
 
     def backward(self, dy, ctx):
         dx, dweight, dbias = super().backward(dy, ctx)
-        return dx, dweight * ctx.saved.r if self.release else dweight, dbias
+        if self.release:
+            dweight = dweight * ctx.saved.r
+        return dx, dweight, dbias
 
     def _update(self, dxhat, ctx):
         saved = ctx.saved

@@ -1,6 +1,6 @@
 """The norms with batch statistics: over 16 steps against their formulas."""
 
-import copy
+from copy import deepcopy
 from functools import partial
 
 import numpy as np
@@ -87,16 +87,11 @@ OF_ORACLES = {
 def make_pair(name, groups=0, **more):
     norm_name, options, oracle = CASES[name]
     options = options | more
-    norm = (
-        randomize_affine(build_norm(norm_name, CHANNELS, layer_scale_groups=groups, **options))
-        .double()
-        .train()
-    )
-    given = {
-        OF_ORACLES.get(key, key): value
-        for key, value in options.items()
-        if key not in ("variant", "affine")
-    }
+    norm = double(norm_name, layer_scale_groups=groups, **options)
+    given = {}
+    for key, value in options.items():
+        if key not in ("variant", "affine"):
+            given[OF_ORACLES.get(key, key)] = value
     return norm, oracle(CHANNELS, groups=groups, **given, **affine_of(norm))
 
 
@@ -146,10 +141,8 @@ def test_bn_equals_torch_on_the_gathered_tokens(masked, affine):
     for step, (x, mask, dy) in enumerate(batches(20, masked, sentences=3)):
         real = real_tokens(x.shape, mask)
         dy[~real] = 0
-        actual, expected = (
-            train_step(norm, x, mask, dy),
-            train_step(reference, x[real], None, dy[real]),
-        )
+        actual = train_step(norm, x, mask, dy)
+        expected = train_step(reference, x[real], None, dy[real])
         actual |= {key: actual[key][real] for key in ("y", "dx")}
         # dx of a few tokens is what is left of terms that nearly cancel.
         assert_steps_close(actual, expected, rtol=2e-4, what=f"step {step}:")
@@ -177,35 +170,35 @@ def test_single_real_token_leaves_finite_results(name):
 @pytest.mark.parametrize("name", ["mabn", "un"])
 def test_updates_count_for_the_warm_ups_where_they_are_given(name):
     """Two steps to an update: 1,000 updates are 2,000 steps. The windows count steps."""
-    plain, counted = (
-        build_norm(CASES[name][0], CHANNELS, window=2, psi_warmup_updates=3) for _ in range(2)
-    )
+    plain = build_norm(CASES[name][0], CHANNELS, window=2, psi_warmup_updates=3)
+    counted = deepcopy(plain)
     generator = rng(3)
     for step in range(8):
         counted.set_num_updates(step // 2)
         batch = random_batch(generator)
-        results = [train_step(norm, *batch) for norm in (plain, counted)]
-        early = step // 2 + 1 < 3
-        assert np.array_equal(results[0]["y"], results[1]["y"]) == (step + 1 < 3 or not early)
+        same = np.array_equal(train_step(plain, *batch)["y"], train_step(counted, *batch)["y"])
+        warms_up = step + 1 < 3
+        counted_warms_up = step // 2 + 1 < 3
+        assert same == (warms_up == counted_warms_up)
         assert torch.equal(state_of(plain)["psi2_window"], state_of(counted)["psi2_window"])
 
 
 def test_prepbn_fades_by_updates_where_they_are_given():
     """And at once if that is over, or if there is no fade."""
-    plain, counted, faded, never = (
-        build_norm("prep-batch", CHANNELS, fade_updates=n).double() for n in (4, 4, 4, 0)
-    )
+    plain = build_norm("prep-batch", CHANNELS, fade_updates=4).double()
+    counted = deepcopy(plain)
+    faded = deepcopy(plain)
+    never = build_norm("prep-batch", CHANNELS, fade_updates=0).double()
     generator = rng(3)
     faded.set_num_updates(4)
     for step in range(6):
         counted.set_num_updates(step)
         batch = random_batch(generator)
-        y, *others = (
-            train_step(norm, *batch, torch.float64)["y"] for norm in (plain, counted, faded, never)
-        )
-        assert_close(others[0], y, 1e-9)
-        assert_close(others[1], others[2], 1e-9)
-        assert (abs(others[1] - y).max() < 1e-9) == (step >= 4)
+        norms = {"plain": plain, "counted": counted, "faded": faded, "never": never}
+        y = {key: train_step(norm, *batch, torch.float64)["y"] for key, norm in norms.items()}
+        assert_close(y["counted"], y["plain"], 1e-9)
+        assert_close(y["faded"], y["never"], 1e-9)
+        assert (abs(y["faded"] - y["plain"]).max() < 1e-9) == (step >= 4)
 
 
 def steps_of(norm, number=5, seed=4):
@@ -221,7 +214,8 @@ def test_brn_unclipped_trains_with_what_evaluation_computes():
     norm = double("batch-renorm", renorm_updates=0, renorm_r_max=1e6, renorm_d_max=1e6)
     steps_of(norm)
     x, mask, _ = random_batch(rng(5))
-    x, mask = to_tensor(x, torch.float64), to_mask(mask)
+    x = to_tensor(x, torch.float64)
+    mask = to_mask(mask)
     assert_close(norm.train()(x, mask), norm.eval()(x, mask), 1e-6)
 
 
@@ -235,13 +229,15 @@ def test_penalty_is_among_the_diagnostics(variant):
     x, _, dy = random_batch(rng(9), masked=False)
     x = x * np.linspace(0.1, 2, CHANNELS)
     train_step(norm, x, None, dy, torch.float64)
-    mean, var = x.mean((0, 1)), x.var((0, 1))
+    mean = x.mean((0, 1))
+    var = x.var((0, 1))
     assert var.min() < 0.5 < var.max()
-    expected = 3 * (mean**2).sum() + 2 * ((np.sqrt(var + 0.5) - np.sqrt(1.5)) ** 2).sum()
+    by_mean = mean**2
+    by_var = (np.sqrt(var + 0.5) - np.sqrt(1.5)) ** 2
     if variant == "release":
-        expected = (
-            3 * ((0.95 * mean) ** 2).sum() + 2 * 0.95 * np.abs(np.maximum(var, 0.5) - 1).sum()
-        )
+        by_mean = (0.95 * mean) ** 2
+        by_var = 0.95 * np.abs(np.maximum(var, 0.5) - 1)
+    expected = 3 * by_mean.sum() + 2 * by_var.sum()
     assert_close(norm.diagnostics()["penalty"], expected, 1e-6)
 
 
@@ -252,24 +248,31 @@ def test_power_oracle_in_one_worked_example():
     """One channel, tokens 3 and 4, a third that is padding; alphas 0.5: every number by hand."""
     oracle = oracles.PowerNormOracle(1, alpha=0.5, alpha_bwd=0.5, eps=0.0)
     mask = np.array([False, False, True])
-    oracle.psi2, oracle.nu = np.array([25.0]), np.array([2.0])
+    oracle.psi2 = np.array([25.0])
+    oracle.nu = np.array([2.0])
     y, ctx = oracle.forward(np.array([[3.0], [4.0], [5.0]]), mask)
     np.testing.assert_allclose(y[:, 0], [0.6, 0.8, 1.0])
     np.testing.assert_allclose(oracle.psi2, 25.0)
-    dx, dweight, dbias = oracle.backward(np.array([[1.0], [-1.0], [10.0]]), ctx)
+    dy = np.array([[1.0], [-1.0], [10.0]])
+    dx, dweight, dbias = oracle.backward(dy, ctx)
     np.testing.assert_allclose(dx[:, 0], [(1 - 1.2) / 5, (-1 - 1.6) / 5, 10 / 5])
     np.testing.assert_allclose(oracle.psi2, [0.5 * 25 + 0.5 * 12.5])
-    np.testing.assert_allclose(oracle.nu, [2 * (1 - 0.5 * 0.5) + 0.5 * (0.6 - 0.8) / 2])
-    np.testing.assert_allclose([dweight[0], dbias[0]], [0.6 - 0.8 + 10, 10])
+    gamma = 0.5  # (0.36 + 0.64) / 2
+    lambda_ = (0.6 - 0.8) / 2
+    np.testing.assert_allclose(oracle.nu, [2 * (1 - 0.5 * gamma) + 0.5 * lambda_])
+    np.testing.assert_allclose(dweight, [0.6 - 0.8 + 10])
+    np.testing.assert_allclose(dbias, [10])
 
 
 def test_large_batch_power_does_not_make_nu_diverge():
     """Gamma > 2 / (1 - alpha) makes the unguarded factor smaller than -1; the guard stops it at 0
     (Assumption 10), channel by channel.
     """
-    steps = [(x * np.geomspace(0.1, 30, CHANNELS), *rest) for x, *rest in batches(32, sentences=3)]
+    scale = np.geomspace(0.1, 30, CHANNELS)
+    steps = [(x * scale, mask, dy) for x, mask, dy in batches(32, sentences=3)]
     first_gamma = (steps[0][0] ** 2).mean(axis=(0, 1))
-    assert first_gamma.min() < 0.1 and first_gamma.max() > 2 / (1 - 0.9)
+    assert first_gamma.min() < 0.1
+    assert first_gamma.max() > 2 / (1 - 0.9)
     assert_training_follows(*make_pair("pn", alpha_bwd=0.9), steps, dtype=torch.float64)
 
 
@@ -321,12 +324,14 @@ def test_each_backward_uses_the_values_of_its_own_forward(name, order):
             expected_y, ctx = oracle.forward(x, mask)
             assert_close(y, expected_y)
             work.append((leaf, y, dy, ctx))
-        dweight, dbias = 0, 0
+        dweight = 0
+        dbias = 0
         for index in order:
             leaf, y, dy, ctx = work[index]
             y.backward(to_tensor(dy, torch.float64))
             dx, dw, db = oracle.backward(dy, ctx)
-            dweight, dbias = dweight + dw, dbias + db
+            dweight = dweight + dw
+            dbias = dbias + db
             assert_close(leaf.grad, dx, 5e-5, f"step {step}, forward {index}")
         assert_close(norm.weight.grad, dweight, 5e-5)
         assert_close(norm.bias.grad, dbias, 5e-5)
@@ -341,7 +346,8 @@ def test_arithmetic_with_float64_input_is_float64(case):
     for update in (0, 1, 2, 1001):  # warm-ups and schedules are over then
         norm.set_num_updates(update)
         x, mask, dy = random_batch(generator)
-        narrow, wide = norm, copy.deepcopy(norm)
+        narrow = norm
+        wide = deepcopy(norm)
         for state in wide.buffers():
             state.data = state.data.double() if state.is_floating_point() else state.data
         expected = train_step(wide, x, mask, dy, torch.float64)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import prune
+from torch.testing import assert_close
 
 from pn_fairseq.norms import convert_norms, fold_norms, norm_report, padding
 from pn_fairseq.norms.compiled import open_scopes
@@ -55,17 +56,21 @@ def test_folding(norm):
     # Zeros that a convolution pads with are not normalized, and the post-norm is followed by no
     # map.
     assert fold_norms(model, x) == [("first", "q, k"), ("middle", "convolution")]
-    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
+    assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
     assert [each.name for each in norm_report(model)] == ["edge", "post"]
     found = fold_norms(convert_norms(PreNorm(), norm, zero_padding=True).eval(), x)
     assert found == []
-    for chain, example, folded in (
-        (InADict(nn.LayerNorm(C), nn.Linear(C, C)), x, ("0", "1")),
-        (nn.Sequential(nn.Linear(C, C), nn.LayerNorm(C)), x, ("1", "0")),
-        (nn.Sequential(nn.BatchNorm1d(C), nn.Conv1d(C, C, 2)), x.transpose(1, 2), ("0", "1")),
-    ):
-        found = fold_norms(randomized(convert_norms(chain, norm)).eval(), example)
-        assert found == [folded]
+    chain = InADict(nn.LayerNorm(C), nn.Linear(C, C))
+    assert folded(chain, norm, x) == [("0", "1")]
+    chain = nn.Sequential(nn.Linear(C, C), nn.LayerNorm(C))
+    assert folded(chain, norm, x) == [("1", "0")]
+    chain = nn.Sequential(nn.BatchNorm1d(C), nn.Conv1d(C, C, 2))
+    assert folded(chain, norm, x.transpose(1, 2)) == [("0", "1")]
+
+
+def folded(chain, norm, example):
+    """What is folded of a converted model with random parameters."""
+    return fold_norms(randomized(convert_norms(chain, norm)).eval(), example)
 
 
 @pytest.mark.parametrize("norm_first", [True, False])
@@ -78,11 +83,11 @@ def test_folding_torchs_encoder(norm_first, only):
     model = randomized(model).eval()
     x = torch.randn(B, T, C)
     expected = model(x)
-    folded = [("layers.0.norm2", "layers.0.linear1")] if norm_first else []
-    assert fold_norms(model, x) == folded
-    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
+    expected_names = [("layers.0.norm2", "layers.0.linear1")] if norm_first else []
+    assert fold_norms(model, x) == expected_names
+    assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
     with torch.no_grad():
-        torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
+        assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("offset", "gain"), [(1.0, "weight"), (0.0, "scale")])
@@ -100,7 +105,7 @@ def test_torchs_encoder_reads_no_gain_that_is_stored_in_another_way(offset, gain
         expected = model(x, src_key_padding_mask=mask)
         with torch.no_grad():
             found = model(x, src_key_padding_mask=mask)
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+            assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def before(linear):
@@ -121,8 +126,10 @@ class Tied(nn.Sequential):
     """As an output projection that is tied to the embeddings."""
 
     def __init__(self):
-        super().__init__(nn.Linear(C, C), nn.ReLU(), nn.LayerNorm(C), nn.Linear(C, C))
-        self[3].weight = self[0].weight
+        first = nn.Linear(C, C)
+        last = nn.Linear(C, C)
+        last.weight = first.weight
+        super().__init__(first, nn.ReLU(), nn.LayerNorm(C), last)
 
 
 @pytest.mark.parametrize(

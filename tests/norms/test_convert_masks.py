@@ -6,7 +6,6 @@ import copy
 import inspect
 import pickle
 import re
-import warnings
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from pn_fairseq.norms import (
@@ -29,7 +29,7 @@ from pn_fairseq.norms import (
 from pn_fairseq.norms.padding import current_scope
 
 from ..pairwise import in_pairs
-from .converted import LENGTHS, MASK, SOME, B, C, FeedForward, T, randomized
+from .converted import LENGTHS, MASK, SOME_NORMS, B, C, FeedForward, T, randomized, recorded, silent
 
 
 class Sub(nn.Module):
@@ -72,10 +72,12 @@ def test_the_innermost_module_with_the_argument_decides():
     )
     x = torch.randn(B, T, C)
     filled = x.masked_fill(MASK[..., None], 1e4)
+    real = ~MASK[:, ::2]
     valid = (~MASK).int()
-    for given in ((valid, MASK), (valid, torch.zeros(B, T).masked_fill(MASK, -torch.inf))):
-        y, expected = (copy.deepcopy(model)(each, *given) for each in (filled, x))
-        assert y[~MASK[:, ::2]].equal(expected[~MASK[:, ::2]])
+    for halved in (MASK, torch.zeros(B, T).masked_fill(MASK, -torch.inf)):
+        y = copy.deepcopy(model)(filled, valid, halved)
+        expected = copy.deepcopy(model)(x, valid, halved)
+        assert y[real].equal(expected[real])
     with pytest.raises(KeyError):
         model(x, valid, fail=True)  # leaves no scope behind
     with pytest.warns(
@@ -100,9 +102,10 @@ def test_an_argument_that_is_none_hides_the_masks_of_modules_around():
     x = torch.randn(B, T, C)
     filled = x.masked_fill(MASK[..., None], 1e4)
     real = ~MASK[:, ::2]
+    none = torch.zeros_like(MASK)
     for form, mask, full in (
-        ("valid", (~MASK).int(), torch.ones_like(MASK, dtype=torch.int)),
-        ("lengths", LENGTHS, torch.full_like(LENGTHS, T)),
+        ("valid", (~MASK).int(), (~none).int()),
+        ("lengths", LENGTHS, (~none).sum(1)),
     ):
         arguments = {"padding_mask": "mask", "attention_mask": form}
         model = convert_norms(Outer(), "batch", mask_from=arguments, skip="*pool")
@@ -111,8 +114,7 @@ def test_an_argument_that_is_none_hides_the_masks_of_modules_around():
             match=r"inner.norm .* reached it \(argument padding_mask of inner is None\)",
         ):
             hidden = copy.deepcopy(model)(filled, mask)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with silent():
             model(x, full)  # Hugging Face's models hand None on if there is no padding
             with padding(MASK):
                 y, expected = (copy.deepcopy(model)(each, mask) for each in (filled, x))
@@ -174,16 +176,15 @@ def test_a_mask_of_the_source_is_none_for_what_attends_to_it(
     )
     source = torch.randn(B, source_length, C)
     target = torch.randn(B, T, C)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded() as texts:
         model(source, target, attends=attends, **{argument: LENGTHS}).sum().backward()
-    found = ["no padding mask has reached it: " in str(each.message) for each in caught]
+    found = ["no padding mask has reached it: " in text for text in texts]
     assert found == [True] * (not used)
     # encoder_out may be None
     assert norm_report(model)[-1].masks == (f"argument {argument} of the model",)
     model.eval()
     tokens = target[~MASK] if used else target.flatten(0, 1)
-    torch.testing.assert_close(model.decoder.norm.running_mean, 0.1 * tokens.mean(0))
+    assert_close(model.decoder.norm.running_mean, 0.1 * tokens.mean(0))
 
 
 @pytest.mark.parametrize(
@@ -212,7 +213,7 @@ def test_names_of_what_a_module_attends_to(forward):
     with pytest.warns(UserWarning, match="no padding mask has reached it"):
         model(x, LENGTHS).sum().backward()
     expected = 0.1 * x.mean((0, 1))
-    torch.testing.assert_close(model.decoder.norm.running_mean, expected)
+    assert_close(model.decoder.norm.running_mean, expected)
 
 
 def test_the_decoder_of_torchs_transformer_does_not_take_the_mask_of_the_source():
@@ -227,25 +228,18 @@ def test_the_decoder_of_torchs_transformer_does_not_take_the_mask_of_the_source(
     ):
         model(source, target, src_key_padding_mask=MASK)
     model = convert_norms(make(), "batch", mask_from=list(masks), layout="BTC")
-    real = ~MASK.flip(0)
-    filled = target.masked_fill(~real[..., None], 1e4)
-    y, expected = (copy.deepcopy(model)(source, each, **masks)[real] for each in (filled, target))
-    assert y.equal(expected)
+    call = lambda model, target: model(source, target, **masks)  # noqa: E731
+    assert effect_of_padding(model, call, MASK.flip(0)) == 0
 
 
 def test_functions_of_an_argument():
     ids = torch.where(MASK, 1, 5)
-    x = torch.randn(B, T, C)
-    additive = torch.zeros(B, 1, 1, T).masked_fill(
-        MASK[:, None, None], torch.finfo(torch.float32).min
-    )
+    lowest = torch.finfo(torch.float32).min
+    additive = torch.zeros(B, 1, 1, T).masked_fill(MASK[:, None, None], lowest)
     for form, mask in ((lambda ids: ids == 1, ids), ("valid", additive)):
         model = convert_norms(FeedForward(), "batch", mask_from={"lengths": form})
-        y, expected = (
-            copy.deepcopy(model)(each, lengths=mask)
-            for each in (x.masked_fill(MASK[..., None], 1e4), x)
-        )
-        assert y[~MASK].equal(expected[~MASK])
+        call = lambda model, x, mask=mask: model(x, lengths=mask)  # noqa: E731
+        assert effect_of_padding(model, call, MASK) == 0
 
 
 def test_a_mask_of_another_length_names_the_module():
@@ -309,8 +303,7 @@ def test_wrong_masks(arguments, message):
 def test_masks_of_another_form_than_the_tokens(given, message):
     """Without a warning before the error."""
     model = convert_norms(FeedForward(), "batch")
-    with warnings.catch_warnings(), padding(**given), pytest.raises(ValueError, match=message):
-        warnings.simplefilter("error")
+    with silent(), padding(**given), pytest.raises(ValueError, match=message):
         model(torch.randn(B, T, C))
 
 
@@ -341,11 +334,9 @@ def test_wrong_additive_mask(form):
 def test_a_block_whose_tensor_is_refilled_has_another_mask(form):
     x = torch.randn(B, T, C)
     model = convert_norms(FeedForward(), "batch")
-    given = {
-        "valid": ~MASK,
-        "lengths": LENGTHS.clone(),
-        "additive": MASK * torch.tensor(-torch.inf).nan_to_num(),
-    }[form]
+    lowest = torch.finfo(torch.float32).min
+    forms = {"valid": ~MASK, "lengths": LENGTHS.clone(), "additive": MASK * lowest}
+    given = forms[form]
     block = padding(**{form: given})
     for flipped in (MASK, MASK.flip(0)):
         with padding(flipped):
@@ -358,8 +349,7 @@ def test_a_block_whose_tensor_is_refilled_has_another_mask(form):
 def test_one_warning_for_a_model_without_any_mask():
     model = convert_norms(FeedForward(), "batch")
     x = torch.randn(B, T, C)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         with padding(None):
             model(x).sum().backward()
         with padding(MASK):
@@ -367,12 +357,11 @@ def test_one_warning_for_a_model_without_any_mask():
         model(x.flatten(0, 1))
         model.eval()(x)
         convert_norms(FeedForward(), "layer")(x)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded() as texts:
         model.train()(x)
         model(x)
-    assert len(caught) == 1
-    assert str(caught[0].message).startswith("norm takes statistics over the tokens of a batch")
+    (text,) = texts
+    assert text.startswith("norm takes statistics over the tokens of a batch")
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -386,17 +375,14 @@ def test_one_warning_for_a_model_that_cannot_write_zeros(norm, training):
     with padding(MASK):
         model(x).sum().backward()
     model.train(training)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         with padding(None):
             model(x)
         model(x.flatten(0, 1))  # packed tokens
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded() as texts:
         model(x)
         model(x)
-    (warning,) = caught
-    text = str(warning.message)
+    (text,) = texts
     assert "writes zeros at padding (zero_padding=True), and no padding mask has reached it" in text
     assert (
         "is not set to 0 and enters what follows the norm. Run the model in `with padding(...)`"
@@ -426,20 +412,14 @@ def test_hooks_of_a_model_serve_copies_of_its_norms_and_no_other_model(copied):
     model.layers[0].norm = nn.Sequential(copied(model.layers[0].norm))
     model = copied(model)
     assert [each.name for each in norm_report(model)][::5] == ["layers.0.norm.0", "layers.2.last"]
-    assert all(
-        each.masks == ("argument attention_mask of the model",) for each in norm_report(model)
-    )
-    x = torch.randn(B, T, C)
+    for each in norm_report(model):
+        assert each.masks == ("argument attention_mask of the model",)
     valid = (~MASK).long()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        y, expected = (
-            copied(model)(each, valid)[~MASK] for each in (x, x.masked_fill(MASK[..., None], 1e4))
-        )
-    assert y.equal(expected)
+    with silent():
+        assert effect_of_padding(model, lambda model, x: copied(model)(x, valid), MASK) == 0
     model.layers[0] = convert_norms(FeedForward(), "batch")
     with pytest.warns(UserWarning, match="norm takes statistics"):
-        model(x, valid)
+        model(torch.randn(B, T, C), valid)
 
 
 class Known(nn.Module):
@@ -497,7 +477,7 @@ MASK_GIVEN_BY = {
 }
 
 
-@in_pairs(norm=SOME, way=list(MASK_GIVEN_BY), together=[True, False])
+@in_pairs(norm=SOME_NORMS, way=list(MASK_GIVEN_BY), together=[True, False])
 def test_recomputation_has_the_mask_of_its_forward(norm, way, together):
     """Also where several forwards run before one backward, and one of them had no padding."""
     plain = convert_norms(randomized(FeedForward()), norm, mask_from="lengths")
@@ -508,7 +488,8 @@ def test_recomputation_has_the_mask_of_its_forward(norm, way, together):
     x = torch.randn(B, T, C)
     gradients = {}
     for model in (plain, again):
-        inputs, losses = [], []
+        inputs = []
+        losses = []
         for lengths in (LENGTHS, LENGTHS.flip(0), torch.full_like(LENGTHS, T)):
             inputs.append(x.clone().requires_grad_())
             given, block = ((), lengths) if way == "block" else ((lengths,), None)
@@ -521,7 +502,7 @@ def test_recomputation_has_the_mask_of_its_forward(norm, way, together):
         gradients[model] = [each.grad for each in (*inputs, *model.parameters())]
     assert current_scope() is None
     for found, expected in zip(gradients[again], gradients[plain], strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        assert_close(found, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -569,11 +550,11 @@ def effect_of_padding(model, call, mask):
     x at padding.
     """
     x = torch.randn(*mask.shape, C)
-    y, other = (
-        call(copy.deepcopy(model), x.masked_fill(mask[..., None], content))[~mask]
-        for content in (0.0, 50.0)
-    )
-    return (y - other).abs().max().item()
+    outputs = []
+    for content in (0.0, 50.0):
+        filled = x.masked_fill(mask[..., None], content)
+        outputs.append(call(copy.deepcopy(model), filled)[~mask])
+    return (outputs[0] - outputs[1]).abs().max().item()
 
 
 class Towers(nn.Module):
@@ -600,11 +581,10 @@ def test_two_masks_for_one_module_are_refused_by_name():
     with pytest.raises(ValueError, match=message):
         model(x, SOURCE_MASK, x, TARGET_MASK)
     # an argument may stand behind one that is None
-    for masks in ((SOURCE_MASK, None), (None, SOURCE_MASK)):
-        found = effect_of_padding(
-            model, lambda m, x, masks=masks: m(x, masks[0], x, masks[1])[0], SOURCE_MASK
-        )
-        assert found == 0
+    first = lambda model, x: model(x, SOURCE_MASK, x, None)[0]  # noqa: E731
+    second = lambda model, x: model(x, None, x, SOURCE_MASK)[0]  # noqa: E731
+    assert effect_of_padding(model, first, SOURCE_MASK) == 0
+    assert effect_of_padding(model, second, SOURCE_MASK) == 0
 
     def in_blocks(model, x):
         with padding(SOURCE_MASK):
@@ -626,12 +606,7 @@ def test_a_block_wins_for_the_norms_that_it_is_for():
 
     def effect(decoders_mask, decoders_block):
         def run(model, x):
-            with (
-                padding(SOURCE_MASK, only=["encoder", "none"]),
-                decoders_block,
-                warnings.catch_warnings(),
-            ):
-                warnings.simplefilter("error")
+            with padding(SOURCE_MASK, only=["encoder", "none"]), decoders_block, silent():
                 return model(source, x, target_lengths=(~decoders_mask).sum(1))
 
         return effect_of_padding(model, run, TARGET_MASK)
@@ -661,8 +636,7 @@ def test_a_block_for_no_norm_that_asks_is_named():
         with padding(None, only=["norm", "last"]), padding(MASK, only="lst"):
             model(x)
     model(x, LENGTHS).sum().backward()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         with padding(MASK, only="lst"):
             model.eval()(x)  # no norm asks
 
@@ -690,22 +664,30 @@ def test_a_block_that_hides_padding_is_told_once():
     x = torch.randn(B, T, C)
     model = convert_norms(FeedForward(), "batch")
     full = torch.full_like(LENGTHS, T)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         with padding(None):
             model(x, full)
             model(x)
         with padding(None, only="*"):
             model(x, LENGTHS)
-    with padding(None), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with padding(None), recorded() as texts:
         model(x, LENGTHS)
         model(x, LENGTHS)
-    (warning,) = caught
-    assert (
-        "norm: `with padding(None)` says that there is no padding, and hides argument lengths of "
-        "the" in str(warning.message)
-    )
+    (text,) = texts
+    assert "norm: `with padding(None)` says that there is no padding, and hides" in text
+    assert "hides argument lengths of the" in text
+
+
+def assert_uses_its_mask(model, mask, used, x, *arguments, **more):
+    """One training step of the module in ``model``; if the mask is not used, with a warning."""
+    expected = nullcontext()
+    if not used:
+        expected = pytest.warns(UserWarning, match="0.norm .* no padding mask has reached it")
+    with expected:
+        model[0](x, *arguments, **more).sum().backward()
+    model.eval()
+    tokens = x[~mask] if used else x.flatten(0, 1)
+    assert_close(model[0].norm.running_mean, 0.1 * tokens.mean(0))
 
 
 @pytest.mark.parametrize(
@@ -725,23 +707,16 @@ def test_whose_mask_an_argument_is(forward, used):
     layer = type("Layer", (Attending,), {"forward": forward})()
     names = inspect.signature(forward).parameters.keys()
     model = convert_norms(nn.Sequential(layer), "batch", layout="BTC")
-    given = {name: SOURCE_MASK for name in names if name.endswith("padding_mask")}
-    given |= {name: ~SOURCE_MASK for name in names if name == "attention_mask"}
-    given |= {
-        name: torch.randn(B, T, C)
-        for name in names
-        if name in ("memory", "key", "key_value_states")
-    }
+    given = {}
+    for name in names:
+        if name.endswith("padding_mask"):
+            given[name] = SOURCE_MASK
+        elif name == "attention_mask":
+            given[name] = ~SOURCE_MASK
+        elif name in ("memory", "key", "key_value_states"):
+            given[name] = torch.randn(B, T, C)
     x = torch.randn(B, T, C)
-    with (
-        nullcontext()
-        if used
-        else pytest.warns(UserWarning, match="0.norm .* no padding mask has reached it")
-    ):
-        model[0](x, **given).sum().backward()
-    model.eval()
-    tokens = x[~SOURCE_MASK] if used else x.flatten(0, 1)
-    torch.testing.assert_close(model[0].norm.running_mean, 0.1 * tokens.mean(0))
+    assert_uses_its_mask(model, SOURCE_MASK, used, x, **given)
 
 
 @pytest.mark.parametrize(
@@ -762,25 +737,14 @@ def test_whose_mask_an_argument_is(forward, used):
 )
 def test_whose_mask_it_is_beside_a_second_sequence(first, second, used, argument):
     """Source and target have equal lengths: no shape tells their masks apart."""
-    names = {}
-    exec(
-        f"def forward(self, {first}, {second}, {argument}=None):\n    return self.norm({first})",
-        names,
-    )
-    layer = type("Layer", (Attending,), {"forward": names["forward"]})()
+    forward = eval(f"lambda self, {first}, {second}, {argument}=None: self.norm({first})")
+    layer = type("Layer", (Attending,), {"forward": forward})()
     model = convert_norms(nn.Sequential(layer), "batch", layout="BTC")
     x = torch.randn(B, T, C)
     other = {"same": x, "speaker": torch.randn(B, C)}.get(second, torch.randn(B, T, C))
-    with (
-        nullcontext()
-        if used
-        else pytest.warns(UserWarning, match="0.norm .* no padding mask has reached it")
-    ):
-        model[0](x, other, LENGTHS if argument == "src_lengths" else MASK).sum().backward()
+    mask = LENGTHS if argument == "src_lengths" else MASK
+    assert_uses_its_mask(model, MASK, used, x, other, mask)
     assert norm_report(model)[0].line == (mask_search.ARGUMENT if used else mask_search.NOTHING)
-    model.eval()
-    tokens = x[~MASK] if used else x.flatten(0, 1)
-    torch.testing.assert_close(model[0].norm.running_mean, 0.1 * tokens.mean(0))
 
 
 def test_a_mask_that_the_caller_names_counts_beside_a_second_sequence():
@@ -790,7 +754,7 @@ def test_a_mask_that_the_caller_names_counts_beside_a_second_sequence():
     x, skip = torch.randn(2, B, T, C)
     model(x, skip, MASK).sum().backward()
     expected = 0.1 * x[~MASK].mean(0)
-    torch.testing.assert_close(model.norm.running_mean, expected)
+    assert_close(model.norm.running_mean, expected)
 
 
 @pytest.mark.parametrize(
@@ -806,7 +770,7 @@ def test_the_targets_own_mask_beside_a_second_sequence(mask_from):
         call(x, z, MASK, MASK.flip(0)).sum().backward()
         call.eval()
         expected = 0.1 * x[~MASK.flip(0)].mean(0)
-        torch.testing.assert_close(call.norm.running_mean, expected)
+        assert_close(call.norm.running_mean, expected)
 
 
 class CrossAttention(nn.Module):
@@ -886,16 +850,14 @@ def test_norms_of_heads(heads_first, form, layout):
 def test_norms_of_heads_behind_time():
     """(T, B, H, D), as in fairseq."""
     model = convert_norms(nn.Sequential(nn.LayerNorm(C)), "batch")
+    x = torch.randn(T, B, 4, C)
+    mask = MASK.t()
+    filled = x.masked_fill(mask[..., None, None], 50.0)
     with padding(MASK):
         model(torch.randn(T, B, 4, C))
-        y, other = (
-            copy.deepcopy(model)(x) for x in _two_contents(torch.randn(T, B, 4, C), MASK.t())
-        )
-    assert y[~MASK.t()].equal(other[~MASK.t()])
-
-
-def _two_contents(x, mask):
-    return x, x.masked_fill(mask[..., None, None], 50.0)
+        y = copy.deepcopy(model)(x)
+        other = copy.deepcopy(model)(filled)
+    assert y[~mask].equal(other[~mask])
 
 
 @pytest.mark.parametrize("norm", ["batch", "power"])
@@ -924,7 +886,8 @@ def test_a_mask_of_a_cache_says_what_helps(norm):
 def test_lengths_count_a_token_that_the_model_puts_in_front():
     class WithClass(FeedForward):
         def forward(self, x, lengths=None):
-            return super().forward(torch.cat([x.new_zeros(B, 1, C), x], 1))[:, 1:]
+            longer = torch.cat([x.new_zeros(B, 1, C), x], 1)
+            return super().forward(longer)[:, 1:]
 
     model = convert_norms(WithClass(), "batch", layout="BTC")
     assert effect_of_padding(model, lambda m, x: m(x, LENGTHS + 1), MASK) == 0
@@ -941,8 +904,7 @@ def test_a_recomputation_does_not_take_the_argument_that_a_block_hid(reentrant):
     x = torch.randn(B, T, C, requires_grad=True)
     convert_norms(model, "batch")
     for block in (padding(MASK.flip(0)), padding(None)):
-        with block, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with block, recorded():
             y = model(x, LENGTHS)
         with pytest.raises(
             RuntimeError,
@@ -951,61 +913,53 @@ def test_a_recomputation_does_not_take_the_argument_that_a_block_hid(reentrant):
             y.sum().backward()
 
 
+def assert_reported(line, words, model, call, **options):
+    """The report of the first norm, before and after a call of the converted model."""
+    convert_norms(model, "batch", layout="BTC", **options)
+    assert norm_report(model)[0].line is None
+    assert "; last" not in str(norm_report(model)[0])
+    with recorded():
+        call(model)
+    (report,) = [each for each in norm_report(model) if each.name.endswith("norm")]
+    assert report.line == line
+    assert report.decided == words
+    assert str(report).endswith(f"; last: {words} (line {line})")
+    assert pickle.loads(pickle.dumps(model)) is not None
+
+
 def test_the_report_says_which_line_of_the_table_held():
     x = torch.randn(B, T, C)
-    decoder = EncoderDecoder()
-    cases = {
-        (1, "the mask of the call"): (FeedForward(), lambda m: m.norm(x, MASK)),
-        (2, "a block with padding(lengths=...)"): (FeedForward(), lambda m: _in_block(m, x)),
-        (4, "argument lengths of the model"): (FeedForward(), lambda m: m(x, LENGTHS)),
-        (5, "argument lengths of the model is None"): (FeedForward(), lambda m: m(x)),
-        (8, "argument target_lengths of the model"): (
-            decoder,
-            lambda m: m(x, x, target_lengths=LENGTHS),
-        ),
-        (12, "no block, and no argument of a module"): (FeedForward(), lambda m: m.norm(x)),
-        (12, "argument lengths of the model is a list, and no tensor"): (
-            FeedForward(),
-            lambda m: m(x, lengths=LENGTHS.tolist()),
-        ),
-        (5, f"argument padding_mask of the model is {(T,)}, and not (B, T)"): (
-            Sub(),
-            lambda m: m(x, padding_mask=MASK[0]),
-        ),
-    }
-    for (line, words), (model, call) in cases.items():
-        forms = {"target_lengths": "lengths"} if model is decoder else None
-        convert_norms(model, "batch", mask_from=forms, layout="BTC")
-        assert norm_report(model)[0].line is None
-        assert "; last" not in str(norm_report(model)[0])
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            call(model)
-        (report,) = [each for each in norm_report(model) if each.name.endswith("norm")]
-        assert (report.line, report.decided) == (line, words)
-        assert str(report).endswith(f"; last: {words} (line {line})")
-        assert pickle.loads(pickle.dumps(model)) is not None
+
+    def in_a_block(model):
+        with padding(lengths=LENGTHS):
+            model(x)
+
+    of_model = "argument lengths of the model"
+    listed = LENGTHS.tolist()
+    assert_reported(1, "the mask of the call", FeedForward(), lambda m: m.norm(x, MASK))
+    assert_reported(2, "a block with padding(lengths=...)", FeedForward(), in_a_block)
+    assert_reported(4, of_model, FeedForward(), lambda m: m(x, LENGTHS))
+    assert_reported(5, f"{of_model} is None", FeedForward(), lambda m: m(x))
+    nothing = "no block, and no argument of a module"
+    assert_reported(12, nothing, FeedForward(), lambda m: m.norm(x))
+    words = f"{of_model} is a list, and no tensor"
+    assert_reported(12, words, FeedForward(), lambda m: m(x, lengths=listed))
+    words = f"argument padding_mask of the model is {(T,)}, and not (B, T)"
+    assert_reported(5, words, Sub(), lambda m: m(x, padding_mask=MASK[0]))
+    words = "argument target_lengths of the model"
+    call = lambda m: m(x, x, target_lengths=LENGTHS)  # noqa: E731
+    forms = {"target_lengths": "lengths"}
+    assert_reported(8, words, EncoderDecoder(), call, mask_from=forms)
 
 
 def test_the_warning_of_a_missing_mask_names_an_argument_that_is_none():
     model = convert_norms(FeedForward(), "batch", layout="BTC")
-    with pytest.warns(UserWarning) as caught:
+    given = r"reached it \(argument lengths of the model is a ndarray, and no tensor\)"
+    with pytest.warns(UserWarning, match=given):
         model(torch.randn(B, T, C), LENGTHS.numpy())
-    assert (
-        "reached it (argument lengths of the model is a ndarray, and no tensor)" in texts(caught)[0]
-    )
-
-
-def _in_block(model, x):
-    with padding(lengths=LENGTHS):
-        model(x)
 
 
 # Silence where one line belongs.
-
-
-def texts(caught):
-    return [str(each.message) for each in caught]
 
 
 @pytest.mark.parametrize(
@@ -1030,16 +984,15 @@ def test_sentences_without_a_token_are_told_once(given, count, remedy, layout):
     model = convert_norms(FeedForward(), "batch", layout=layout)
     x = torch.randn(B, T, C)
     x = x if layout == "BTC" else x.transpose(0, 1)
-    with warnings.catch_warnings(record=True) as caught, padding(**given):
-        warnings.simplefilter("always")
+    with recorded() as texts, padding(**given):
         model(x)
         model(x)
     name = next(iter(given))
     expected = (
         f"norm: by padding({name}=...) {count} of 3 sentences consist of padding only: {remedy}"
     )
-    assert len(caught) == bool(count)
-    assert all(text.startswith(expected) for text in texts(caught))
+    assert len(texts) == bool(count)
+    assert all(text.startswith(expected) for text in texts)
 
 
 class Embedded(nn.Module):
@@ -1070,15 +1023,14 @@ def test_an_inverted_mask_of_a_batch_that_is_padded_to_a_fixed_length(
         mask = mask.flip(1)
         ids[:, -1] = 7  # a last token that all sentences have, such as the end of a sentence
     model = convert_norms(Embedded(), "batch", layout=layout)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded() as texts:
         for _ in range(2):
             with padding(~mask if inverted else mask):
                 model(ids.masked_fill(mask, 0))
-    assert [text.startswith("norm: by padding(mask=...) what every") for text in texts(caught)] == [
-        True
-    ] * is_told
-    assert all("is the mask inverted? True is padding" in text for text in texts(caught))
+    assert len(texts) == is_told
+    for text in texts:
+        assert text.startswith("norm: by padding(mask=...) what every")
+        assert "is the mask inverted? True is padding" in text
 
 
 @pytest.mark.parametrize(("inverted", "count"), [(True, 1), (False, 0)])
@@ -1100,13 +1052,12 @@ def test_an_inverted_mask_of_a_padded_batch_whose_padding_differs(inverted, coun
 def test_a_norm_of_ones_own_layer_tells_once_of_sentences_without_a_token(batch_first, monkeypatch):
     monkeypatch.setattr(checks, "_told", set())
     x = torch.randn((B, T, C) if batch_first else (T, B, C))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded() as texts:
         # the third has an empty position
         for given in (None, MASK, MASK | (torch.arange(T) > 5), ~MASK, ~MASK):
             MaskedBatchNorm(C, batch_first=batch_first)(x, given)
         build_norm("rms", C, batch_first=batch_first)(x, ~MASK)
-    (text,) = texts(caught)
+    (text,) = texts
     assert text.startswith(
         "padding_mask: 1 of 3 sentences consist of padding only: is the mask inverted?"
     )
@@ -1116,8 +1067,7 @@ def test_a_later_batch_with_an_empty_sentence_is_told_but_not_by_a_norm_that_use
     model = convert_norms(FeedForward(), "batch", layout="BTC")
     x = torch.randn(B, T, C)
     other = convert_norms(FeedForward(), "rms", layout="BTC")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         model(x, LENGTHS)
         other(x, LENGTHS * 0)
     with pytest.warns(
@@ -1130,16 +1080,14 @@ def test_a_later_batch_with_an_empty_sentence_is_told_but_not_by_a_norm_that_use
 def test_evaluation_of_a_norm_that_counted_no_step_is_told_once():
     x = torch.randn(B, T, C)
     model = convert_norms(FeedForward(), "batch")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded() as texts:
         model.eval()(x)
         model(x)
-    (text,) = texts(caught)
+    (text,) = texts
     assert text.startswith(
         "norm is evaluated, but has counted no training step: its running statistics are the initia"
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         convert_norms(FeedForward(), "rms").eval()(x)
         trained = convert_norms(FeedForward(), "batch")
         trained(x, LENGTHS).sum().backward()
@@ -1157,9 +1105,7 @@ def test_evaluation_of_a_norm_that_counted_no_step_is_told_once():
         convert_norms(FeedForward(), "batch").to("meta").eval()(x.to("meta"))
     lost = convert_norms(FeedForward(), "batch")
     plain = FeedForward()
-    plain.load_state_dict(
-        {key: value for key, value in trained.state_dict().items() if key in plain.state_dict()}
-    )
+    plain.load_state_dict(trained.state_dict(), strict=False)
     # as from_pretrained of an unconverted model drops the statistics
     lost.load_state_dict(plain.state_dict())
     with pytest.warns(UserWarning, match="convert the model before you load it"):
@@ -1216,8 +1162,7 @@ def test_the_table_of_the_page_has_the_lines_of_the_search():
     for number, expected in words.items():
         assert expected in rows[number - 1][1]
     for prefixes, column in ((mask_search.ATTENDED_NAMES, 0), (mask_search.TARGET_NAMES, 1)):
-        named = re.findall(
-            r"`(\w+_)\.\.\.`", rows[mask_search.OF_TARGET - 1][2].partition(";")[2 * column]
-        )
+        _, _, names = rows[mask_search.OF_TARGET - 1]
+        named = re.findall(r"`(\w+_)\.\.\.`", names.partition(";")[2 * column])
         assert named
         assert all(name.startswith(prefixes) for name in named)

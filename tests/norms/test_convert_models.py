@@ -1,7 +1,7 @@
 """convert_norms in models that nobody here wrote, and under the wrappers that train models."""
 
-import copy
 import importlib.util
+from copy import deepcopy
 from functools import partial
 
 import pytest
@@ -23,7 +23,9 @@ from ..fixtures.hugging_face import hugging_face
 from .compilation import batch
 from .converted import MASK, B, FeedForward, T
 
-C, VOCABULARY, PAD = 16, 40, 3
+C = 16
+VOCABULARY = 40
+PAD = 3
 
 
 def bert(layers=2):
@@ -40,17 +42,21 @@ def bert(layers=2):
 
 def marian():
     hf = hugging_face()
-    sides = {
-        f"{side}_{name}": 2
-        for side in ("encoder", "decoder")
-        for name in ("layers", "attention_heads", "ffn_dim")
-    }
-    sizes = {"d_model": C, "max_position_embeddings": 32, "dropout": 0.0, **sides}
-    return hf.MarianMTModel(
-        hf.MarianConfig(
-            vocab_size=VOCABULARY, pad_token_id=PAD, decoder_start_token_id=PAD, **sizes
-        )
-    )
+    sizes = {"d_model": C, "max_position_embeddings": 32, "dropout": 0.0}
+    for side in ("encoder", "decoder"):
+        for name in ("layers", "attention_heads", "ffn_dim"):
+            sizes[f"{side}_{name}"] = 2
+    symbols = {"pad_token_id": PAD, "decoder_start_token_id": PAD}
+    return hf.MarianMTModel(hf.MarianConfig(vocab_size=VOCABULARY, **symbols, **sizes))
+
+
+def assert_same_state(model, other):
+    """To the bit."""
+    state = model.state_dict()
+    expected = other.state_dict()
+    assert state.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(state[name], value), name
 
 
 @pytest.mark.parametrize("norm", ["batch", "prep-batch", "mabn"])
@@ -73,20 +79,16 @@ def test_from_pretrained_gives_initial_or_loaded_values(norm, tmp_path):
         expected = Converted(plain.config)
         for one, other in zip(running_norms(model), running_norms(expected), strict=True):
             assert one.weight.dtype == dtype
-            for (name, value), initial in zip(
-                one.state_dict().items(), other.state_dict().values(), strict=True
-            ):
-                assert torch.equal(value.float(), initial.float()), name
+            state = one.state_dict()
+            for name, initial in other.state_dict().items():
+                assert torch.equal(state[name].float(), initial.float()), name
     model = Converted.from_pretrained(tmp_path / "plain").train()
     tokens = torch.randint(4, VOCABULARY, (B, T))
     model(input_ids=tokens, attention_mask=(~MASK).long()).logits.sum().backward()
     model.save_pretrained(tmp_path / "converted")
     again = Converted.from_pretrained(tmp_path / "converted")
     assert int(again.bert.embeddings.LayerNorm.num_batches_tracked) == 1
-    for (name, value), expected in zip(
-        again.state_dict().items(), model.state_dict().values(), strict=True
-    ):
-        assert torch.equal(value, expected), name
+    assert_same_state(again, model)
 
 
 def t5():
@@ -113,7 +115,7 @@ def t5():
 def test_hugging_face(make, norm, checkpointing):
     torch.manual_seed(1)
     model = make()
-    state = copy.deepcopy(model.state_dict())
+    state = deepcopy(model.state_dict())
     convert_norms(model, norm, mask_from="attention_mask").load_state_dict(state)
     assert len(norm_report(model)) >= 6
     assert all(each.masks for each in norm_report(model))
@@ -132,18 +134,13 @@ def test_hugging_face(make, norm, checkpointing):
     }
     found = []
     for content in (PAD, 5):  # at padding
-        one = copy.deepcopy(model)
+        one = deepcopy(model)
         source = ids.masked_fill(MASK, content)
         target = ids.masked_fill(target_mask, content)
         logits = one(input_ids=source, decoder_input_ids=target, **masks).logits[~target_mask]
         (logits * torch.linspace(-1, 1, VOCABULARY)).sum().backward()
-        found.append(
-            [
-                logits,
-                *(p.grad for p in running_norms(one)[0].parameters()),
-                *one.state_dict().values(),
-            ]
-        )
+        gradients = [parameter.grad for parameter in running_norms(one)[0].parameters()]
+        found.append([logits, *gradients, *one.state_dict().values()])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
@@ -179,13 +176,12 @@ def test_weight_decay_stays_where_it_was(name):
     """
     hf = hugging_face()
     sizes = {"n_embd": C, "n_layer": 1, "n_head": 2}
-    if name != "GPT2":
-        sizes = {"hidden_size": C, "num_attention_heads": 2} | (
-            {"n_layer": 1, "n_head": 2} if name == "Bloom" else {}
-        )
-    model = getattr(hf, f"{name}Model")(
-        getattr(hf, f"{name}Config")(vocab_size=VOCABULARY, **sizes)
-    )
+    if name == "Bloom":
+        sizes = {"hidden_size": C, "num_attention_heads": 2, "n_layer": 1, "n_head": 2}
+    elif name != "GPT2":
+        sizes = {"hidden_size": C, "num_attention_heads": 2}
+    config = getattr(hf, f"{name}Config")(vocab_size=VOCABULARY, **sizes)
+    model = getattr(hf, f"{name}Model")(config)
     before = decayed(model)
     convert_norms(model, "batch", layout="BTC")
     after = decayed(model)
@@ -240,13 +236,8 @@ def train(model, rows, way):
         real = torch.arange(T) < lengths[:, None]
         if way == "BERT":
             x = x.masked_fill(~real[..., None], 1e4)
-            return (
-                model(inputs_embeds=x, attention_mask=real.long())
-                .logits[real]
-                .square()
-                .mean(1)
-                .sum()
-            )
+            logits = model(inputs_embeds=x, attention_mask=real.long()).logits
+            return logits[real].square().mean(1).sum()
         return model(x, lengths)[real].square().sum()
 
     for _ in range(2):
@@ -276,7 +267,7 @@ def converted(norm, way):
         way, "lengths"
     )
     model = make()
-    state = copy.deepcopy(model.state_dict())
+    state = deepcopy(model.state_dict())
     only = "*.conv_module.*.3" if way == "Conformer" else "*"
     convert_norms(model, norm, only=only, mask_from=masks, sync=True).load_state_dict(state)
     return model
@@ -291,11 +282,11 @@ WAYS |= {"BERT": "transformers", "Conformer": "torchaudio"}
 
 def on_rank(rank, world, norm):
     """The state after each way to train: processes are slow to start."""
-    return {
-        way: trained(rank, world, norm, way)
-        for way, package in WAYS.items()
-        if importlib.util.find_spec(package)
-    }
+    found = {}
+    for way, package in WAYS.items():
+        if importlib.util.find_spec(package):
+            found[way] = trained(rank, world, norm, way)
+    return found
 
 
 def trained(rank, world, norm, way):
@@ -335,16 +326,15 @@ def test_two_ranks_are_one(two_ranks, way):
     for state in (rank[way] for rank in ranks):
         assert state.keys() == expected.keys()
         for name, tensor in expected.items():
-            torch.testing.assert_close(
-                state[name], tensor, rtol=1e-4, atol=1e-5, msg=f"{name}: {{}}".format
-            )
+            message = f"{name}: {{}}".format
+            torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=1e-5, msg=message)
 
 
 # six seconds; test_compile.py has masks from arguments in the graph of a small model
 @pytest.mark.slow
 def test_bert_trains_in_one_graph_with_the_statistics_of_real_tokens():
     model = convert_norms(bert(layers=1).train(), "power", mask_from="attention_mask")
-    eager = copy.deepcopy(model)
+    eager = deepcopy(model)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -355,10 +345,7 @@ def test_bert_trains_in_one_graph_with_the_statistics_of_real_tokens():
             call(**given).logits[mask].square().mean().backward()
             # what stands at padding changes nothing
             given["input_ids"] = torch.where(mask, given["input_ids"], 0)
-    for (name, one), two in zip(
-        model.state_dict().items(), eager.state_dict().values(), strict=True
-    ):
-        assert torch.equal(one, two), name
+    assert_same_state(model, eager)
     counters = torch._dynamo.utils.counters
     assert counters["stats"]["unique_graphs"] == 2
     assert not counters["graph_break"]

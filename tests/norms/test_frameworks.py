@@ -4,12 +4,12 @@ over real tokens.
 The table of docs/frameworks.md is made from :data:`CASES` by ``python -m docs.tools.generated``.
 """
 
-import copy
 import importlib.util
 import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +24,8 @@ from pn_fairseq.norms import convert_norms, padding, running_norms
 from ..fixtures.hugging_face import hugging_face
 from .converted import LENGTHS, MASK, B, T
 
-C, STEPS = 16, 3
+C = 16
+STEPS = 3
 
 
 def available(name: str) -> None:
@@ -172,6 +173,10 @@ def of_hugging_face(name: str, **sizes):
     return getattr(hf, f"{name}Model")(config), call
 
 
+def bert():
+    return of_hugging_face("Bert", **SIZES, **OFF)
+
+
 def bert_for_masked_lm():
     available("transformers")
     available("accelerate")
@@ -194,12 +199,7 @@ def train(model, rows):
     from transformers import Trainer, TrainingArguments
 
     sizes = {"max_steps": STEPS, "per_device_train_batch_size": B, "gradient_accumulation_steps": 2}
-    silent = {
-        "save_strategy": "no",
-        "logging_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
+    silent = dict(save_strategy="no", logging_strategy="no", report_to="none", disable_tqdm=True)
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder, optim="sgd", learning_rate=0.1, use_cpu=True, **sizes, **silent
@@ -218,19 +218,18 @@ def whisper():
     ffn = dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 32)
     lengths = {"max_source_positions": T, "max_target_positions": T}
     layers = {"encoder_layers": 1, "decoder_layers": 1, "d_model": C, "num_mel_bins": C}
-    symbols = dict.fromkeys(
-        ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"), 0
-    )
+    symbols = {f"{name}_token_id": 0 for name in ("pad", "bos", "eos", "decoder_start")}
     config = hf.WhisperConfig(vocab_size=40, **symbols, **layers, **heads, **ffn, **lengths)
 
     def call(m, x):
-        sound = x.masked_fill(MASK[..., None], 0.0).repeat_interleave(2, 1).transpose(1, 2)
-        tokens = tokens_of(x).flip(0)
-        mask = (~MASK).long().flip(0)
+        silenced = x.masked_fill(MASK[..., None], 0.0)
+        given = {
+            "input_features": silenced.repeat_interleave(2, 1).transpose(1, 2),
+            "decoder_input_ids": tokens_of(x).flip(0),
+            "decoder_attention_mask": (~MASK).long().flip(0),
+        }
         with padding(MASK, only="encoder.*"):
-            y = m(
-                input_features=sound, decoder_input_ids=tokens, decoder_attention_mask=mask
-            ).last_hidden_state
+            y = m(**given).last_hidden_state
         return y.flip(0)
 
     return hf.WhisperModel(config), call
@@ -241,18 +240,12 @@ def with_lora(model):
     import peft
 
     # No layer here is torchao's; PEFT refuses the version that torchtune needs.
+    config = peft.LoraConfig(target_modules=["query", "value"], init_lora_weights=False)
     with mock.patch("peft.tuners.lora.torchao.is_torchao_available", return_value=False):
-        return peft.get_peft_model(
-            model, peft.LoraConfig(target_modules=["query", "value"], init_lora_weights=False)
-        )
+        return peft.get_peft_model(model, config)
 
 
-SIZES = {
-    "hidden_size": C,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-}
+SIZES = dict(hidden_size=C, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
 OFF = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
@@ -279,12 +272,12 @@ class Case:
 CASES = {
     "`nn.TransformerEncoder`": Case(torch_encoder, "`src_key_padding_mask`"),
     "`nn.Transformer`": Case(torch_transformer, "`src_key_padding_mask`, `tgt_key_padding_mask`"),
-    "Hugging Face Bert": Case(lambda: of_hugging_face("Bert", **SIZES, **OFF), "`attention_mask`"),
+    "Hugging Face Bert": Case(bert, "`attention_mask`"),
     "Hugging Face Bert, `Trainer`, checkpointing, accumulation": Case(
         bert_for_masked_lm, "`attention_mask`", "`context_fn=padding.context_fn`", trainer=True
     ),
     "Hugging Face Bert, LoRA (PEFT)": Case(
-        lambda: of_hugging_face("Bert", **SIZES, **OFF),
+        bert,
         "`attention_mask`",
         "convert first",
         wrap=with_lora,
@@ -330,8 +323,8 @@ def test_framework(name, norm):
 
 
 def options_of(norm: str) -> dict:
-    """With which the statistics are exponential averages: those of a warm-up are means over all
-    steps.
+    """Options with which the statistics are exponential averages: in a warm-up they are means over
+    all steps.
     """
     return {"psi_warmup_updates": 0} if norm == "power" else {}
 
@@ -352,7 +345,7 @@ def errors(case: Case, norm: str) -> tuple[float, float]:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    other = copy.deepcopy(model)
+    other = deepcopy(model)
     real = torch.ones(B, T, dtype=torch.bool) if case.no_padding else ~MASK
     seen = {each: [] for each in norms}
 

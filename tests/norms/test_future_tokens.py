@@ -2,8 +2,7 @@
 converted models.
 """
 
-import copy
-import warnings
+from copy import deepcopy
 
 import pytest
 import torch
@@ -13,16 +12,17 @@ from pn_fairseq.norms import build_norm, convert_norms, norm_report, padding
 from pn_fairseq.norms.future_tokens import is_in_causal_part, mixes
 
 from ..fixtures.hugging_face import hugging_face
+from .converted import recorded
 
-C, B, T = 16, 3, 5
+C = 16
+B = 3
+T = 5
 
 
 def told(model, norm="batch", **options):
     """The text of the one warning; "": there is none."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded() as texts:
         convert_norms(model, norm, layout="BTC", **options)
-    texts = [str(each.message) for each in caught]
     assert len(texts) < 2
     return "".join(texts)
 
@@ -165,7 +165,8 @@ def test_which_norms_mix_tokens(name):
         x = torch.randn(B, T, C)
         other = x.clone()
         other[:, -1] = 3.0
-        y, changed = (copy.deepcopy(norm)(each)[:, :-1] for each in (x, other))
+        y = deepcopy(norm)(x)[:, :-1]
+        changed = deepcopy(norm)(other)[:, :-1]
         expected = not torch.allclose(y, changed, rtol=0, atol=1e-6)
         assert mixes(norm) == expected
 
@@ -183,10 +184,8 @@ def test_power_has_the_warm_up_of_the_papers_models():
         0
     ].psi_warmup_updates
     assert found == 7
-    assert (
-        norm_report(convert_norms(nn.Sequential(nn.LayerNorm(C)), "batch"))[0].psi_warmup_updates
-        is None
-    )
+    (report,) = norm_report(convert_norms(nn.Sequential(nn.LayerNorm(C)), "batch"))
+    assert report.psi_warmup_updates is None
 
 
 @pytest.mark.parametrize(("warmup", "is_calm"), [(None, True), (0, False)])

@@ -2,29 +2,30 @@
 contiguous tokens.
 """
 
+from copy import deepcopy
+
 import pytest
 import torch
 
-from pn_fairseq.norms import NORMS, build_norm, running_norms
+from pn_fairseq.norms import NORMS, build_norm
 
 from ..pairwise import in_pairs
 from .conftest import IMPLEMENTATION_NAMES
-from .helpers import CHANNELS, assert_close, randomize_affine, state_of
+from .helpers import CHANNELS, assert_close, assert_states_close, randomize_affine
 
+C = CHANNELS
 #: Layout -> tokens in it, from normally distributed numbers of a shape.
 LAYOUTS = {
-    "contiguous": lambda randn: randn(5, 3, CHANNELS),
-    "transposed": lambda randn: randn(3, 5, CHANNELS).transpose(0, 1),
-    "(N, C)": lambda randn: randn(7, CHANNELS),
-    "(N, C) of a wider matrix": lambda randn: randn(7, CHANNELS + 5)[:, 2 : CHANNELS + 2],
-    "every second token": lambda randn: randn(9, 6, CHANNELS)[::2, 1::2],
-    "a part of the channels": lambda randn: randn(3, 5, 2 * CHANNELS).transpose(0, 1)[
-        ..., CHANNELS:
-    ],
-    "every second channel": lambda randn: randn(5, 3, 2 * CHANNELS)[..., ::2],
-    "channels first": lambda randn: randn(3, CHANNELS, 5).permute(2, 0, 1),
-    "expanded": lambda randn: randn(1, 3, CHANNELS).expand(5, 3, CHANNELS),
-    "one token": lambda randn: randn(CHANNELS, 1, 1).permute(1, 2, 0),
+    "contiguous": lambda randn: randn(5, 3, C),
+    "transposed": lambda randn: randn(3, 5, C).transpose(0, 1),
+    "(N, C)": lambda randn: randn(7, C),
+    "(N, C) of a wider matrix": lambda randn: randn(7, C + 5)[:, 2 : C + 2],
+    "every second token": lambda randn: randn(9, 6, C)[::2, 1::2],
+    "a part of the channels": lambda randn: randn(3, 5, 2 * C).transpose(0, 1)[..., C:],
+    "every second channel": lambda randn: randn(5, 3, 2 * C)[..., ::2],
+    "channels first": lambda randn: randn(3, C, 5).permute(2, 0, 1),
+    "expanded": lambda randn: randn(1, 3, C).expand(5, 3, C),
+    "one token": lambda randn: randn(C, 1, 1).permute(1, 2, 0),
 }
 
 
@@ -43,15 +44,15 @@ def steps(norm, x, dy, mask):
     for training in (True, False):
         leaf = x.detach().requires_grad_()
         y = norm.train(training)(leaf, mask)
-        results += [
-            y,
-            *torch.autograd.grad(y, [leaf, *(norm.parameters() if training else ())], dy),
-        ]
+        leaves = [leaf]
+        if training:
+            leaves += norm.parameters()
+        results += [y, *torch.autograd.grad(y, leaves, dy)]
     return results
 
 
 def strides(values):
-    """Those of axes with one element say nothing."""
+    """The strides of axes with more than one element; the others say nothing."""
     return [stride for size, stride in zip(values.shape, values.stride(), strict=True) if size > 1]
 
 
@@ -68,25 +69,21 @@ FAMILIES = ("power", "batch", "group", "dyt")
     implementation=IMPLEMENTATION_NAMES,
 )
 def test_layouts(name, layout, groups, batch_first, randn):
-    norms = [
-        randomize_affine(
-            build_norm(name, CHANNELS, layer_scale_groups=groups, batch_first=batch_first)
-        )
-        for _ in "12"
-    ]
+    options = {"layer_scale_groups": groups, "batch_first": batch_first}
+    norm = randomize_affine(build_norm(name, C, **options))
+    reference = deepcopy(norm)
     x = LAYOUTS[layout](randn)
     mask = randn(*x.shape[:-1]) < -0.5
     mask.view(-1)[0] = False
     mask = mask if x.dim() == 2 or batch_first else mask.t()
-    layer_norm = torch.nn.LayerNorm(CHANNELS)
+    layer_norm = torch.nn.LayerNorm(C)
     for of_gradient in LAYOUTS if name in FAMILIES else (layout, "expanded"):
         dy = LAYOUTS[of_gradient](randn)
         if dy.shape != x.shape:  # the gradient that sum() sends back
             dy = torch.ones(()).expand(x.shape)
-        found = steps(norms[0], x, dy, mask)
-        for one, expected in zip(
-            found, steps(norms[1], x.contiguous(), dy.contiguous(), mask), strict=True
-        ):
+        found = steps(norm, x, dy, mask)
+        of_contiguous = steps(reference, x.contiguous(), dy.contiguous(), mask)
+        for one, expected in zip(found, of_contiguous, strict=True):
             assert_close(one, expected, 5e-6, terms=1.0)
         if name == "none" and groups == 0:
             continue  # it gives back its argument
@@ -94,6 +91,4 @@ def test_layouts(name, layout, groups, batch_first, randn):
         y = layer_norm(leaf)
         expected = [strides(y), strides(torch.autograd.grad(y, leaf, dy)[0])]
         assert [strides(one) for one in found if one.shape == x.shape] == 2 * expected
-    for one, other in zip(*map(running_norms, norms), strict=True):
-        for key, value in state_of(other).items():
-            assert_close(state_of(one)[key], value, 5e-6, key)
+    assert_states_close(norm, reference, 5e-6)

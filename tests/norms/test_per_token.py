@@ -25,21 +25,20 @@ from .oracle import PerTokenOracle
 
 #: Options of build_norm, and the same for the oracle.
 SETTINGS = {
-    "none": [({}, {})],
-    "layer": [({}, {})],
-    "layer-simple": [({}, {})],
-    "detach": [
-        ({"detach": ",".join(parts)}, {"detach": parts})
-        for parts in (("mean",), ("std",), ("mean", "std"))
-    ],
-    "ada": [({}, {}), ({"ada_k": 0.3, "ada_scale": 2.0}, {"k": 0.3, "scale": 2.0})],
-    "rms": [({}, {})],
-    "scale": [({}, {})],
-    "group": [({"groups": groups}, {"spans": groups}) for groups in (1, 3, 4)],
+    **dict.fromkeys(("none", "layer", "layer-simple", "ada", "rms", "scale", "derf"), [({}, {})]),
+    "detach": [],
+    "group": [],
     "dyt": [({"alpha_init": 0.8}, {})],
-    "derf": [({}, {})],
 }
-CASES = [(name, *settings) for name, several in SETTINGS.items() for settings in several]
+SETTINGS["ada"] = [({}, {}), ({"ada_k": 0.3, "ada_scale": 2.0}, {"k": 0.3, "scale": 2.0})]
+for parts in (("mean",), ("std",), ("mean", "std")):
+    SETTINGS["detach"].append(({"detach": ",".join(parts)}, {"detach": parts}))
+for groups in (1, 3, 4):
+    SETTINGS["group"].append(({"groups": groups}, {"spans": groups}))
+CASES = []
+for name, several in SETTINGS.items():
+    for options, for_oracle in several:
+        CASES.append((name, options, for_oracle))
 
 
 def test_every_norm_without_state_is_tested_here():
@@ -51,16 +50,12 @@ def test_every_norm_without_state_is_tested_here():
 @pytest.mark.parametrize(("name", "options", "for_oracle"), CASES, ids=str)
 def test_follows_the_formulas(name, options, for_oracle, layer_scale, eps):
     """In training and in evaluation."""
-    norm = randomize_affine(
-        build_norm(name, CHANNELS, eps=eps, layer_scale_groups=layer_scale, **options)
-    )
-    oracle = PerTokenOracle(
-        CHANNELS, name, eps=eps, groups=layer_scale, **affine_of(norm), **for_oracle
-    )
+    norm = build_norm(name, CHANNELS, eps=eps, layer_scale_groups=layer_scale, **options)
+    given = affine_of(randomize_affine(norm)) | for_oracle
+    oracle = PerTokenOracle(CHANNELS, name, eps=eps, groups=layer_scale, **given)
     for dtype, rtol in ((torch.float32, 1e-5), (torch.float64, 1e-9)):
-        assert_training_follows(
-            norm.to(dtype).train(), oracle, [random_batch(rng(1), scale=1.5)], rtol, dtype
-        )
+        steps = [random_batch(rng(1), scale=1.5)]
+        assert_training_follows(norm.to(dtype).train(), oracle, steps, rtol, dtype)
 
 
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name not in ("detach", "ada")])
@@ -97,9 +92,9 @@ def test_norms_are_those_of_torch(norm, layer):
     x, _, dy = random_batch(rng(4), (7, CHANNELS), masked=False)
     assert_steps_close(train_step(norm, x, None, dy), train_step(layer, x, None, dy), 1e-5)
     x = to_tensor(x[:6].reshape(2, 3, CHANNELS))
-    assert_close(
-        norm(x, torch.tensor([[False] * 2] * 3)), layer(x.flatten(0, 1)).view(2, 3, CHANNELS), 1e-5
-    )
+    mask = torch.zeros(3, 2, dtype=torch.bool)
+    expected = layer(x.flatten(0, 1)).view(2, 3, CHANNELS)
+    assert_close(norm(x, mask), expected, 1e-5)
 
 
 def test_scale_norm_divides_by_no_less_than_eps():
@@ -114,23 +109,27 @@ def test_scale_norm_divides_by_no_less_than_eps():
     assert_close(norm.g, [CHANNELS**0.5], 1e-6)
 
 
-RELEASED = {
-    "ada": lambda x: (
-        lambda z: 2.0 * (z - z * (z / 5).detach())
-    )((x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-5)),
-    "rms": lambda x: x / (x.square().mean(-1, keepdim=True).sqrt() + 1e-8),
-}  # fmt: skip
+def released_ada(x):
+    z = (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-5)
+    return 2.0 * (z - z * (z / 5).detach())
+
+
+def released_rms(x):
+    return x / (x.square().mean(-1, keepdim=True).sqrt() + 1e-8)
+
+
+RELEASED = {"ada": released_ada, "rms": released_rms}
 
 
 @pytest.mark.every_implementation
 @pytest.mark.parametrize("name", RELEASED)
 def test_released_variants(name):
-    """The variants of Xu et al.
-
-    2019, Zhang & Sennrich 2019, by torch's differentiation; also a token of zeros.
+    """The variants of Xu et al. (2019) and of Zhang & Sennrich (2019), differentiated by torch;
+    also a token of zeros.
     """
     norm = build_norm(name, CHANNELS, "release", ada_k=0.2, ada_scale=2.0)
-    assert type(norm) is NORMS[name].variants["release"] and type(norm) is not NORMS[name].cls
+    assert type(norm) is NORMS[name].variants["release"]
+    assert type(norm) is not NORMS[name].cls
     x, _, dy = random_batch(rng(8), masked=False)
     leaf = torch.tensor(x, requires_grad=True)
     y = RELEASED[name](leaf)
@@ -140,7 +139,8 @@ def test_released_variants(name):
     assert_close(actual["dx"], leaf.grad, 1e-9)
     x[0, 0] = 0
     actual = train_step(norm, x, None, dy)
-    assert not actual["y"][0, 0].any() and abs(actual["dx"]).max() < float("inf")
+    assert not actual["y"][0, 0].any()
+    assert abs(actual["dx"]).max() < float("inf")
 
 
 @pytest.mark.parametrize("name", RELEASED)
@@ -175,9 +175,8 @@ def test_squashing_is_as_precise_as_that_of_torch(name, function):
     exact = function(wide)
     exact.sum().backward()
     torch.testing.assert_close(y.flatten().double(), exact, rtol=50 * 2**-24, atol=0)
-    torch.testing.assert_close(
-        leaf.grad.flatten().double(), wide.grad, rtol=100 * 2**-24, atol=100 * 2**-24
-    )
+    grad = leaf.grad.flatten().double()
+    torch.testing.assert_close(grad, wide.grad, rtol=100 * 2**-24, atol=100 * 2**-24)
 
 
 def test_options_show():

@@ -31,14 +31,14 @@ WARMUP = 9
 
 
 class ReleaseOracle(QuadraticMeanOracle):
-    """The released code's arithmetic and bookkeeping:
-
-    ``psi2`` and ``count`` are its running_phi and iters.
+    """The released code's arithmetic and bookkeeping: ``psi2`` and ``count`` are its running_phi
+    and iters.
     """
 
     def __init__(self, channels, alpha_fwd=0.9, alpha_bwd=0.9, warmup=0, **common):
         super().__init__(channels, alpha_fwd, **common)
-        self.alpha_bwd, self.warmup = alpha_bwd, warmup
+        self.alpha_bwd = alpha_bwd
+        self.warmup = warmup
         self.ema_gz = np.zeros(channels)
 
     def set_num_updates(self, num_updates):
@@ -105,12 +105,14 @@ def test_another_eps_also_changes_layer_scale_here_and_not_in_the_release():
     released y is larger by sqrt((m + eps) / (m + 1e-5)), as long as psi is the same; psi is about
     the scaled activations and then differs.
     """
-    groups, eps = 4, 1e-3
+    groups = 4
+    eps = 1e-3
     norm, _ = make_pair(groups=groups, eps=eps, affine=False)
     released = ReleaseOracle(CHANNELS, eps=eps)
     for step, (x, mask, dy) in enumerate(some_batches(steps=3)):
         x = 0.05 * x
-        m = (x.reshape(*x.shape[:-1], groups, -1) ** 2).mean(-1).repeat(CHANNELS // groups, axis=-1)
+        parts = x.reshape(*x.shape[:-1], groups, -1)
+        m = (parts**2).mean(-1).repeat(CHANNELS // groups, axis=-1)
         actual = train_step(norm, x, mask, dy, torch.float64)["y"]
         y, ctx = released.forward(x / np.sqrt(m + 1e-5), mask)
         released.backward(dy, ctx)

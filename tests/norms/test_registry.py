@@ -20,31 +20,32 @@ from pn_fairseq.norms import (
 
 from .helpers import CHANNELS
 
-EVERY_OPTION = {
-    "eps": 1e-3,
-    "affine": False,
-    "alpha_fwd": 0.5,
-    "alpha_bwd": 0.7,
-    "layer_scale_groups": 4,
-    "psi_warmup_updates": 3,
-    "detach": "mean",
-    "ada_k": 0.2,
-    "ada_scale": 2.0,
-    "groups": 3,
-    "alpha_init": 0.3,
-}
+EVERY_OPTION = dict(
+    eps=1e-3,
+    affine=False,
+    alpha_fwd=0.5,
+    alpha_bwd=0.7,
+    layer_scale_groups=4,
+    psi_warmup_updates=3,
+    detach="mean",
+    ada_k=0.2,
+    ada_scale=2.0,
+    groups=3,
+    alpha_init=0.3,
+)
 
 
 @pytest.mark.parametrize("name", NORMS)
 def test_every_norm_takes_every_option_and_variant(name):
+    entry = NORMS[name]
     norm = build_norm(name, CHANNELS, **EVERY_OPTION)
-    assert type(norm) is type(build_norm(name, CHANNELS)) is NORMS[name].cls
-    assert norm.weight is None and norm.bias is None
+    assert type(norm) is entry.cls
+    assert type(build_norm(name, CHANNELS)) is entry.cls
+    assert norm.weight is None
+    assert norm.bias is None
     for variant in VARIANTS:
-        assert type(build_norm(name, CHANNELS, variant, **EVERY_OPTION)) is NORMS[name].variant(
-            variant
-        )
-        assert variant in NORMS[name].variants or NORMS[name].variant(variant) is NORMS[name].cls
+        norm = build_norm(name, CHANNELS, variant, **EVERY_OPTION)
+        assert type(norm) is entry.variants.get(variant, entry.cls)
     assert VARIANTS == ("paper", "release")
 
 
@@ -85,30 +86,24 @@ def test_constructors_name_all_their_arguments(name):
         assert set(signature.parameters) == {*entry.options, "num_features"}
         for option, parameter in signature.parameters.items():
             assert parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-            assert (
-                option in ("num_features", "process_group")
-                or parameter.annotation is not parameter.empty
-            )
+            if option not in ("num_features", "process_group"):
+                assert parameter.annotation is not parameter.empty
         with pytest.raises(TypeError, match=rf"{cls.__name__} .*'layer_scale_group'"):
             cls(8, layer_scale_group=2)
-        options = {
-            option: parameter.default
-            for option, parameter in list(signature.parameters.items())[1:]
-        }
-        changed = options | {
-            "eps": 1e-3,
-            "affine": False,
-            "layer_scale_groups": 2,
-            "batch_first": True,
-        }
-        norm = cls(8, **changed | ({"sync": True, "alpha_fwd": 0.7} if "sync" in options else {}))
-        assert (norm.eps, norm.affine, norm.layer_scale_groups, norm.batch_first) == (
-            1e-3,
-            False,
-            2,
-            True,
-        )
-        assert "sync" not in options or (norm.sync, norm.alpha_fwd) == (True, 0.7)
+        options = {name: parameter.default for name, parameter in signature.parameters.items()}
+        del options["num_features"]
+        has_state = "sync" in options
+        options |= {"eps": 1e-3, "affine": False, "layer_scale_groups": 2, "batch_first": True}
+        if has_state:
+            options |= {"sync": True, "alpha_fwd": 0.7}
+        norm = cls(8, **options)
+        assert norm.eps == 1e-3
+        assert norm.affine is False
+        assert norm.layer_scale_groups == 2
+        assert norm.batch_first is True
+        if has_state:
+            assert norm.sync is True
+            assert norm.alpha_fwd == 0.7
 
 
 # Arguments that do not fit.
@@ -119,42 +114,37 @@ ALPHAS = [
     ("power-v", "alpha_fwd"),
     ("batch", "alpha_fwd"),
 ]
+#: Norm, option, its value, and what the message says after OPTION=VALUE.
 MISTAKES = [
-    (
-        "power",
-        {"psi_warmup_updates": -1},
-        "psi_warmup_updates=-1 must be a whole number of at least 0",
-    ),
-    ("power", {"eps": 0.0}, "eps=0.0 must be a number greater than 0"),
-    ("power", {"eps": math.nan}, "eps=nan must be a number greater than 0"),
-    ("detach", {"detach": "men"}, "detach='men' must be mean, std or mean,std"),
-    ("detach", {"detach": ""}, "detach='' must be"),
-    ("detach", {"detach": "mean,mean"}, "detach='mean,mean' must be"),
-    ("ada", {"ada_k": -0.1}, "ada_k=-0.1 must be a number of at least 0"),
-    ("ada", {"ada_scale": 0.0}, "ada_scale=0.0 must be a number greater than 0"),
-    ("group", {"groups": 5}, "num_features=12 is not divisible by groups=5"),
-    ("group", {"groups": 0}, "groups=0 must be a whole number of at least 1"),
-    ("dyt", {"alpha_init": -1}, "alpha_init=-1 must be a number greater than 0"),
-    ("derf", {"alpha_init": math.nan}, "alpha_init=nan must be a number greater than 0"),
-    *(
-        ("batch-renorm", {option: -1}, f"{option}=-1")
-        for option in ("renorm_r_max", "renorm_d_max")
-    ),
-    *(("batch-reg", {option: -1}, f"{option}=-1") for option in ("lambda_mean", "lambda_var")),
-    ("mabn", {"window": -1}, "window=-1"),
-    *(
-        (name, {option: alpha}, f"{option}={alpha} must lie strictly between 0 and 1")
-        for name, option in ALPHAS
-        for alpha in (0.0, 1.0, 1.5, math.nan)
-    ),
+    ("power", "psi_warmup_updates", -1, "must be a whole number of at least 0"),
+    ("power", "eps", 0.0, "must be a number greater than 0"),
+    ("power", "eps", math.nan, "must be a number greater than 0"),
+    ("detach", "detach", "men", "must be mean, std or mean,std"),
+    ("detach", "detach", "", "must be"),
+    ("detach", "detach", "mean,mean", "must be"),
+    ("ada", "ada_k", -0.1, "must be a number of at least 0"),
+    ("ada", "ada_scale", 0.0, "must be a number greater than 0"),
+    ("group", "groups", 0, "must be a whole number of at least 1"),
+    ("dyt", "alpha_init", -1, "must be a number greater than 0"),
+    ("derf", "alpha_init", math.nan, "must be a number greater than 0"),
+    ("batch-renorm", "renorm_r_max", -1, ""),
+    ("batch-renorm", "renorm_d_max", -1, ""),
+    ("batch-reg", "lambda_mean", -1, ""),
+    ("batch-reg", "lambda_var", -1, ""),
+    ("mabn", "window", -1, ""),
 ]
+for name, option in ALPHAS:
+    for alpha in (0.0, 1.0, 1.5, math.nan):
+        MISTAKES.append((name, option, alpha, "must lie strictly between 0 and 1"))
 
 
-@pytest.mark.parametrize(("name", "options", "message"), MISTAKES)
-def test_options_that_do_not_fit(name, options, message):
+@pytest.mark.parametrize(("name", "option", "value", "remedy"), MISTAKES)
+def test_options_that_do_not_fit(name, option, value, remedy):
+    message = f"{option}={value!r} {remedy}".strip()
     with pytest.raises(ValueError) as error:
-        build_norm(name, 12, **options)
-    assert message in str(error.value) and "\n" not in str(error.value)
+        build_norm(name, 12, **{option: value})
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -169,6 +159,11 @@ def test_options_that_do_not_fit(name, options, message):
 def test_arguments_of_layer_scale_that_do_not_fit(arguments, message):
     with pytest.raises(ValueError, match=message):
         LayerScale(**{"num_features": 12, **arguments})
+
+
+def test_groups_that_do_not_divide_the_channels():
+    with pytest.raises(ValueError, match="num_features=12 is not divisible by groups=5"):
+        build_norm("group", 12, groups=5)
 
 
 @pytest.mark.parametrize("name", NORMS)

@@ -9,7 +9,9 @@ from torch import nn
 from pn_fairseq.norms import NORMS, RunningNorm, build_norm, convert_norms
 from pn_fairseq.testing.ranks import run_ranks
 
-B, T, C = 4, 6, 8
+B = 4
+T = 6
+C = 8
 
 #: Norm -> options.
 PER_TOKEN = {name: {} for name, entry in NORMS.items() if not issubclass(entry.cls, RunningNorm)}

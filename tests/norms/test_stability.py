@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from copy import deepcopy
 
 import numpy as np
 import pytest
@@ -21,21 +22,16 @@ def test_growing_activations_stay_finite_where_the_unguarded_recursion_diverges(
     assert guarded < 2.0
     assert unguarded[SPIKE + 9] > 1e15
     # It grows by about (1 - alpha) Gamma - 1 in every step.
-    assert all(
-        later > 5 * earlier for earlier, later in itertools.pairwise(unguarded[SPIKE : SPIKE + 10])
-    )
+    for earlier, later in itertools.pairwise(unguarded[SPIKE : SPIKE + 10]):
+        assert later > 5 * earlier
     assert int(stress.norm.diagnostics()["guarded_steps"]) == 10
 
 
 def test_one_batch_100_times_larger():
     stress = Stress(one_large)
     assert stress.finite
-    assert (
-        float(stress.nu[SPIKE].abs().max())
-        < 10.0
-        < 300.0
-        < float(stress.unguarded[SPIKE].abs().max())
-    )
+    assert stress.nu[SPIKE].abs().max() < 10.0
+    assert stress.unguarded[SPIKE].abs().max() > 300.0
     assert int(stress.norm.diagnostics()["guarded_steps"]) == 1
 
 
@@ -47,21 +43,26 @@ def test_diagnostics_of_pn_are_those_of_the_last_batch():
     norm(x.requires_grad_()).backward(torch.randn_like(x))
     report = norm.diagnostics()
     # psi was 1 before this first batch; the distance is to the statistic that the batch found.
-    assert float(report["psi_distance"]) == pytest.approx(
-        float(psi2.sqrt().log().abs().mean()), rel=1e-6
-    )
-    assert float(report["gamma_max"]) == pytest.approx(float(psi2.max()) / (1 + 1e-5), rel=1e-6)
-    assert float(report["nu_rms"]) == pytest.approx(float(norm.nu.square().mean().sqrt()), rel=1e-6)
-    assert int(report["guarded_steps"]) == int(report["nonfinite_steps"]) == 0
+    expected = {
+        "psi_distance": psi2.sqrt().log().abs().mean(),
+        "gamma_max": psi2.max() / (1 + 1e-5),
+        "nu_rms": norm.nu.square().mean().sqrt(),
+    }
+    for name, value in expected.items():
+        np.testing.assert_allclose(report[name], value.detach(), rtol=1e-6, err_msg=name)
+    assert int(report["guarded_steps"]) == 0
+    assert int(report["nonfinite_steps"]) == 0
 
 
 def test_a_guarded_step_is_counted_if_it_enters_the_state():
-    norm, x = PowerNorm(CHANNELS), torch.full((5, CHANNELS), 15.0**0.5, requires_grad=True)
+    norm = PowerNorm(CHANNELS)
+    x = torch.full((5, CHANNELS), 15.0**0.5, requires_grad=True)
     norm.collecting = True
     norm(x).backward(torch.ones_like(x))  # Gamma is 15, and 1 - (1 - 0.9) Gamma below 0
     norm(10 * x).backward(torch.full_like(x, math.nan))
     report = norm.diagnostics()
-    assert int(report["guarded_steps"]) == int(report["nonfinite_steps"]) == 1
+    assert int(report["guarded_steps"]) == 1
+    assert int(report["nonfinite_steps"]) == 1
 
 
 def test_psi_distance_of_pn_v():
@@ -69,16 +70,15 @@ def test_psi_distance_of_pn_v():
     norm.collecting = True
     # below the running psi, which is 1
     norm(0.5 * torch.ones(4, CHANNELS, requires_grad=True)).sum().backward()
-    assert float(norm.diagnostics()["psi_distance"]) == pytest.approx(math.log(2), rel=1e-6)
+    np.testing.assert_allclose(norm.diagnostics()["psi_distance"], math.log(2), rtol=1e-6)
 
 
 @pytest.mark.parametrize("groups", [0, 4])
 @pytest.mark.parametrize("name", NORMS)
 def test_what_is_not_finite_at_padding_reaches_no_gradient(name, groups):
     """dy is 0 there. LN is torch's function, and 0 * NaN is NaN in it."""
-    clean, faulty = (
-        randomize_affine(build_norm(name, 12, layer_scale_groups=groups)).train() for _ in range(2)
-    )
+    clean = randomize_affine(build_norm(name, 12, layer_scale_groups=groups)).train()
+    faulty = deepcopy(clean)
     generator = rng(4)
     for step, bad in enumerate((math.nan, math.inf, -math.inf)):
         x, mask, dy = random_batch(generator)

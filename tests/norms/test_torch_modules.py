@@ -9,6 +9,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 
 from pn_fairseq.norms import build_norm, running_norms
 from pn_fairseq.testing.helpers import Case, cases
@@ -16,8 +17,10 @@ from pn_fairseq.testing.helpers import Case, cases
 from ..pairwise import in_pairs
 from .helpers import randomize_affine
 
-DIM, HEADS = 8, 2
-LAYER, POWER = Case("layer", "paper"), Case("power", "paper")
+DIM = 8
+HEADS = 2
+LAYER = Case("layer", "paper")
+POWER = Case("power", "paper")
 
 
 def new_norm(case=POWER, **options):
@@ -58,7 +61,7 @@ PADDINGS = {"none": None, "last": LAST, "first": LAST.flip(1)}
 
 def assert_equal_at_tokens(found, expected, padding):
     real = slice(None) if padding is None else ~padding
-    torch.testing.assert_close(found[real], expected[real], rtol=1e-5, atol=3e-5)
+    assert_close(found[real], expected[real], rtol=1e-5, atol=3e-5)
 
 
 @in_pairs(
@@ -69,11 +72,9 @@ def assert_equal_at_tokens(found, expected, padding):
 )
 def test_encoder_layer(case, padded, options, norm_first):
     torch.manual_seed(0)
-    layer, x, padding = (
-        encoder_layer(norm_first, case, **options),
-        torch.randn(3, 5, DIM),
-        PADDINGS[padded],
-    )
+    layer = encoder_layer(norm_first, case, **options)
+    x = torch.randn(3, 5, DIM)
+    padding = PADDINGS[padded]
     with torch.no_grad():
         assert_equal_at_tokens(
             layer(x, src_key_padding_mask=padding), by_formula(layer, x, padding), padding
@@ -87,7 +88,9 @@ def test_encoder_layer(case, padded, options, norm_first):
 def test_encoder(case, padded, norm_first, nested):
     """A stack, and a norm after it."""
     torch.manual_seed(1)
-    layer, last, x = encoder_layer(norm_first, case), new_norm(case), torch.randn(3, 5, DIM)
+    layer = encoder_layer(norm_first, case)
+    last = new_norm(case)
+    x = torch.randn(3, 5, DIM)
     encoder = nn.TransformerEncoder(layer, 2, norm=last, enable_nested_tensor=nested).eval()
     padding = PADDINGS[padded]
     with torch.no_grad():
@@ -108,11 +111,10 @@ def saved(module):
     "copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module)), saved]
 )
 def test_a_copy_is_computed_by_the_norm_too(copied):
-    layer, x = encoder_layer(False), torch.randn(3, 5, DIM)
+    layer = encoder_layer(False)
+    x = torch.randn(3, 5, DIM)
     with torch.no_grad():
-        torch.testing.assert_close(
-            copied(layer)(x), by_formula(layer, x, None), rtol=1e-5, atol=1e-5
-        )
+        assert_close(copied(layer)(x), by_formula(layer, x, None), rtol=1e-5, atol=1e-5)
 
 
 def test_layer_norm_stays_on_the_fast_path(monkeypatch):
@@ -144,26 +146,28 @@ def test_nested_tensors(case, layout, training):
     y = norm(torch.nested.as_nested_tensor(sequences, layout=layout))
     expected = other(tokens)
     dy = torch.randn_like(expected)
-    assert y.is_nested and y.layout == layout
+    assert y.is_nested
+    assert y.layout == layout
     found = torch.cat(y.unbind())
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(
-        torch.cat(torch.autograd.grad(found, sequences, dy)),
-        torch.autograd.grad(expected, tokens, dy)[0],
-    )
-    torch.testing.assert_close(norm.state_dict(), other.state_dict())
+    assert_close(found, expected)
+    gradients = torch.autograd.grad(found, sequences, dy)
+    (expected_gradient,) = torch.autograd.grad(expected, tokens, dy)
+    assert_close(torch.cat(gradients), expected_gradient)
+    assert_close(norm.state_dict(), other.state_dict())
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_inputs_that_are_refused():
-    starts, lengths = torch.tensor([1, 0]), torch.tensor([2, 3])
-    for message, wrong in {
+    starts = torch.tensor([1, 0])
+    lengths = torch.tensor([2, 3])
+    with_gaps = torch.randn(2, 4, DIM)
+    with_gaps = torch.nested.narrow(with_gaps, 1, starts, lengths, layout=torch.jagged)
+    refused = {
         "expected a floating-point input": torch.ones(4, 2, DIM, dtype=torch.long),
         "got one of 4 axes": torch.nested.as_nested_tensor([torch.randn(4, 2, DIM)]),
-        "without gaps": torch.nested.narrow(
-            torch.randn(2, 4, DIM), 1, starts, lengths, layout=torch.jagged
-        ),
-    }.items():
+        "without gaps": with_gaps,
+    }
+    for message, wrong in refused.items():
         with pytest.raises(ValueError, match=message):
             new_norm(POWER)(wrong)
     x = torch.nested.as_nested_tensor([torch.randn(4, DIM), torch.randn(1, DIM)])

@@ -105,9 +105,8 @@ class Preparation:
         return self.dest / "partial"
 
     def files(self, of: Sequence[str] = ()) -> list[str]:
-        """The names of the files of these splits, by default all:
-
-        SPLIT.LANG, or SPLIT.txt for language models.
+        """The names of the files of these splits, by default all: SPLIT.LANG, or SPLIT.txt for
+        language models.
         """
         return [
             f"{split}.{ending}" for split in of or self.splits for ending in self.settings.endings

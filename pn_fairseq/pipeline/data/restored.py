@@ -1,7 +1,4 @@
-"""Whether detokenization gives text back:
-
-what it leaves torn is torn in every translation as well.
-"""
+"""Whether detokenization gives text back: what it leaves torn is torn in every translation."""
 
 from __future__ import annotations
 

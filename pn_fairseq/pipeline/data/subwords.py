@@ -135,9 +135,8 @@ def count_merges(codes: Path) -> int:
 
 
 def are_in(texts: Iterable[Path]) -> bool:
-    """Whether text in tokens is in subwords of subword-nmt:
-
-    1 of 1,000 tokens, or more, is continued by ``@@``.
+    """Whether text in tokens is in subwords of subword-nmt: 1 of 1,000 tokens, or more, is
+    continued by ``@@``.
     """
     total = continued = 0
     for path in texts:
