@@ -21,7 +21,7 @@ from pn_fairseq.norms.compiled import counts_now, scaled
 from pn_fairseq.norms.distributed import refuse_join, world_size
 from pn_fairseq.norms.nested import over_tokens
 from pn_fairseq.norms.passes import inside_backward, is_recomputation, one_at_a_time, unrecorded
-from pn_fairseq.norms.state import COUNT, StatefulNorm
+from pn_fairseq.norms.state import COUNT, StatefulNorm, flag
 from pn_fairseq.norms.step import Moments, Step, Training
 
 #: The numbers that norms collect. The operators that move a state write the first four.
@@ -134,8 +134,8 @@ class RunningNorm(StatefulNorm):
         super().__init__(num_features, **common)
         self.alpha_fwd = check_alpha("alpha_fwd", alpha_fwd)
         self.sync, self.process_group = sync, process_group
-        #: Whether :attr:`loss_scale` may be set: what C++ can read.
-        self._has_loss_scale = torch.zeros((), dtype=torch.bool, device="cpu")
+        #: Whether :attr:`loss_scale` is set.
+        self._has_loss_scale = flag()
         # -1: there was no step
         self._scratch["diagnostics"] = torch.tensor([0.0, 0.0, -1.0, 0.0, 0.0])
         #: References to the steps whose all-reduce runs, in the order of their backwards.

@@ -82,7 +82,7 @@ class StatefulNorm(ChannelNorm):
         """
         if "epoch" in vars(self):
             self.epoch.fill_(True)
-        self.epoch = torch.zeros((), dtype=torch.bool, device="cpu")
+        self.epoch = flag()
 
     def repeats(self) -> bool:
         """Whether a training forward repeats an earlier one, inside a backward pass (activation
@@ -200,8 +200,15 @@ class StatefulNorm(ChannelNorm):
         state = self.__dict__.copy()
         # A process group cannot be copied, and a copy of a scaler would not follow the scaler.
         state["process_group"] = state["loss_scale"] = None
+        # Another process that gets the norm would share the memory.
+        state["epoch"], state["_has_loss_scale"] = flag(), flag()
         state["_seen"] = Seen(dict(self._seen.state))
         return state
+
+
+def flag() -> Tensor:
+    """What Python may set and C++ reads."""
+    return torch.zeros((), dtype=torch.bool, device="cpu")
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:

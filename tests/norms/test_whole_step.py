@@ -1,9 +1,12 @@
 """A training step in C++ is the step that the norm's passes compute, to the bit."""
 
+import pickle
+from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.multiprocessing
 
 from pn_fairseq.kernels.ops import COMPILED
 from pn_fairseq.norms import ignoring, set_loss_scale
@@ -135,6 +138,16 @@ def test_a_step_in_cpp_is_that_of_the_passes(case, scene, collecting, monkeypatc
     by_passes = results_of(case, scene, collecting)
     for ours, expected in zip(in_cpp, by_passes, strict=True):
         torch.testing.assert_close(ours, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("case", NORMS, ids=str)
+def test_a_norm_in_another_process_trains_on_when_the_state_is_replaced_here(case):
+    """The processes share the memory of the buffers, as in Hogwild."""
+    norm = case.build()
+    twin = pickle.loads(ForkingPickler.dumps(norm))
+    norm.reset_running_stats()
+    backwards(twin, twin)
+    assert twin.num_batches_tracked == norm.num_batches_tracked == 1
 
 
 @pytest.mark.parametrize("case", NORMS, ids=str)
