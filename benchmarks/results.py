@@ -18,20 +18,24 @@ from pn_fairseq.pipeline.machine import describe
 
 
 def in_turns(
-    work: Mapping[str, Callable[[int], object]], rounds: int, warm: int
+    work: Mapping[str, Callable[[int], object]],
+    rounds: int,
+    warm: int,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Seconds of each by round. In each round all take a turn, the first one another each time.
 
     ``work`` is called with the number of the round; the first ``warm`` rounds are not counted.
+    ``clock`` gives the seconds.
     """
     names, seconds = list(work), {name: [] for name in work}
     for number in range(rounds + warm):
         first = number % len(names)
         for name in names[first:] + names[:first]:
-            begin = time.perf_counter()
+            begin = clock()
             work[name](number)
             if number >= warm:
-                seconds[name].append(time.perf_counter() - begin)
+                seconds[name].append(clock() - begin)
         show_round(number, warm, rounds)
     print(file=sys.stderr)
     return seconds

@@ -15,6 +15,7 @@ from pn_fairseq.kernels.ops import (
     OPERATORS,
     batch_normalize,
     batch_step_,
+    compiled,
     evaluate,
     gradient,
     gradient_sums,

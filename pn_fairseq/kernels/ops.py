@@ -83,17 +83,18 @@ squash_gradient = _operator(reference.squash_gradient)
 
 
 #: Functions with a gradient that the C++ kernels bring, on any device, by their names here; empty
-#: without them.
+#: without them. ``power_train`` and ``batch_train`` are whole training steps.
 COMPILED: dict[str, Callable] = {}
 
 
-def _with_gradient(name: str, function: type[torch.autograd.Function], x: Tensor) -> Callable:
-    """The autograd function in C++, which takes the memory of plain tensors; or in Python, which
-    torch.compile can look into, and whose operators a subclass of tensors such as DTensor replaces.
+def compiled(name: str | None, x: Tensor) -> Callable | None:
+    """One of :data:`COMPILED` for plain tensors, whose memory it takes. None: there is none, or an
+    autograd function in Python has to serve, which torch.compile can look into, and whose operators
+    a subclass of tensors such as DTensor replaces.
     """
-    if torch.compiler.is_compiling() or name not in COMPILED or type(x) is not Tensor:
-        return function.apply
-    return COMPILED[name]
+    if torch.compiler.is_compiling() or type(x) is not Tensor:
+        return None
+    return COMPILED.get(name)
 
 
 def by_reference() -> bool:
@@ -166,7 +167,8 @@ def evaluate(
     # the autograd function would cost as much as the operator on a few tokens
     if not torch.is_grad_enabled():
         return normalize(x, weight, bias, mean, moment, None, None, groups, eps, False)[0]
-    return _with_gradient("evaluate", _Normalize, x)(x, weight, bias, mean, moment, groups, eps)
+    function = compiled("evaluate", x) or _Normalize.apply
+    return function(x, weight, bias, mean, moment, groups, eps)
 
 
 class _Standardize(torch.autograd.Function):
@@ -220,9 +222,8 @@ def standardized(
         return reference.standardize(x, weight, bias, groups, *divisor_and_gains, *through)[0]
     if not torch.is_grad_enabled():
         return standardize(x, weight, bias, groups, *divisor_and_gains)[0]
-    return _with_gradient("standardized", _Standardize, x)(
-        x, weight, bias, groups, *divisor_and_gains, *through
-    )
+    function = compiled("standardized", x) or _Standardize.apply
+    return function(x, weight, bias, groups, *divisor_and_gains, *through)
 
 
 class _Squash(torch.autograd.Function):
@@ -257,4 +258,5 @@ def squashed(
         return reference.squash(x, weight, bias, alpha, shift, erf)
     if not torch.is_grad_enabled():
         return squash(x, weight, bias, alpha, shift, erf)
-    return _with_gradient("squashed", _Squash, x)(x, weight, bias, alpha, shift, erf)
+    function = compiled("squashed", x) or _Squash.apply
+    return function(x, weight, bias, alpha, shift, erf)

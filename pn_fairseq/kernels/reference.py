@@ -154,8 +154,8 @@ def _sum_over_tokens(values: Tensor, tokens: Maybe = None) -> Tensor:
 def _count(h: Tensor, padding: Maybe) -> Tensor:
     """N, 0-d."""
     if padding is None:
-        # torch.full would make a compiled graph one for this number of tokens
-        return h.new_ones(()).expand(h.shape[:-1]).sum()
+        tokens = math.prod(h.shape[:-1])  # numel() would make a constant of a length in a graph
+        return torch.full((), tokens, dtype=h.dtype, device=h.device)
     return padding.logical_not().sum().to(h.dtype)
 
 

@@ -23,7 +23,7 @@ IMPLEMENTATIONS = {"reference": None, "triton": "CUDA", "cpp": "CPU"}
 
 #: One more whenever the schema of an operator changes. torch would end the process that loads
 #: kernels of other schemas.
-SCHEMAS = 5
+SCHEMAS = 6
 
 #: The compiled kernels, which fit one version of torch and these schemas; setup.py gives them the
 #: same name.
@@ -46,7 +46,7 @@ def _load_cpp() -> str | None:
     else:
         try:
             torch.ops.load_library(spec.origin)
-            for name in ("evaluate", "standardized", "squashed"):
+            for name in ("evaluate", "standardized", "squashed", "power_train", "batch_train"):
                 COMPILED[name] = getattr(torch.ops.pn_fairseq, name).default
             return None
         except (OSError, RuntimeError) as error:

@@ -21,11 +21,26 @@ from pn_fairseq.norms.compiled import counts_now, scaled
 from pn_fairseq.norms.distributed import refuse_join, world_size
 from pn_fairseq.norms.nested import over_tokens
 from pn_fairseq.norms.passes import inside_backward, is_recomputation, one_at_a_time, unrecorded
-from pn_fairseq.norms.state import COUNT, StatefulNorm
+from pn_fairseq.norms.state import COUNT, StatefulNorm, flag
 from pn_fairseq.norms.step import Moments, Step, Training
 
 #: The numbers that norms collect. The operators that move a state write the first four.
 DIAGNOSTICS = ("nonfinite_steps", "guarded_steps", "psi_distance", "gamma_max", "penalty")
+
+
+#: The methods whose work a :attr:`RunningNorm.whole_step` does.
+PASSES = (
+    "backward_pass",
+    "batch_moments",
+    "corrections",
+    "effective_affine",
+    "exact_gradient",
+    "forward_pass",
+    "further_parameters",
+    "statistics_of",
+    "token_part",
+    "update",
+)
 
 
 class RunningNorm(StatefulNorm):
@@ -76,6 +91,11 @@ class RunningNorm(StatefulNorm):
     #: of its attributes. Tensors, or values that the norm's options determine.
     keeps: tuple[str, ...] = ()
 
+    #: ``whole_step(x, padding, *parameters)``: y by a C++ function that computes a training step
+    #: with its backward; None where it cannot. Not for ranks. It is None in a class that overrides
+    #: one of the :data:`PASSES`.
+    whole_step = None
+
     #: Whether the second moment enters the running statistics with the factor N / (N - 1).
     unbiased = False
 
@@ -114,10 +134,18 @@ class RunningNorm(StatefulNorm):
         super().__init__(num_features, **common)
         self.alpha_fwd = check_alpha("alpha_fwd", alpha_fwd)
         self.sync, self.process_group = sync, process_group
+        #: Whether :attr:`loss_scale` is set.
+        self._has_loss_scale = flag()
         # -1: there was no step
         self._scratch["diagnostics"] = torch.tensor([0.0, 0.0, -1.0, 0.0, 0.0])
         #: References to the steps whose all-reduce runs, in the order of their backwards.
         self._waiting: list[ref[Step]] = []
+
+    def __init_subclass__(cls, **keywords):
+        super().__init_subclass__(**keywords)
+        served = next(base for base in cls.__mro__ if "whole_step" in vars(base))
+        if any(getattr(cls, name, 0) is not getattr(served, name, 0) for name in PASSES):
+            cls.whole_step = None
 
     # What a norm defines.
 
@@ -281,15 +309,25 @@ class RunningNorm(StatefulNorm):
             # With dynamic=True a number is an input of the graph. Met first inside the autograd
             # function, it could not be used outside of it, in token_part.
             assert self.eps > 0
-        state = self.read_state()
         with_gradients = torch.is_grad_enabled()
-        if with_gradients and _any_requires_grad(x, *parameters):
+        has_backward = with_gradients and _any_requires_grad(x, *parameters)
+        if has_backward and self.whole_step is not None and not self.synchronises():
+            y = self.whole_step(x, padding, *parameters)
+            if y is not None:
+                return y, self._buffers
+        state = self.read_state()
+        if has_backward:
             return Training.apply(self, state, padding, x, *parameters), state
         step = Step(self, state, padding, x, *parameters)
         y = self.forward_pass(step)
         if with_gradients:
             self._contribute_without_gradient(step)
         return y, state
+
+    def known_to_step(self) -> tuple:
+        """What the backward of a :attr:`whole_step` has to know of the norm, besides its state."""
+        flags = self.epoch, self._has_loss_scale, self.handle, self.ignoring
+        return self.diagnostics_memory(), *flags
 
     def _padding_of_step(self, x: Tensor, padding_mask: Tensor | None) -> Tensor | None:
         """The mask in the order of the tokens of x."""
@@ -367,7 +405,7 @@ class RunningNorm(StatefulNorm):
         forward = step.forward
         if forward is None:  # compiled, or without a backward
             return self._buffers
-        return forward.buffers if forward.counts and forward.epoch == self.epoch else None
+        return forward.buffers if forward.counts and forward.epoch is self.epoch else None
 
     def diagnostics_memory(self) -> Tensor | None:
         """Where the operators that move the state write :data:`DIAGNOSTICS`."""
@@ -495,6 +533,7 @@ def set_loss_scale(model: nn.Module, scale) -> None:
         scale = None if check_positive("scale", number) == 1.0 else scale
     for norm in running_norms(model):
         norm.loss_scale = norm.number_of(scale) if isinstance(scale, (int, float)) else scale
+        norm._has_loss_scale.fill_(scale is not None)
 
 
 @contextmanager

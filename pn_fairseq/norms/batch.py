@@ -25,18 +25,17 @@ class BatchStatsNorm(RunningNorm):
 
     reads = ()
 
-    #: Whether the class computes what one operator each way does: it overrides none of
-    #: ``_OF_THE_OPERATORS``.
-    _by_one_operator = True
-
-    def __init_subclass__(cls, **keywords):
-        super().__init_subclass__(**keywords)
-        cls._by_one_operator = all(
-            getattr(cls, name) is method for name, method in _OF_THE_OPERATORS.items()
-        )
+    def whole_step(self, x, padding, weight, bias) -> Tensor | None:
+        train = kernels.compiled("batch_train", x)
+        if train is None:
+            return None
+        names = (self.moment_name, self.mean_name, COUNT)
+        state = [self._buffers[name] for name in names if name is not None]
+        options = self.layer_scale_groups, self.eps, self.alpha_fwd, self.unbiased
+        return train(x, weight, bias, padding, state, *self.known_to_step(), *options)
 
     def forward_pass(self, step: Step) -> Tensor:
-        if self._by_one_operator and not self.synchronises():
+        if self.whole_step is not None and not self.synchronises():
             centered = self.mean_name is not None
             y, step.inv_rms, mean, moment, count = kernels.batch_normalize(
                 step.x,
@@ -56,7 +55,7 @@ class BatchStatsNorm(RunningNorm):
         return step.normalize(batch.moment, batch.mean, weight, bias)
 
     def backward_pass(self, step: Step) -> tuple[Tensor, Tensor]:
-        if not self._by_one_operator or self.synchronises():
+        if self.whole_step is None or self.synchronises():
             return self.exact_gradient(step)
         with one_at_a_time():
             state = self.state_to_move(step)
@@ -101,22 +100,6 @@ class BatchStatsNorm(RunningNorm):
         """
         nu, offset = products.unbind()
         return nu, offset
-
-
-#: The methods whose work ``batch_normalize`` and ``batch_step_`` do.
-_OF_THE_OPERATORS = {
-    name: getattr(BatchStatsNorm, name)
-    for name in (
-        "backward_pass",
-        "batch_moments",
-        "corrections",
-        "effective_affine",
-        "exact_gradient",
-        "forward_pass",
-        "statistics_of",
-        "update",
-    )
-}
 
 
 class MaskedBatchNorm(BatchStatsNorm):

@@ -61,12 +61,12 @@ def check_input(
     """Check activations (T, B, C), (B, T, C) if ``batch_first``, or (N, C), and their mask, (B,
     T) or (N,) bool.
     """
-    shape = tuple(x.shape)
+    shape = x.shape
     layout = "(B, T, C)" if batch_first else "(T, B, C)"
     if x.dim() not in (2, 3) or shape[-1] != num_features:
         raise ValueError(
             f"expected an input of shape {layout} or (N, C) with C={num_features} channels, got "
-            f"{shape}"
+            f"{tuple(shape)}"
         )
     if not x.is_floating_point():
         raise ValueError(f"expected a floating-point input, got {x.dtype}")
@@ -87,7 +87,7 @@ def check_input(
         layouts = "(N, C): expected (N,)" if x.dim() == 2 else f"{layout}: expected (B, T)"
         raise ValueError(
             f"padding_mask of shape {tuple(padding_mask.shape)} does not fit an input of shape "
-            f"{shape} = {layouts} = {expected}"
+            f"{tuple(shape)} = {layouts} = {tuple(expected)}"
         )
 
 

@@ -129,8 +129,9 @@ def counts_now(count):
     lambda _, number: torch.empty((), device=number.device),
 )
 def scaled(norm, number):
-    """1 times the loss scale of a scaler, on the device of ``number``."""
-    return find(norm).loss_scale.scale(torch.ones((), device=number.device)).clone()
+    """The loss scale of a norm, on the device of ``number``."""
+    scale = find(norm).current_loss_scale()
+    return torch.ones((), device=number.device) if scale is None else scale.clone()
 
 
 @operator(

@@ -109,6 +109,30 @@ class PowerNorm(RunningNorm):
             self._steps_until_look = self.psi_warmup_updates - int(number)
             self._warm_up(self._steps_until_look > 0)
 
+    def whole_step(self, x, padding, weight, bias) -> Tensor | None:
+        train = kernels.compiled("power_train", x)
+        state, seen, repeats = self._buffers, self._seen, self.repeats()
+        if train is None or (seen.warmup if repeats else self._warmup):
+            return None
+        read = seen.state if repeats else state
+        y, psi2, nu = train(
+            x,
+            weight,
+            bias,
+            padding,
+            [state["running_psi2"], state["nu"], state[COUNT]],
+            *self.known_to_step(),
+            read["running_psi2"],
+            read["nu"],
+            self.layer_scale_groups,
+            self.eps,
+            self.alpha_fwd,
+            self.alpha_bwd,
+        )
+        if not repeats:
+            self.has_read({"running_psi2": psi2, "nu": nu})
+        return y
+
     def forward_pass(self, step: Step) -> Tensor:
         step.warmup = self._warmup if torch.compiler.is_compiling() else self._seen.warmup
         step.psi2 = step.state["running_psi2"]
@@ -123,7 +147,8 @@ class PowerNorm(RunningNorm):
 
     def backward_pass(self, step: Step) -> tuple[Tensor, Tensor]:
         with one_at_a_time():
-            state = None if self.synchronises() else self.state_to_move(step)
+            by_passes = self.whole_step is None or self.synchronises()
+            state = None if by_passes else self.state_to_move(step)
             if state is None:
                 return step.gradient(step.psi2, nu=step.state["nu"], sums=True)
             gradients = kernels.power_step_(

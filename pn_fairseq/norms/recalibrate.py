@@ -62,7 +62,7 @@ def recalibrating(model: nn.Module) -> Iterator[list[RunningNorm]]:
         yield norms
         for norm, mean in zip(norms, means, strict=True):
             if mean.pop(COUNT, 0) > 0:
-                norm.epoch += 1
+                norm.begin_epoch()
                 for name, value in mean.items():
                     norm.get_buffer(name).copy_(value)
     finally:
@@ -121,7 +121,7 @@ def average_running_stats(model: nn.Module, group=None) -> bool:
     for value, part in zip(values, parts, strict=True):
         value.copy_(part.view_as(value))
     for norm, state in zip(norms, states, strict=True):
-        norm.epoch += 1
+        norm.begin_epoch()
         if norm.mean_name is not None:
             state[norm.moment_name] -= state[norm.mean_name].square()
         for name, buffer in norm.named_buffers(recurse=False):

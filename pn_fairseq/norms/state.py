@@ -53,10 +53,6 @@ class StatefulNorm(ChannelNorm):
     #: changes, either.
     _warmup = 0
 
-    #: One more whenever the state is replaced: a step whose forward came before does not enter the
-    #: new state.
-    epoch = 0
-
     def __init__(self, num_features: int, **common):
         super().__init__(num_features, **common)
         self._initial: dict[str, float] = {}
@@ -65,6 +61,7 @@ class StatefulNorm(ChannelNorm):
         #: updates, if it is known.
         self._scratch = {"updates": torch.tensor(0)} if self.follows_updates else {}
         self._seen = Seen({})
+        self.begin_epoch()
         self.register_buffer(COUNT, torch.zeros((), dtype=torch.int64))
         # a function of this file: a norm can be pickled
         self.register_load_state_dict_pre_hook(_before_loading)
@@ -79,13 +76,32 @@ class StatefulNorm(ChannelNorm):
         self._buffers[COUNT] = self._buffers.pop(COUNT)
         self._seen = Seen({name: buffer.clone() for name, buffer in self._buffers.items()})
 
-    def read_state(self) -> dict[str, Tensor]:
-        """Copies of the state that a training forward reads, by name.
-
-        A forward inside a backward pass repeats an earlier one (activation checkpointing). It reads
-        what the last training forward outside of a backward pass read, though the state may have
-        moved since.
+    def begin_epoch(self) -> None:
+        """To be called when the state is replaced: a step whose forward came before does not enter
+        the new state. It has kept the :attr:`epoch`, which tells C++ whether it has ended.
         """
+        if "epoch" in vars(self):
+            self.epoch.fill_(True)
+        self.epoch = flag()
+
+    def repeats(self) -> bool:
+        """Whether a training forward repeats an earlier one, inside a backward pass (activation
+        checkpointing). It reads what the last training forward outside of a backward pass read,
+        though the state may have moved since.
+        """
+        if not (self._seen.read and inside_backward()):
+            return False
+        refuse_captured_recomputation(self._buffers[COUNT])
+        return True
+
+    def has_read(self, state: dict[str, Tensor]) -> None:
+        """Keep the copies that a forward has read, by name, for those that repeat it."""
+        seen = self._seen
+        seen.state.update(state)
+        seen.read, seen.warmup = True, self._warmup
+
+    def read_state(self) -> dict[str, Tensor]:
+        """Copies of the state that a training forward reads, by name; see :meth:`repeats`."""
         names = tuple(self._buffers) if self.reads is None else self.reads
         if not names:
             return {}
@@ -94,13 +110,11 @@ class StatefulNorm(ChannelNorm):
         if torch.compiler.is_compiling():
             copies = look([seen.state[name] for name in names], buffers)
             return dict(zip(names, copies, strict=True))
-        if seen.read and inside_backward():
-            refuse_captured_recomputation(buffers[0])
+        if self.repeats():
             return dict(seen.state)
         with unrecorded():
             read = dict(zip(names, copies_of(buffers), strict=True))
-        seen.state.update(read)
-        seen.read, seen.warmup = True, self._warmup
+        self.has_read(read)
         return read
 
     def check_memory(self) -> None:
@@ -110,11 +124,12 @@ class StatefulNorm(ChannelNorm):
         FSDP1 with ``MixedPrecision(buffer_dtype=...)`` assigns to ``data`` of the buffers, past
         :meth:`_apply`: here they become float32 again.
         """
-        for name in self._initial:
-            buffer = self._buffers[name]
-            if buffer.dtype != torch.float32:
+        missing = []
+        for name, buffer in self._buffers.items():
+            if buffer.is_meta:
+                missing.append(name)
+            elif buffer.dtype != torch.float32 and name in self._initial:
                 buffer.data = buffer.data.float()
-        missing = [name for name, buffer in self._buffers.items() if buffer.is_meta]
         if missing:
             raise RuntimeError(
                 f"{', '.join(missing)} of {getattr(self, 'name', type(self).__name__)} never got "
@@ -149,7 +164,7 @@ class StatefulNorm(ChannelNorm):
 
     def reset_running_stats(self) -> None:
         """Give the state its initial values."""
-        self.epoch += 1
+        self.begin_epoch()
         for name in (*self._initial, COUNT):  # a buffer of torch.nn.utils.prune is no state
             nn.init.constant_(self._buffers[name], self._initial.get(name, 0))
 
@@ -184,8 +199,15 @@ class StatefulNorm(ChannelNorm):
         state = self.__dict__.copy()
         # A process group cannot be copied, and a copy of a scaler would not follow the scaler.
         state["process_group"] = state["loss_scale"] = None
+        # Another process that gets the norm would share the memory.
+        state["epoch"], state["_has_loss_scale"] = flag(), flag()
         state["_seen"] = Seen(dict(self._seen.state))
         return state
+
+
+def flag() -> Tensor:
+    """What Python may set and C++ reads."""
+    return torch.zeros((), dtype=torch.bool, device="cpu")
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
@@ -198,7 +220,7 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
 def _before_loading(module: StatefulNorm, state_dict: dict, prefix: str, *_) -> None:
     if not any(prefix + name in state_dict for name in module._buffers):
         return  # the parameters of adapters, for example: the state stays
-    module.epoch += 1
+    module.begin_epoch()
     module.set_num_updates(None)
     # With assign=True torch takes the tensors as they are. The dict is torch's own, not the
     # caller's.

@@ -286,7 +286,7 @@ def _reduced(batch: Moments, group) -> Moments:
 
 class Training(torch.autograd.Function):
     """A training step of ``norm``: its ``forward_pass``, then its ``backward_pass``, which moves
-    the state.
+    the state. Where the norm has a :attr:`.RunningNorm.whole_step`, that does the same in C++.
 
     The forward changes no state. The backward gets a :class:`Step` of its own: ``torch.compile``
     does not allow it to change an object of the forward.

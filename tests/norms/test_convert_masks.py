@@ -1038,14 +1038,13 @@ def test_an_inverted_mask_of_a_padded_batch_whose_padding_differs(inverted, coun
     """As behind attention or dropout: the tokens do not show what padding is."""
     mask = torch.arange(T) >= torch.tensor([5, 4, 2])[:, None]
     model = convert_norms(nn.LayerNorm(C), "batch", layout="BTC")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded() as texts:
         for _ in range(2):
             with padding(~mask if inverted else mask):
                 model(torch.randn(B, T, C))
-    assert len(caught) == count
+    assert len(texts) == count
     expected = "LayerNorm: by padding(mask=...) all sentences begin with padding and none ends with"
-    assert all(text.startswith(expected) for text in texts(caught))
+    assert all(text.startswith(expected) for text in texts)
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
@@ -1115,18 +1114,17 @@ def test_evaluation_of_a_norm_that_counted_no_step_is_told_once():
 def test_prep_batch_evaluated_before_its_fade_has_ended_is_told_once():
     model = convert_norms(FeedForward(), "prep-batch", fade_updates=4)
     x = torch.randn(B, T, C)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with recorded() as texts:
         for _ in range(4):
             model(x, LENGTHS).sum().backward()
         copy.deepcopy(model).eval()(x)
+    assert not texts
     model = convert_norms(FeedForward(), "prep-batch", fade_updates=4)
     model(x, LENGTHS).sum().backward()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded() as texts:
         for _ in range(2):
             model.eval()(x)
-    (text,) = texts(caught)
+    (text,) = texts
     assert text.startswith(
         "norm is evaluated at lambda = 0.75: until it is 0, after fade_updates=4, evaluation lacks "
         "the LayerNorm that training uses. Give fade_updates="

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/stack.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -11,6 +12,7 @@
 #include <cstdlib>
 #include <initializer_list>
 #include <limits>
+#include <mutex>
 #include <new>
 #include <optional>
 #include <string>
@@ -815,6 +817,162 @@ struct Squashed : torch::autograd::Function<Squashed> {
   }
 };
 
+// Training steps of which each way is one operator: Training of pn_fairseq/norms/step.py, without Python. The forward
+// changes no state, and the backward moves it. The state, and the copies of it that the forward has read, are no saved
+// tensors: autograd compares the versions of these, and hooks may move them.
+
+// What the backward of a norm has to know of it.
+struct Norm {
+  at::TensorList state;          // what it moves; the number of batches comes last
+  const Optional& diagnostics;   // what it notes there, if there are any
+  const Tensor& epoch;           // whether the state was replaced since
+  const Tensor& has_loss_scale;  // whether there is one
+  const Tensor& handle;          // by which the loss scale is found
+  bool ignored;                  // the batch must not count
+
+  void keep_in(AutogradContext* context) const {
+    auto& kept = context->saved_data;
+    kept.reserve(32);
+    kept["state"] = state.vec();
+    kept["diagnostics"] = diagnostics;
+    kept["epoch"] = epoch;
+    kept["has_loss_scale"] = has_loss_scale;
+    kept["handle"] = handle;
+    kept["counts"] = !ignored;
+  }
+};
+
+// A flag that Python sets, on the CPU.
+bool is_set(const c10::IValue& flag) { return *flag.toTensor().const_data_ptr<bool>(); }
+
+Optional loss_scale_of(AutogradContext* context) {
+  static const auto operation =
+      c10::Dispatcher::singleton().findSchemaOrThrow("pn_fairseq::scaled", "").typed<Tensor(const Tensor&, const Tensor&)>();
+  auto& kept = context->saved_data;
+  if (!is_set(kept["has_loss_scale"])) return {};
+  return operation.call(kept["handle"].toTensor(), kept["state"].toTensorVector().back());
+}
+
+// Calls `step(state, diagnostics)`, of one thread at a time. A step that must not count, or has counted already, gets
+// copies: its batch was ignored, the state was replaced after its forward, or its graph is retained.
+template <class Step>
+auto move_once(AutogradContext* context, Step&& step) {
+  static std::mutex moving;
+  const std::lock_guard<std::mutex> lock(moving);
+  auto& kept = context->saved_data;
+  std::vector<Tensor> state = kept["state"].toTensorVector();
+  Optional diagnostics = kept["diagnostics"].toOptional<Tensor>();
+  if (is_set(kept["epoch"]) || !kept["counts"].toBool()) {
+    for (Tensor& each : state) each = each.clone();
+    diagnostics.reset();
+  }
+  const auto results = step(state, diagnostics);
+  kept["counts"] = false;
+  return results;
+}
+
+// The gradients of a function of so many arguments, which begin with x, weight and bias.
+variable_list gradients_of(
+    const AutogradContext* context, size_t arguments, const Tensor& dx, const Tensor& sums, const Tensor& weight, bool bias) {
+  const auto needs = needed(context, {true, weight.defined(), bias});
+  variable_list result(arguments);
+  result[0] = dx;
+  for (int64_t row = 0; row < 2; ++row) result[1 + row] = row_of(sums, row, needs[1 + row], weight);
+  return result;
+}
+
+struct PowerTrain : torch::autograd::Function<PowerTrain> {
+  // Copies of the state for the forward and its backward.
+  struct Read {
+    Tensor psi2, nu;
+
+    Read(const Tensor& running_psi2, const Tensor& running_nu) {
+      const at::AutoDispatchBelowADInplaceOrView no_gradient;
+      const Tensor copies = at::stack({running_psi2, running_nu});
+      psi2 = copies.select(0, 0);
+      nu = copies.select(0, 1);
+    }
+  };
+
+  static Tensor forward(
+      AutogradContext* context, const Tensor& x, const Optional& weight, const Optional& bias, const Optional& padding,
+      const Norm& norm, const Read& read, int64_t groups, double eps, double alpha_fwd, double alpha_bwd) {
+    static const auto operation = operator_of("pn_fairseq::normalize", normalize);
+    const Optional none;
+    const auto [y, inv_rms, batch_psi2, count] =
+        operation.call(x, weight, bias, none, read.psi2, padding, none, groups, eps, true);
+    context->save_for_backward({x, or_nothing(weight), or_nothing(padding), inv_rms});
+    norm.keep_in(context);
+    auto& kept = context->saved_data;
+    kept["psi2"] = read.psi2;
+    kept["nu"] = read.nu;
+    kept["batch_psi2"] = batch_psi2;
+    kept["count"] = count;
+    kept["groups"] = groups;
+    kept["eps"] = eps;
+    kept["alpha_fwd"] = alpha_fwd;
+    kept["alpha_bwd"] = alpha_bwd;
+    kept["bias"] = bias.has_value();
+    return y;
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    static const auto operation = operator_of("pn_fairseq::power_step_", power_step_);
+    refuse_second_derivative();
+    const variable_list saved = context->get_saved_variables();
+    const Tensor &x = saved[0], &weight = saved[1], &padding = saved[2], &inv_rms = saved[3];
+    const Optional loss_scale = loss_scale_of(context);
+    auto& kept = context->saved_data;
+    const auto [dx, sums] = move_once(context, [&](const std::vector<Tensor>& state, const Optional& diagnostics) {
+      return operation.call(
+          gradients[0], x, if_defined(padding), if_defined(weight), kept["psi2"].toTensor(), kept["nu"].toTensor(),
+          loss_scale, inv_rms, state[0], state[1], state[2], diagnostics, kept["batch_psi2"].toTensor(),
+          kept["count"].toTensor(), kept["groups"].toInt(), kept["eps"].toDouble(), 0, kept["alpha_fwd"].toDouble(),
+          kept["alpha_bwd"].toDouble());
+    });
+    return gradients_of(context, 10, dx, sums, weight, kept["bias"].toBool());
+  }
+};
+
+struct BatchTrain : torch::autograd::Function<BatchTrain> {
+  static Tensor forward(
+      AutogradContext* context, const Tensor& x, const Optional& weight, const Optional& bias, const Optional& padding,
+      const Norm& norm, int64_t groups, double eps, double alpha, bool unbiased) {
+    static const auto operation = operator_of("pn_fairseq::batch_normalize", batch_normalize);
+    const bool centered = norm.state.size() == 3;
+    const auto [y, inv_rms, mean, moment, count] = operation.call(x, weight, bias, padding, groups, eps, centered);
+    context->save_for_backward({x, or_nothing(weight), or_nothing(padding), inv_rms});
+    norm.keep_in(context);
+    auto& kept = context->saved_data;
+    kept["mean"] = centered ? Optional(mean) : Optional();
+    kept["moment"] = moment;
+    kept["count"] = count;
+    kept["groups"] = groups;
+    kept["eps"] = eps;
+    kept["alpha"] = alpha;
+    kept["unbiased"] = unbiased;
+    kept["bias"] = bias.has_value();
+    return y;
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    static const auto operation = operator_of("pn_fairseq::batch_step_", batch_step_);
+    refuse_second_derivative();
+    const variable_list saved = context->get_saved_variables();
+    const Tensor &x = saved[0], &weight = saved[1], &padding = saved[2], &inv_rms = saved[3];
+    const Optional loss_scale = loss_scale_of(context);
+    auto& kept = context->saved_data;
+    const auto [dx, sums] = move_once(context, [&](const std::vector<Tensor>& state, const Optional& diagnostics) {
+      const Optional running_mean = state.size() == 3 ? Optional(state[1]) : Optional();
+      return operation.call(
+          gradients[0], x, if_defined(padding), if_defined(weight), kept["mean"].toOptional<Tensor>(),
+          kept["moment"].toTensor(), kept["count"].toTensor(), loss_scale, inv_rms, state[0], running_mean, state.back(),
+          diagnostics, kept["groups"].toInt(), kept["eps"].toDouble(), kept["alpha"].toDouble(), kept["unbiased"].toBool());
+    });
+    return gradients_of(context, 9, dx, sums, weight, kept["bias"].toBool());
+  }
+};
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(pn_fairseq, library) {
@@ -827,6 +985,14 @@ TORCH_LIBRARY_FRAGMENT(pn_fairseq, library) {
       "bool through_divisor) -> Tensor");
   library.def(
       "squashed(Tensor x, Tensor? weight, Tensor? bias, Tensor alpha, Tensor? shift, bool erf) -> Tensor");
+  library.def(
+      "power_train(Tensor x, Tensor? weight, Tensor? bias, Tensor? padding, Tensor[] state, Tensor? diagnostics, "
+      "Tensor epoch, Tensor has_loss_scale, Tensor handle, bool ignored, Tensor psi2, Tensor nu, int groups, float eps, "
+      "float alpha_fwd, float alpha_bwd) -> (Tensor, Tensor, Tensor)");
+  library.def(
+      "batch_train(Tensor x, Tensor? weight, Tensor? bias, Tensor? padding, Tensor[] state, Tensor? diagnostics, "
+      "Tensor epoch, Tensor has_loss_scale, Tensor handle, bool ignored, int groups, float eps, float alpha, "
+      "bool unbiased) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(pn_fairseq, Autograd, library) {
@@ -843,6 +1009,22 @@ TORCH_LIBRARY_IMPL(pn_fairseq, Autograd, library) {
   });
   library.impl("squashed", [](const Tensor& x, const Optional& weight, const Optional& bias, const Tensor& alpha,
                               const Optional& shift, bool erf) { return Squashed::apply(x, weight, bias, alpha, shift, erf); });
+  library.impl("power_train", [](const Tensor& x, const Optional& weight, const Optional& bias, const Optional& padding,
+                                 at::TensorList state, const Optional& diagnostics, const Tensor& epoch,
+                                 const Tensor& has_loss_scale, const Tensor& handle, bool ignored, const Tensor& psi2,
+                                 const Tensor& nu, int64_t groups, double eps, double alpha_fwd, double alpha_bwd) {
+    const Norm norm{state, diagnostics, epoch, has_loss_scale, handle, ignored};
+    const PowerTrain::Read read(psi2, nu);
+    const Tensor y = PowerTrain::apply(x, weight, bias, padding, norm, read, groups, eps, alpha_fwd, alpha_bwd);
+    return std::make_tuple(y, read.psi2, read.nu);
+  });
+  library.impl("batch_train", [](const Tensor& x, const Optional& weight, const Optional& bias, const Optional& padding,
+                                 at::TensorList state, const Optional& diagnostics, const Tensor& epoch,
+                                 const Tensor& has_loss_scale, const Tensor& handle, bool ignored, int64_t groups,
+                                 double eps, double alpha, bool unbiased) {
+    const Norm norm{state, diagnostics, epoch, has_loss_scale, handle, ignored};
+    return BatchTrain::apply(x, weight, bias, padding, norm, groups, eps, alpha, unbiased);
+  });
 }
 
 TORCH_LIBRARY_IMPL(pn_fairseq, CPU, library) {
