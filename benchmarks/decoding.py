@@ -23,7 +23,7 @@ from pn_fairseq.models.architectures import SIZES
 from pn_fairseq.models.fold_checkpoint import fold_checkpoint
 from pn_fairseq.models.from_checkpoint import make_dictionary, model_of, model_settings_of
 from pn_fairseq.norms import recalibrating
-from pn_fairseq.norms.base import running_norms
+from pn_fairseq.norms.core.base import running_norms
 
 FOLDED = " folded"
 

@@ -34,7 +34,7 @@ from pn_fairseq import kernels
 from pn_fairseq.kernels import ops
 from pn_fairseq.kernels.first_use import TOLERANCE, difference
 from pn_fairseq.norms import NORMS, RunningNorm, build_norm, convert_norms, set_loss_scale
-from pn_fairseq.norms.base import running_norms
+from pn_fairseq.norms.core.base import running_norms
 
 EPS = 1e-5
 ALPHA = 0.9
@@ -316,7 +316,7 @@ def _summed(kit: Kit, name: str, sync: bool) -> list[tuple[Tensor, ...]]:
         x, dy = torch.randn(2, 33, 9, CHECKED_CHANNELS, generator=generator).to(kit.device)
         mask = (torch.rand(9, 33, generator=generator) < 0.3).to(kit.device)
         x.requires_grad_()
-        two_ranks = patch("pn_fairseq.norms.base.world_size", lambda group=None: 2)
+        two_ranks = patch("pn_fairseq.norms.core.base.world_size", lambda group=None: 2)
         with two_ranks if sync else nullcontext():
             y = norm(x, mask)
             y.backward(dy)

@@ -15,7 +15,7 @@ import pandas
 
 from pn_fairseq.models.norm_options import NormOptions
 from pn_fairseq.norms import NORMS, RunningNorm, build_norm
-from pn_fairseq.norms.base import COUNT
+from pn_fairseq.norms.core.base import COUNT
 from pn_fairseq.norms.registry import HEADS, SHARED
 from pn_fairseq.pipeline.published import PAPER
 from tests.norms import compilation, invariances, test_frameworks

@@ -25,10 +25,10 @@ from pn_fairseq.fairseq_patches import patch
 from pn_fairseq.fairseq_patches.diagnostics_log import DiagnosticsLog, dashboard_interval
 from pn_fairseq.fairseq_patches.run_settings import learning_rate_warmup
 from pn_fairseq.norms import RunningNorm, build_norm, convert_norms, running_norms
-from pn_fairseq.norms.convert import convert
-from pn_fairseq.norms.converted import ConvertedNorm
+from pn_fairseq.norms.conversion.convert import convert
+from pn_fairseq.norms.conversion.converted import ConvertedNorm
+from pn_fairseq.norms.masks.padding import current_backward, padding
 from pn_fairseq.norms.options import check_option, read_pairs, typed
-from pn_fairseq.norms.padding import current_backward, padding
 from pn_fairseq.norms.registry import find_norm
 
 #: Settings of a model that are this patch's.

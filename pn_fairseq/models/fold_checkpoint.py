@@ -20,8 +20,8 @@ from pn_fairseq.models.from_checkpoint import (
 )
 from pn_fairseq.models.normed_model import FOLDED_MARK
 from pn_fairseq.models.transformer_pn import TransformerPNModel
-from pn_fairseq.norms.base import ChannelNorm, RunningNorm
-from pn_fairseq.norms.convert import named_norms
+from pn_fairseq.norms.conversion.convert import named_norms
+from pn_fairseq.norms.core.base import ChannelNorm, RunningNorm
 from pn_fairseq.norms.fold import folded_linear
 
 #: Accepted difference of logits, as part of the largest logit. Folding in exact arithmetic would

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from fairseq.modules import MultiheadAttention
 from torch import Tensor, nn
 
-from pn_fairseq.norms.padding import Scope, current_scope
+from pn_fairseq.norms.masks.padding import Scope, current_scope
 
 
 class InnerMasks(Scope):

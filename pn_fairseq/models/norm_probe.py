@@ -22,9 +22,9 @@ from pn_fairseq.common import probe_files
 from pn_fairseq.common.errors import one_line_errors
 from pn_fairseq.fairseq_patches import SWITCH, patches_enabled
 from pn_fairseq.norms import NORMS, ChannelNorm, RunningNorm
-from pn_fairseq.norms.convert import named_norms
-from pn_fairseq.norms.converted import ConvertedNorm
-from pn_fairseq.norms.distributed import all_reduce_sum, world_size
+from pn_fairseq.norms.conversion.convert import named_norms
+from pn_fairseq.norms.conversion.converted import ConvertedNorm
+from pn_fairseq.norms.core.distributed import all_reduce_sum, world_size
 
 #: Updates whose batches the probe averages for the statistics that a norm has no running ones of,
 #: and the decay.

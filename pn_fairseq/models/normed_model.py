@@ -10,8 +10,8 @@ from pn_fairseq.common.errors import FoldedModelError
 from pn_fairseq.fairseq_patches.diagnostics_log import DiagnosticsLog
 from pn_fairseq.models.norm_options import NormOptions
 from pn_fairseq.norms import running_norms
-from pn_fairseq.norms.convert import named_norms
-from pn_fairseq.norms.future_tokens import in_decoders, leak
+from pn_fairseq.norms.conversion.convert import named_norms
+from pn_fairseq.norms.conversion.future_tokens import in_decoders, leak
 
 #: Name of a buffer that marks the weights of a folded model.
 FOLDED_MARK = "norms_folded"

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from pn_fairseq.common.checkpoints import CheckpointError
 from pn_fairseq.models.from_checkpoint import load_weights, one_line, settings_of
-from pn_fairseq.norms.base import RunningNorm, running_norms
+from pn_fairseq.norms.core.base import RunningNorm, running_norms
 from pn_fairseq.norms.recalibrate import recalibrating
 
 VALID = "valid"

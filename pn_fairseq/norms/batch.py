@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from pn_fairseq import kernels
-from pn_fairseq.norms.base import COUNT, RunningNorm
-from pn_fairseq.norms.passes import one_at_a_time
-from pn_fairseq.norms.step import Moments, Step
+from pn_fairseq.norms.core.base import COUNT, RunningNorm
+from pn_fairseq.norms.core.passes import one_at_a_time
+from pn_fairseq.norms.core.step import Moments, Step
 
 
 class BatchStatsNorm(RunningNorm):
@@ -116,7 +116,7 @@ class MaskedBatchNorm(BatchStatsNorm):
     Args:
         alpha_fwd: decay of the running statistics, in (0, 1); torch's ``momentum`` is ``1 -
             alpha_fwd``.
-        others: see :class:`~pn_fairseq.norms.base.RunningNorm`.
+        others: see :class:`~pn_fairseq.norms.core.base.RunningNorm`.
 
     Buffers: ``running_mean`` (initially 0) and ``running_var`` (initially 1), (C,) float32, and
     ``num_batches_tracked``, int64. A batch of one real token has no unbiased variance and changes

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from pn_fairseq.norms.batch import MaskedBatchNorm
-from pn_fairseq.norms.checks import check_real
-from pn_fairseq.norms.compiled import after
-from pn_fairseq.norms.step import Moments, Step
+from pn_fairseq.norms.core.checks import check_real
+from pn_fairseq.norms.core.compiled import after
+from pn_fairseq.norms.core.step import Moments, Step
 
 
 class RegularizedBatchNorm(MaskedBatchNorm):
@@ -42,7 +42,7 @@ class RegularizedBatchNorm(MaskedBatchNorm):
         alpha_fwd: decay of the running statistics, in (0, 1).
         lambda_mean, lambda_var: :math:`\lambda_\mu` and :math:`\lambda_\sigma`, at least 0. The
             defaults are the authors' for pre-norm translation models.
-        others: see :class:`~pn_fairseq.norms.base.RunningNorm`.
+        others: see :class:`~pn_fairseq.norms.core.base.RunningNorm`.
 
     Buffers: see :class:`~pn_fairseq.norms.MaskedBatchNorm`.
     """

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from pn_fairseq.norms.base import COUNT
 from pn_fairseq.norms.batch import BatchStatsNorm
-from pn_fairseq.norms.checks import check_real, check_whole
-from pn_fairseq.norms.step import Step
+from pn_fairseq.norms.core.base import COUNT
+from pn_fairseq.norms.core.checks import check_real, check_whole
+from pn_fairseq.norms.core.step import Step
 
 
 class BatchRenorm(BatchStatsNorm):
@@ -36,7 +36,7 @@ class BatchRenorm(BatchStatsNorm):
         alpha_fwd: decay of :math:`\mu` and :math:`\sigma`, in (0, 1).
         renorm_updates: length of the schedule in optimizer updates.
         renorm_r_max, renorm_d_max: r_max (at least 1) and d_max (at least 0) at its end.
-        others: see :class:`~pn_fairseq.norms.base.RunningNorm`.
+        others: see :class:`~pn_fairseq.norms.core.base.RunningNorm`.
 
     Buffers: ``running_mean`` (initially 0) and ``running_var`` (:math:`\sigma^2 - \epsilon`,
     initially 1), (C,) float32, and ``num_batches_tracked``, int64. Recalibration takes the mean of

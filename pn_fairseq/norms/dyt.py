@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from pn_fairseq import kernels
-from pn_fairseq.norms.base import ChannelNorm
-from pn_fairseq.norms.checks import check_positive
+from pn_fairseq.norms.core.base import ChannelNorm
+from pn_fairseq.norms.core.checks import check_positive
 
 
 class DynamicTanh(ChannelNorm):
@@ -19,7 +19,7 @@ class DynamicTanh(ChannelNorm):
         alpha_init: initial value of ``alpha``, greater than 0. The paper's is 0.5, less in large
             language models.
         eps: epsilon of layer-scale.
-        others: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
+        others: see :class:`~pn_fairseq.norms.core.base.ChannelNorm`.
     """
 
     def __init__(self, num_features: int, alpha_init: float = 0.5, **common):

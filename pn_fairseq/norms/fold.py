@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from pn_fairseq.norms.base import RunningNorm
-from pn_fairseq.norms.channel import no_fast_path
+from pn_fairseq.norms.core.base import RunningNorm
+from pn_fairseq.norms.core.channel import no_fast_path
 
 
 @torch.no_grad()

@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from pn_fairseq import kernels
-from pn_fairseq.norms.base import ChannelNorm
-from pn_fairseq.norms.checks import check_groups, check_whole
+from pn_fairseq.norms.core.base import ChannelNorm
+from pn_fairseq.norms.core.checks import check_groups, check_whole
 
 
 class GroupNorm(ChannelNorm):
@@ -20,7 +20,7 @@ class GroupNorm(ChannelNorm):
     Args:
         groups: number of equal groups that the channels split into. A transformer has as many as
             attention heads.
-        others: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
+        others: see :class:`~pn_fairseq.norms.core.base.ChannelNorm`.
     """
 
     def __init__(self, num_features: int, groups: int = 1, **common):

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pn_fairseq import kernels
-from pn_fairseq.norms.base import ChannelNorm
+from pn_fairseq.norms.core.base import ChannelNorm
 
 
 def layer_norm(h: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -26,7 +26,7 @@ class LayerNorm(ChannelNorm):
     ``torch.nn.functional.layer_norm`` does the work, also on half types; parameters are named as in
     ``torch.nn.LayerNorm``. It has no state, and a padding mask changes nothing.
 
-    Arguments: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
+    Arguments: see :class:`~pn_fairseq.norms.core.base.ChannelNorm`.
     """
 
     def is_torch_layer_norm(self) -> bool:

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from pn_fairseq.norms.step import Step
-from pn_fairseq.norms.window import WindowNorm
+from pn_fairseq.norms.core.step import Step
+from pn_fairseq.norms.core.window import WindowNorm
 
 
 class MovingAverageBatchNorm(WindowNorm):
@@ -12,7 +12,7 @@ class MovingAverageBatchNorm(WindowNorm):
 
     Training step number t, per channel, with :math:`\psi_B^2 = \mathrm{mean}_M(x^2)` over the real
     tokens M and means over the last ``window`` steps, this one included (early, see
-    :class:`~pn_fairseq.norms.window.WindowNorm`: only of this step):
+    :class:`~pn_fairseq.norms.core.window.WindowNorm`: only of this step):
 
     .. math::
         \psi^2 &= \mathrm{mean}_t(\psi_B^2), \qquad D = \sqrt{\psi^2 + \epsilon}, \qquad \hat x = x
@@ -34,7 +34,7 @@ class MovingAverageBatchNorm(WindowNorm):
         alpha_fwd: decay of the running :math:`\psi^2`, in (0, 1).
         window: steps that are averaged.
         psi_warmup_updates: length of the warm-up in optimizer updates.
-        others: see :class:`~pn_fairseq.norms.base.RunningNorm`.
+        others: see :class:`~pn_fairseq.norms.core.base.RunningNorm`.
 
     Buffers, float32: ``running_psi2`` (C,), initially 1, ``psi2_window`` and ``lambda_window``
     (window, C), initially 0, the :math:`\psi_B^2` and :math:`\lambda_B` of the last steps;

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from pn_fairseq import kernels
-from pn_fairseq.norms.base import COUNT, RunningNorm
-from pn_fairseq.norms.checks import check_alpha, check_whole
-from pn_fairseq.norms.passes import is_captured, one_at_a_time
-from pn_fairseq.norms.step import Step
+from pn_fairseq.norms.core.base import COUNT, RunningNorm
+from pn_fairseq.norms.core.checks import check_alpha, check_whole
+from pn_fairseq.norms.core.passes import is_captured, one_at_a_time
+from pn_fairseq.norms.core.step import Step
 
 #: More batches than any training has: the warm-up is on at every value of the counter.
 ALWAYS = 2**62
@@ -45,9 +45,9 @@ class PowerNorm(RunningNorm):
             the warm-up of the learning rate, and the number of attention heads as
             ``layer_scale_groups``, as in the paper's Transformer. In a causal decoder the warm-up
             leaks future tokens, because psi_B is of the whole batch.
-        sync: see :class:`~pn_fairseq.norms.base.RunningNorm`. After the warm-up a step has one
+        sync: see :class:`~pn_fairseq.norms.core.base.RunningNorm`. After the warm-up a step has one
             asynchronous all-reduce, and the forward does not wait.
-        others: see :class:`~pn_fairseq.norms.base.RunningNorm`.
+        others: see :class:`~pn_fairseq.norms.core.base.RunningNorm`.
 
     Buffers: ``running_psi2`` (:math:`\psi^2`, initially 1) and ``nu`` (initially 0), (C,) float32,
     and ``num_batches_tracked``, int64.

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from pn_fairseq.norms.base import COUNT, RunningNorm
+from pn_fairseq.norms.core.base import COUNT, RunningNorm
+from pn_fairseq.norms.core.step import Step
 from pn_fairseq.norms.power import PowerNorm
-from pn_fairseq.norms.step import Step
 
 
 class PowerNormRelease(PowerNorm):
@@ -55,15 +55,15 @@ class PowerNormRelease(PowerNorm):
     times the released ones. With the default ``eps``, 1e-5, they are equal.
 
     The released code has no rules about faults. This module keeps the rules of
-    :class:`~pn_fairseq.norms.base.RunningNorm`, which change no result of a training run without
-      faults. Since padding
-    enters the means of (c), a number at padding that is not finite also counts as a fault.
+    :class:`~pn_fairseq.norms.core.base.RunningNorm`, which change no result of a training run
+    without faults. Since padding enters the means of (c), a number at padding that is not finite
+    also counts as a fault.
 
     Args:
         psi_warmup_updates: length W of the warm-up in training forwards; :meth:`set_num_updates`
-            does not change it. sync, process_group: see
-            :class:`~pn_fairseq.norms.base.RunningNorm`. Every forward waits for the other ranks,
-            because its backward needs :math:`\psi_B`.
+            does not change it.
+        sync, process_group: see :class:`~pn_fairseq.norms.core.base.RunningNorm`. Every forward
+            waits for the other ranks, because its backward needs :math:`\psi_B`.
         others: see :class:`PowerNorm`.
 
     Buffers: ``running_psi2`` (:math:`\psi^2`, initially 1) and ``nu`` (initially 0), (C,) float32,

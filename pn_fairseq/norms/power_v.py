@@ -18,7 +18,7 @@ class PowerNormV(BatchStatsNorm):
 
     Args:
         alpha_fwd: decay of :math:`\psi^2`, in (0, 1).
-        others: see :class:`~pn_fairseq.norms.base.RunningNorm`.
+        others: see :class:`~pn_fairseq.norms.core.base.RunningNorm`.
 
     Buffers: ``running_psi2`` (C,) float32, initially 1, and ``num_batches_tracked``, int64.
     """

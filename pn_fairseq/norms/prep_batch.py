@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from pn_fairseq import kernels
-from pn_fairseq.norms.base import COUNT
 from pn_fairseq.norms.batch import MaskedBatchNorm
-from pn_fairseq.norms.checks import check_whole
-from pn_fairseq.norms.step import Step
+from pn_fairseq.norms.core.base import COUNT
+from pn_fairseq.norms.core.checks import check_whole
+from pn_fairseq.norms.core.step import Step
 
 
 class ProgressiveBatchNorm(MaskedBatchNorm):
@@ -35,7 +35,7 @@ class ProgressiveBatchNorm(MaskedBatchNorm):
     Args:
         fade_updates: length N of the fade in optimizer updates; 0: none, RepBN from the start.
         affine: learn both gains and biases and :math:`\alpha`, which otherwise is 1.
-        others: see :class:`~pn_fairseq.norms.base.RunningNorm`.
+        others: see :class:`~pn_fairseq.norms.core.base.RunningNorm`.
 
     Parameters: ``weight``, ``bias``, ``ln_weight``, ``ln_bias``, (C,), and ``rep_alpha``, (1,),
     initially 1.

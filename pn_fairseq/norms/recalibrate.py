@@ -10,9 +10,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from pn_fairseq.norms.base import COUNT, ChannelNorm, RunningNorm, running_norms
-from pn_fairseq.norms.distributed import all_reduce_sum, world_size
-from pn_fairseq.norms.step import Step
+from pn_fairseq.norms.core.base import COUNT, ChannelNorm, RunningNorm, running_norms
+from pn_fairseq.norms.core.distributed import all_reduce_sum, world_size
+from pn_fairseq.norms.core.step import Step
 
 
 @contextmanager

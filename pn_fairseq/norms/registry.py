@@ -15,10 +15,10 @@ from pathlib import Path
 from zlib import crc32
 
 from pn_fairseq.common.errors import did_you_mean
-from pn_fairseq.norms.base import COUNT, ChannelNorm, RunningNorm
 from pn_fairseq.norms.batch import MaskedBatchNorm, MaskedBatchNormRelease
 from pn_fairseq.norms.batch_reg import RegularizedBatchNorm, RegularizedBatchNormRelease
 from pn_fairseq.norms.batch_renorm import BatchRenorm
+from pn_fairseq.norms.core.base import COUNT, ChannelNorm, RunningNorm
 from pn_fairseq.norms.dyt import DynamicErf, DynamicTanh
 from pn_fairseq.norms.group import GroupNorm
 from pn_fairseq.norms.layer import LayerNorm

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from pn_fairseq import kernels
-from pn_fairseq.norms.base import ChannelNorm
+from pn_fairseq.norms.core.base import ChannelNorm
 
 
 class RMSNorm(ChannelNorm):
@@ -18,7 +18,7 @@ class RMSNorm(ChannelNorm):
     What ``torch.nn.RMSNorm`` computes. There is no bias. It has no state, and a padding mask
     changes nothing.
 
-    Arguments: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
+    Arguments: see :class:`~pn_fairseq.norms.core.base.ChannelNorm`.
     """
 
     learned = ("weight",)
@@ -49,7 +49,7 @@ class ScaleNorm(ChannelNorm):
 
     Args:
         eps: the least length that is divided by, and epsilon of layer-scale.
-        others: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
+        others: see :class:`~pn_fairseq.norms.core.base.ChannelNorm`.
     """
 
     learned = ()

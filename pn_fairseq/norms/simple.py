@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from pn_fairseq import kernels
-from pn_fairseq.norms.base import ChannelNorm
-from pn_fairseq.norms.checks import check_positive, check_real
+from pn_fairseq.norms.core.base import ChannelNorm
+from pn_fairseq.norms.core.checks import check_positive, check_real
 
 #: What :class:`DetachNorm` can detach.
 PARTS = ("mean", "std")
@@ -26,7 +26,7 @@ class NoNorm(ChannelNorm):
 
     There are no parameters and no state, and a padding mask changes nothing.
 
-    Arguments: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
+    Arguments: see :class:`~pn_fairseq.norms.core.base.ChannelNorm`.
     """
 
     learned = ()
@@ -43,7 +43,7 @@ class LayerNormSimple(ChannelNorm):
     Mean and biased variance are taken over the channels of a token. There are no parameters and no
     state, and a padding mask changes nothing.
 
-    Arguments: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
+    Arguments: see :class:`~pn_fairseq.norms.core.base.ChannelNorm`.
     """
 
     learned = ()

@@ -2,10 +2,10 @@
 
 from torch import Tensor
 
-from pn_fairseq.norms.base import COUNT
-from pn_fairseq.norms.checks import check_alpha
-from pn_fairseq.norms.step import Step
-from pn_fairseq.norms.window import WindowNorm
+from pn_fairseq.norms.core.base import COUNT
+from pn_fairseq.norms.core.checks import check_alpha
+from pn_fairseq.norms.core.step import Step
+from pn_fairseq.norms.core.window import WindowNorm
 
 
 class UnifiedNorm(WindowNorm):
@@ -14,7 +14,7 @@ class UnifiedNorm(WindowNorm):
 
     Training step number t, per channel, with :math:`\psi_B^2 = \mathrm{mean}_M(x^2)` over the real
     tokens M and means over the last ``window`` steps, this one included (early, see
-    :class:`~pn_fairseq.norms.window.WindowNorm`: only of this step):
+    :class:`~pn_fairseq.norms.core.window.WindowNorm`: only of this step):
 
     .. math::
         \psi^2 &= \exp \mathrm{mean}_t(\log \psi_B^2), \qquad D = \sqrt{\psi^2 + \epsilon}, \qquad
@@ -41,7 +41,7 @@ class UnifiedNorm(WindowNorm):
         window: steps that are averaged.
         outlier_filtration: skip outliers.
         psi_warmup_updates: length of the warm-up in optimizer updates.
-        others: see :class:`~pn_fairseq.norms.base.RunningNorm`.
+        others: see :class:`~pn_fairseq.norms.core.base.RunningNorm`.
 
     Buffers, float32: ``running_psi2`` (C,), initially 1, ``nu`` (C,), initially 0, ``psi2_window``
     and ``lambda_window`` (window, C), initially 0; ``num_batches_tracked``, int64.

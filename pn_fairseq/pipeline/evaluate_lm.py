@@ -145,7 +145,7 @@ def measured(
     from pn_fairseq.common.checkpoints import load_checkpoint
     from pn_fairseq.models.from_checkpoint import with_norm_module
     from pn_fairseq.models.recalibrate_checkpoint import ModelWithData
-    from pn_fairseq.norms.base import running_norms
+    from pn_fairseq.norms.core.base import running_norms
     from pn_fairseq.pipeline.checks import open_data
 
     state = with_norm_module(load_checkpoint(checkpoint), norm_module)

@@ -182,7 +182,7 @@ def test_a_norm_of_the_package_stands_in_three_places(tmp_path):
     shutil.copytree(ROOT / "pn_fairseq", package, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "data").symlink_to(ROOT / "data")
     code = re.sub(r"^@register_norm.*\n", "", BLOCKS[-1], flags=re.M).replace(", register_norm", "")
-    code = code.replace("pn_fairseq.norms import", "pn_fairseq.norms.base import")
+    code = code.replace("pn_fairseq.norms import", "pn_fairseq.norms.core.base import")
     (package / "norms/l1.py").write_text(code)
     registry = (package / "norms/registry.py").read_text("utf-8")
     imported = "\nfrom pn_fairseq.norms.l1 import L1Norm\n\n#: Constructor"

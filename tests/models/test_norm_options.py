@@ -10,7 +10,7 @@ from pn_fairseq.models.from_checkpoint import model_of, model_settings_of
 from pn_fairseq.models.norm_options import NormOptions
 from pn_fairseq.models.transformer_pn import TransformerPNModel
 from pn_fairseq.norms import NORMS, running_norms
-from pn_fairseq.norms.base import ChannelNorm
+from pn_fairseq.norms.core.base import ChannelNorm
 from pn_fairseq.norms.options import parse_options, read_pairs
 
 from .helpers import arch_args, build, make_task

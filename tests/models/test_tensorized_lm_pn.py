@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from pn_fairseq.models.from_checkpoint import make_dictionary
 from pn_fairseq.models.tensorized_attention import ROWS, TensorizedAttention
 from pn_fairseq.models.tensorized_lm_pn import sinusoids
-from pn_fairseq.norms.base import ChannelNorm
+from pn_fairseq.norms.core.base import ChannelNorm
 
 from .helpers import BLOCK, VOCABULARY, arch_args, assert_same_training, build
 

@@ -11,7 +11,7 @@ from fairseq.models.transformer_lm import TransformerLanguageModel, base_lm_arch
 from torch.testing import assert_close
 
 from pn_fairseq.norms import NORMS
-from pn_fairseq.norms.base import ChannelNorm
+from pn_fairseq.norms.core.base import ChannelNorm
 from pn_fairseq.norms.registry import HEADS
 
 from .helpers import (

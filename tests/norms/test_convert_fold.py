@@ -7,7 +7,7 @@ from torch.nn.utils import prune
 from torch.testing import assert_close
 
 from pn_fairseq.norms import convert_norms, fold_norms, norm_report, padding
-from pn_fairseq.norms.compiled import open_scopes
+from pn_fairseq.norms.core.compiled import open_scopes
 
 from .converted import MASK, B, ByVariance, C, FeedForward, T, randomized
 

@@ -19,14 +19,14 @@ from torch.utils.checkpoint import checkpoint
 from pn_fairseq.norms import (
     MaskedBatchNorm,
     build_norm,
-    checks,
     convert_norms,
-    mask_search,
     norm_report,
     padding,
     recalibrating,
 )
-from pn_fairseq.norms.padding import current_scope
+from pn_fairseq.norms.core import checks
+from pn_fairseq.norms.masks import search
+from pn_fairseq.norms.masks.padding import current_scope
 
 from ..pairwise import in_pairs
 from .converted import LENGTHS, MASK, SOME_NORMS, B, C, FeedForward, T, randomized, recorded, silent
@@ -744,7 +744,7 @@ def test_whose_mask_it_is_beside_a_second_sequence(first, second, used, argument
     other = {"same": x, "speaker": torch.randn(B, C)}.get(second, torch.randn(B, T, C))
     mask = LENGTHS if argument == "src_lengths" else MASK
     assert_uses_its_mask(model, MASK, used, x, other, mask)
-    assert norm_report(model)[0].line == (mask_search.ARGUMENT if used else mask_search.NOTHING)
+    assert norm_report(model)[0].line == (search.ARGUMENT if used else search.NOTHING)
 
 
 def test_a_mask_that_the_caller_names_counts_beside_a_second_sequence():
@@ -1149,18 +1149,18 @@ def test_the_table_of_the_page_has_the_lines_of_the_search():
     found = [int(number) for number, _, _ in rows]
     assert found == [*range(1, 13)]
     words = {
-        mask_search.GIVEN: "`norm(x, mask)`",
-        mask_search.BLOCK: "`with padding(...)` block around the call",
-        mask_search.ARGUMENT: "(B, T)",
-        mask_search.NONE: "… None",
-        mask_search.TWO: "two arguments have a value",
-        mask_search.OF_TARGET: "attends to other tokens",
-        mask_search.NOTHING: "nothing applies",
+        search.GIVEN: "`norm(x, mask)`",
+        search.BLOCK: "`with padding(...)` block around the call",
+        search.ARGUMENT: "(B, T)",
+        search.NONE: "… None",
+        search.TWO: "two arguments have a value",
+        search.OF_TARGET: "attends to other tokens",
+        search.NOTHING: "nothing applies",
     }
     for number, expected in words.items():
         assert expected in rows[number - 1][1]
-    for prefixes, column in ((mask_search.ATTENDED_NAMES, 0), (mask_search.TARGET_NAMES, 1)):
-        _, _, names = rows[mask_search.OF_TARGET - 1]
+    for prefixes, column in ((search.ATTENDED_NAMES, 0), (search.TARGET_NAMES, 1)):
+        _, _, names = rows[search.OF_TARGET - 1]
         named = re.findall(r"`(\w+_)\.\.\.`", names.partition(";")[2 * column])
         assert named
         assert all(name.startswith(prefixes) for name in named)

@@ -354,7 +354,7 @@ def test_bert_trains_in_one_graph_with_the_statistics_of_real_tokens():
 def test_padding_of_one_thread_is_not_that_of_another():
     from concurrent.futures import ThreadPoolExecutor
 
-    from pn_fairseq.norms.padding import current_scope
+    from pn_fairseq.norms.masks.padding import current_scope
 
     with padding(MASK), ThreadPoolExecutor(1) as pool:
         assert current_scope() is not None

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pn_fairseq.norms import build_norm, convert_norms, norm_report, padding
-from pn_fairseq.norms.future_tokens import is_in_causal_part, mixes
+from pn_fairseq.norms.conversion.future_tokens import is_in_causal_part, mixes
 
 from ..fixtures.hugging_face import hugging_face
 from .converted import recorded

@@ -12,7 +12,7 @@ from pn_fairseq.common.checkpoints import load_checkpoint
 from pn_fairseq.models.fold_checkpoint import TOLERANCE, compare, fold_weights
 from pn_fairseq.models.normed_model import FOLDED_MARK, FoldedModelError
 from pn_fairseq.norms import NORMS, LayerScale, fold_norms
-from pn_fairseq.norms.base import ChannelNorm, RunningNorm, running_norms
+from pn_fairseq.norms.core.base import ChannelNorm, RunningNorm, running_norms
 
 from ..fixtures.checkpoints import HEADS, LAYERS, hypotheses, make, state_of, with_task
 from ..models.helpers import both_sides, padded_batch

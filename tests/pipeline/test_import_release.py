@@ -14,7 +14,7 @@ from fairseq.data import Dictionary
 
 from pn_fairseq.common.checkpoints import CheckpointError, load_checkpoint
 from pn_fairseq.norms import PowerNormRelease
-from pn_fairseq.norms.base import running_norms
+from pn_fairseq.norms.core.base import running_norms
 
 from ..models.helpers import arch_args, padded_batch, write_data
 from ..scripts_helpers import ROOT, assert_refused, in_process, verb

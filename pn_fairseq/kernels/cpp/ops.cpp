@@ -817,7 +817,7 @@ struct Squashed : torch::autograd::Function<Squashed> {
   }
 };
 
-// Training steps of which each way is one operator: Training of pn_fairseq/norms/step.py, without Python. The forward
+// Training steps of which each way is one operator: Training of pn_fairseq/norms/core/step.py, without Python. The forward
 // changes no state, and the backward moves it. The state, and the copies of it that the forward has read, are no saved
 // tensors: autograd compares the versions of these, and hooks may move them.
 

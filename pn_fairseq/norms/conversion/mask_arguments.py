@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
 
-from pn_fairseq.norms.base import RunningNorm
-from pn_fairseq.norms.compiled import find, handle_of, open_scopes, operator, ticket, ticket_of
-from pn_fairseq.norms.converted import Conversion, ConvertedNorm
-from pn_fairseq.norms.mask_search import ATTENDED_NAMES, TARGET_NAMES, Arguments
-from pn_fairseq.norms.padding import (
+from pn_fairseq.norms.conversion.converted import Conversion, ConvertedNorm
+from pn_fairseq.norms.core.base import RunningNorm
+from pn_fairseq.norms.core.compiled import find, handle_of, open_scopes, operator, ticket, ticket_of
+from pn_fairseq.norms.masks.padding import (
     ARGUMENT_FORMS,
     FORMS,
     Again,
@@ -21,6 +20,7 @@ from pn_fairseq.norms.padding import (
     current_scope,
     without_dimensions_of_1,
 )
+from pn_fairseq.norms.masks.search import ATTENDED_NAMES, TARGET_NAMES, Arguments
 
 #: How arguments begin and end that hold what a module, such as a layer of a decoder, attends to.
 _ENCODED = ("memory", "mem", "encoded", "enc", "encoder")

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from pn_fairseq.norms.base import ChannelNorm
-from pn_fairseq.norms.converted import BATCH_NORMS, EPS_NAMES, eps_of, gain_of
-from pn_fairseq.norms.padding import ARGUMENT_FORMS, matches, patterns_of
+from pn_fairseq.norms.conversion.converted import BATCH_NORMS, EPS_NAMES, eps_of, gain_of
+from pn_fairseq.norms.core.base import ChannelNorm
+from pn_fairseq.norms.masks.padding import ARGUMENT_FORMS, matches, patterns_of
 
 
 def norms_to_replace(

@@ -4,7 +4,7 @@ padding.
 
 from torch import Tensor
 
-from pn_fairseq.norms.padding import PaddingMask
+from pn_fairseq.norms.masks.padding import PaddingMask
 
 #: Orders of the dimensions of activations.
 LAYOUTS = ("BTC", "TBC", "BCT", "BCHW")

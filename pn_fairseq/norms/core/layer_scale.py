@@ -5,7 +5,7 @@ norm.
 from torch import Tensor, nn
 
 from pn_fairseq import kernels
-from pn_fairseq.norms.checks import check_groups, check_input, check_positive, check_whole
+from pn_fairseq.norms.core.checks import check_groups, check_input, check_positive, check_whole
 
 
 class LayerScale(nn.Module):
@@ -21,7 +21,7 @@ class LayerScale(nn.Module):
         num_features: number of channels C.
         groups: number of equal groups G that the channels split into; 0 turns the module off.
         eps: added to the mean square before the root.
-        batch_first: see :class:`~pn_fairseq.norms.base.ChannelNorm`. It changes the check of
+        batch_first: see :class:`~pn_fairseq.norms.core.base.ChannelNorm`. It changes the check of
             ``padding_mask`` only.
 
     The name is the PowerNorm paper's. CaiT's LayerScale, a learned factor per channel on a residual
@@ -45,7 +45,7 @@ class LayerScale(nn.Module):
         self.batch_first = batch_first
 
     def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """Scale ``x``; shapes as in :meth:`pn_fairseq.norms.base.ChannelNorm.forward`."""
+        """Scale ``x``; shapes as in :meth:`pn_fairseq.norms.core.base.ChannelNorm.forward`."""
         check_input(x, padding_mask, self.num_features, self.batch_first)
         if self.groups == 0:
             return x

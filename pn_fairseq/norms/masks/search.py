@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 
-from pn_fairseq.norms.padding import Block, PaddingMask, Scope
+from pn_fairseq.norms.masks.padding import Block, PaddingMask, Scope
 
 GIVEN = 1
 BLOCK = 2

@@ -8,8 +8,8 @@ import warnings
 
 from torch import nn
 
-from pn_fairseq.norms.channel import ChannelNorm
-from pn_fairseq.norms.mask_arguments import attends
+from pn_fairseq.norms.conversion.mask_arguments import attends
+from pn_fairseq.norms.core.channel import ChannelNorm
 
 #: Base classes of fairseq's decoders that generate from left to right, and of those that do not.
 _CAUSAL = "FairseqIncrementalDecoder"

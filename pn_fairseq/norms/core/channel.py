@@ -7,11 +7,11 @@ import inspect
 import torch
 from torch import Tensor, nn
 
-from pn_fairseq.norms.checks import check_input, check_positive, check_whole
-from pn_fairseq.norms.compiled import handle_of
-from pn_fairseq.norms.layer_scale import LayerScale
-from pn_fairseq.norms.nested import over_tokens
-from pn_fairseq.norms.sharding import is_distributed, register
+from pn_fairseq.norms.core.checks import check_input, check_positive, check_whole
+from pn_fairseq.norms.core.compiled import handle_of
+from pn_fairseq.norms.core.layer_scale import LayerScale
+from pn_fairseq.norms.core.nested import over_tokens
+from pn_fairseq.norms.core.sharding import is_distributed, register
 
 _REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 

@@ -3,7 +3,7 @@ without one.
 
 A norm gets its mask as an argument or, where it is called as ``norm(x)``, from a *scope*: a ``with
 padding(...)`` block, or the running forward of a module that has the mask among its arguments.
-:mod:`.mask_search` chooses between them. Scopes live in a ``ContextVar``, so threads do not see
+:mod:`.search` chooses between them. Scopes live in a ``ContextVar``, so threads do not see
 each other's.
 """
 

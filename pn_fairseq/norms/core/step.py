@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pn_fairseq import kernels
-from pn_fairseq.norms.distributed import all_reduce_sum
+from pn_fairseq.norms.core.distributed import all_reduce_sum
 
 
 class Moments(NamedTuple):

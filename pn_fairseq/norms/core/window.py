@@ -3,10 +3,10 @@
 from torch import Tensor
 
 from pn_fairseq import kernels
-from pn_fairseq.norms.base import COUNT, RunningNorm
-from pn_fairseq.norms.checks import check_whole
-from pn_fairseq.norms.passes import one_at_a_time
-from pn_fairseq.norms.step import Moments, Step
+from pn_fairseq.norms.core.base import COUNT, RunningNorm
+from pn_fairseq.norms.core.checks import check_whole
+from pn_fairseq.norms.core.passes import one_at_a_time
+from pn_fairseq.norms.core.step import Moments, Step
 
 
 class WindowNorm(RunningNorm):

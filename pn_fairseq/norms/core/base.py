@@ -10,19 +10,24 @@ from torch import Tensor, nn
 
 from pn_fairseq import kernels
 from pn_fairseq.kernels.ops import by_reference
-from pn_fairseq.norms.channel import ChannelNorm
-from pn_fairseq.norms.checks import (
+from pn_fairseq.norms.core.channel import ChannelNorm
+from pn_fairseq.norms.core.checks import (
     check_alpha,
     check_input,
     check_positive,
     warn_of_empty_sentences,
 )
-from pn_fairseq.norms.compiled import counts_now, scaled
-from pn_fairseq.norms.distributed import refuse_join, world_size
-from pn_fairseq.norms.nested import over_tokens
-from pn_fairseq.norms.passes import inside_backward, is_recomputation, one_at_a_time, unrecorded
-from pn_fairseq.norms.state import COUNT, StatefulNorm, flag
-from pn_fairseq.norms.step import Moments, Step, Training
+from pn_fairseq.norms.core.compiled import counts_now, scaled
+from pn_fairseq.norms.core.distributed import refuse_join, world_size
+from pn_fairseq.norms.core.nested import over_tokens
+from pn_fairseq.norms.core.passes import (
+    inside_backward,
+    is_recomputation,
+    one_at_a_time,
+    unrecorded,
+)
+from pn_fairseq.norms.core.state import COUNT, StatefulNorm, flag
+from pn_fairseq.norms.core.step import Moments, Step, Training
 
 #: The numbers that norms collect. The operators that move a state write the first four.
 DIAGNOSTICS = ("nonfinite_steps", "guarded_steps", "psi_distance", "gamma_max", "penalty")

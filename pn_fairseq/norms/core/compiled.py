@@ -15,7 +15,11 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from pn_fairseq.norms.passes import inside_backward, is_recomputation, refuse_captured_recomputation
+from pn_fairseq.norms.core.passes import (
+    inside_backward,
+    is_recomputation,
+    refuse_captured_recomputation,
+)
 
 _library = torch.library.Library("pn_fairseq", "FRAGMENT")
 _numbers = itertools.count()

@@ -5,9 +5,9 @@ of them.
 import torch
 from torch import Tensor, nn
 
-from pn_fairseq.norms.channel import ChannelNorm
-from pn_fairseq.norms.compiled import look
-from pn_fairseq.norms.passes import (
+from pn_fairseq.norms.core.channel import ChannelNorm
+from pn_fairseq.norms.core.compiled import look
+from pn_fairseq.norms.core.passes import (
     copies_of,
     inside_backward,
     refuse_captured_recomputation,

@@ -9,15 +9,19 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from pn_fairseq.norms.channel import ChannelNorm
-from pn_fairseq.norms.converted import Conversion, ConvertedNorm, replacement
-from pn_fairseq.norms.future_tokens import warn_of_future_tokens
-from pn_fairseq.norms.layouts import LAYOUTS
-from pn_fairseq.norms.mask_arguments import add_argument_hooks, arguments_with_mask, mask_forms
+from pn_fairseq.norms.conversion.converted import Conversion, ConvertedNorm, replacement
+from pn_fairseq.norms.conversion.future_tokens import warn_of_future_tokens
+from pn_fairseq.norms.conversion.mask_arguments import (
+    add_argument_hooks,
+    arguments_with_mask,
+    mask_forms,
+)
+from pn_fairseq.norms.conversion.replaceable import is_norm, norms_to_replace
+from pn_fairseq.norms.core.channel import ChannelNorm
+from pn_fairseq.norms.masks.layouts import LAYOUTS
+from pn_fairseq.norms.masks.padding import ARGUMENT_FORMS, FORMS
 from pn_fairseq.norms.options import check_option
-from pn_fairseq.norms.padding import ARGUMENT_FORMS, FORMS
 from pn_fairseq.norms.registry import find_norm
-from pn_fairseq.norms.replaceable import is_norm, norms_to_replace
 
 #: Updates of the psi warm-up of "power", as in the paper's models, unless ``psi_warmup_updates`` is
 #: given.

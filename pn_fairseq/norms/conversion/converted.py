@@ -11,16 +11,24 @@ from uuid import uuid4
 import torch
 from torch import Tensor, nn
 
-from pn_fairseq.norms.base import COUNT, ChannelNorm, RunningNorm
-from pn_fairseq.norms.channel import no_fast_path
-from pn_fairseq.norms.checks import (
+from pn_fairseq.norms.core.base import COUNT, ChannelNorm, RunningNorm
+from pn_fairseq.norms.core.channel import no_fast_path
+from pn_fairseq.norms.core.checks import (
     can_look_at_values,
     empty_sentences,
     padding_on_the_left,
 )
-from pn_fairseq.norms.compiled import find, open_scopes, operator
-from pn_fairseq.norms.layouts import Layout
-from pn_fairseq.norms.mask_search import (
+from pn_fairseq.norms.core.compiled import find, open_scopes, operator
+from pn_fairseq.norms.core.sharding import is_distributed
+from pn_fairseq.norms.masks.layouts import Layout
+from pn_fairseq.norms.masks.padding import (
+    AllIsKnown,
+    PaddingMask,
+    Scope,
+    current_backward,
+    current_scopes,
+)
+from pn_fairseq.norms.masks.search import (
     BLOCK,
     GIVEN,
     NONE,
@@ -29,15 +37,7 @@ from pn_fairseq.norms.mask_search import (
     hidden_mask,
     masks_around,
 )
-from pn_fairseq.norms.padding import (
-    AllIsKnown,
-    PaddingMask,
-    Scope,
-    current_backward,
-    current_scopes,
-)
 from pn_fairseq.norms.registry import NormEntry, build_norm, find_norm
-from pn_fairseq.norms.sharding import is_distributed
 
 #: Batch norms of torch that can be replaced.
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm)
@@ -98,7 +98,7 @@ class ConvertedNorm:
     """Mixin; must precede the norm class in the bases. The norm of a converted model.
 
     ``norm(x)`` has the layout of the replaced module, and finds its mask
-    (:mod:`pn_fairseq.norms.padding`).
+    (:mod:`pn_fairseq.norms.masks.padding`).
     """
 
     #: Set by :func:`replacement`.

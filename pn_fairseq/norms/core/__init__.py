@@ -1,0 +1,1 @@
+"""What all norms share: channels, state, steps, and how they are compiled and sharded."""
