@@ -122,7 +122,8 @@ def checkpoints_to_average(
         CheckpointError: there is no such checkpoint.
     """
     wanted = f"{last} {usual} checkpoints"
-    for kind in (usual, *(_NAME_PATTERNS.keys() - {usual})):
+    other = "update" if usual == "epoch" else "epoch"
+    for kind in (usual, other):
         paths = find_checkpoints(directory, kind, last)[::-1]
         if paths:
             present = f"{len(paths)} {kind} checkpoint{'s' * (len(paths) > 1)}"

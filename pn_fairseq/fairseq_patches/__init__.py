@@ -95,7 +95,7 @@ def patch(owner, name: str, parameters: str) -> Callable[[Callable], Callable]:
     def replace(wrapper: Callable) -> Callable:
         original = getattr(owner, name)
         earlier = getattr(original, "patched_by", None)
-        if earlier is not None and name in vars(owner):
+        if earlier is not None and name in vars(owner):  # an inherited patch may be patched again
             raise RuntimeError(
                 f"{owner.__name__}.{name} is patched by {earlier}, and again by "
                 f"{wrapper.__module__}"

@@ -134,10 +134,12 @@ def write_files(original, cfg, trainer, epoch_itr, val_loss):
 
 @patch(Trainer, "save_checkpoint", "self filename extra_state")
 def save(original, trainer, filename, extra_state):
+    """Add where early stopping and the batches are, which fairseq does not save."""
     ours = dict(extra_state.get(KEY, {}))
-    count = counter()
-    if hasattr(count, "best"):
-        ours["early_stopping"] = {"best": count.best, "num_runs": getattr(count, "num_runs", 0)}
+    stopping = counter()
+    if hasattr(stopping, "best"):
+        num_runs = getattr(stopping, "num_runs", 0)
+        ours["early_stopping"] = {"best": stopping.best, "num_runs": num_runs}
     iterator = extra_state.get("train_iterator")
     if iterator is not None:
         ours["batches"] = batches(trainer.cfg, iterator["epoch"])
@@ -160,47 +162,42 @@ def load(original, trainer, filename, reset_optimizer=False, *args, reset_meters
                 raise FoldedModelError(filename) from error
             raise
     saved = (extra_state or {}).get(KEY, {})
-    count = counter()
+    stopping = counter()
     # A new training from these weights has another best loss. fairseq resets its own best loss by
     # the same rule.
-    if "early_stopping" in saved and count and not reset_optimizer and not reset_meters:
-        count.best, count.num_runs = (
-            saved["early_stopping"]["best"],
-            saved["early_stopping"]["num_runs"],
-        )
-    return (
-        in_other_batches(extra_state, saved["batches"], trainer.cfg)
-        if "batches" in saved
-        else extra_state
-    )
+    if "early_stopping" in saved and stopping and not reset_optimizer and not reset_meters:
+        stopping.best = saved["early_stopping"]["best"]
+        stopping.num_runs = saved["early_stopping"]["num_runs"]
+    if "batches" in saved:
+        return in_other_batches(extra_state, saved["batches"], trainer.cfg)
+    return extra_state
 
 
 @patch(checkpoint_utils, "load_checkpoint", "cfg trainer passthrough_args")
-def begin(original, cfg, trainer, **kwargs):
+def load_and_check(original, cfg, trainer, **kwargs):
     """Load a checkpoint, if there is one, and the training data; refuse a run that would end at
     once.
     """
     extra_state, epoch_itr = original(cfg, trainer, **kwargs)
-    optimization, lr, epoch = trainer.cfg.optimization, trainer.get_lr(), epoch_itr.next_epoch_idx
+    optimization, lr = trainer.cfg.optimization, trainer.get_lr()
+    epoch = epoch_itr.next_epoch_idx
+    # of the run itself: it has ended, and says so
     elsewhere = os.path.dirname(os.path.abspath(cfg.restore_file)) != os.path.abspath(cfg.save_dir)
     with one_line_errors(ValueError):
         if trainer.get_num_updates() == 0 and lr <= optimization.stop_min_lr:
             raise ValueError(
                 f"the learning rate begins at {lr:g}, where --stop-min-lr "
-                f"{optimization.stop_min_lr:g} ends the "
-                "training: give a larger --warmup-init-lr or --lr"
+                f"{optimization.stop_min_lr:g} ends the training: give a larger --warmup-init-lr or --lr"
             )
         if getattr(trainer.lr_scheduler, "period", 1) == 0:  # of cosine, whose end divides by it
             raise ValueError(
                 "--lr-scheduler cosine: --max-update leaves no update after --warmup-updates; give "
-                "a larger "
-                "--max-update, fewer --warmup-updates or --lr-period-updates"
+                "a larger --max-update, fewer --warmup-updates or --lr-period-updates"
             )
         if os.path.dirname(cfg.restore_file) and elsewhere and 0 < optimization.max_epoch < epoch:
             raise ValueError(
                 f"{cfg.restore_file} continues in epoch {epoch}, after --max-epoch "
-                f"{optimization.max_epoch}: "
-                "give --reset-dataloader, or --finetune-from-model in place of --restore-file"
+                f"{optimization.max_epoch}: give --reset-dataloader, or --finetune-from-model in place of --restore-file"
             )
     return extra_state, epoch_itr
 

@@ -61,14 +61,15 @@ def parse(text: str) -> tuple[str, str, dict]:
             f"{text!r} is not 'PATTERN=NORM[,key=value...]', such as "
             "'encoder.*=batch,alpha_fwd=0.95'"
         )
-    of_function = {
+    parameters = {
         **inspect.signature(convert_norms).parameters,
         **inspect.signature(build_norm).parameters,
     }
-    known = {name: of_function[name] for name in (*OWN_KEYS, "variant")}
+    known = {name: parameters[name] for name in (*OWN_KEYS, "variant")}
+    # the layout and the trainer decide the other two
     known |= {
-        name: one
-        for name, one in find_norm(norm).options.items()
+        name: parameter
+        for name, parameter in find_norm(norm).options.items()
         if name not in ("batch_first", "process_group")
     }
     options = {}

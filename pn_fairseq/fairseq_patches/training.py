@@ -52,22 +52,22 @@ def update(original, trainer, *args, **kwargs):
 @patch(Trainer, "_prepare_sample", "self sample is_dummy")
 def prepare_sample(original, trainer, sample, *args, **kwargs):
     """A batch on its way to the GPU, where looking for padding would make the program wait."""
-    known = has_padding(trainer.task, sample) if trainer.cuda else {}
+    known = padding_of_inputs(trainer.task, sample) if trainer.cuda else {}
     prepared, is_dummy = original(trainer, sample, *args, **kwargs)
     for name, there_is in known.items():
         prepared["net_input"][name].has_padding = there_is
     return prepared, is_dummy
 
 
-def has_padding(task: FairseqTask, sample) -> dict[str, bool]:
+def padding_of_inputs(task: FairseqTask, sample) -> dict[str, bool]:
     """Name of an input of the model -> whether its tokens hold padding."""
     inputs = sample.get("net_input") if isinstance(sample, dict) else None
     known = {}
-    for name, side in (
+    for name, attribute in (
         ("src_tokens", "source_dictionary"),
         ("prev_output_tokens", "target_dictionary"),
     ):
-        tokens, dictionary = (inputs or {}).get(name), getattr(task, side, None)
+        tokens, dictionary = (inputs or {}).get(name), getattr(task, attribute, None)
         if tokens is not None and dictionary is not None:
             known[name] = bool(tokens.eq(dictionary.pad()).any())
     return known
@@ -161,7 +161,10 @@ def detect(original, detector, tensor, name, backward):
 
 @contextmanager
 def explained(trainer: Trainer) -> Iterator[None]:
-    """An update in which a number that is not finite ends in a :class:`NotFiniteError`."""
+    """An update in which a number that is not finite ends in a :class:`NotFiniteError`.
+
+    After a FloatingPointError fairseq repeats the update with its NanDetector.
+    """
     _first_modules.clear()
     try:
         yield

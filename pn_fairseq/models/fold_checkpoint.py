@@ -130,7 +130,8 @@ def compare(
 
     def draw(dictionary) -> tuple[Tensor, Tensor]:
         size = len(dictionary)
-        tokens = torch.randint(min(4, size - 1), size, (sentences, length), generator=generator)
+        first_word = min(4, size - 1)  # behind the special symbols
+        tokens = torch.randint(first_word, size, (sentences, length), generator=generator)
         lengths = torch.randint(1, length + 1, (sentences, 1), generator=generator)
         lengths[0] = length
         return tokens, lengths

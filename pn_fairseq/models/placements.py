@@ -150,9 +150,9 @@ class Deep(Post):
             root = (depth.encoder**4 * depth.decoder) ** (1 / 16)
             self.alpha, self.factor = 0.81 * root, 1.15 / root
             return
-        alpha, factor = (3, 12) if depth.encoder else (2, 8)
-        self.alpha = (alpha * depth.decoder) ** 0.25
-        self.factor = (factor * depth.decoder) ** -0.25
+        has_encoder = depth.encoder > 0
+        self.alpha = ((3 if has_encoder else 2) * depth.decoder) ** 0.25
+        self.factor = ((12 if has_encoder else 8) * depth.decoder) ** -0.25
 
     def equip(self, layer, build):
         scale_initial_weights(layer, self.factor, _SCALED)
@@ -236,11 +236,11 @@ class Sub(Pre):
     """
 
     def equip(self, layer, build):
-        n, m = self.depth.encoder, self.depth.decoder
-        square = math.log((3 if n else 2) * m)
+        encoder_layers, decoder_layers = self.depth.encoder, self.depth.decoder
+        factor_squared = math.log((3 if encoder_layers else 2) * decoder_layers)
         if self.depth.side == "encoder":
-            square = square * math.log(2 * n) / 3
-        scale_initial_weights(layer, math.sqrt(square), r"^(?!encoder_attn).*" + _SCALED)
+            factor_squared *= math.log(2 * encoder_layers) / 3
+        scale_initial_weights(layer, math.sqrt(factor_squared), r"^(?!encoder_attn).*" + _SCALED)
         attention = layer.self_attn
         attention.out_proj = NormedInput(build(layer.embed_dim), attention.out_proj)
         # else torch's own function reads the weight of out_proj

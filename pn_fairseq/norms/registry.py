@@ -100,7 +100,7 @@ class NormEntry:
     defaults: dict[str, object] = field(default_factory=dict)
 
     def variant(self, name: str) -> type[ChannelNorm]:
-        """The class of this norm in one of :func:`variants`: ``cls`` unless it has another one
+        """The class of this norm in one of :data:`VARIANTS`: ``cls`` unless it has another one
         there.
         """
         return self.variants.get(name, self.cls)

@@ -98,7 +98,7 @@ def check_values(cfg: DictConfig) -> None:
             raise UserError(f"{name}={value} must be true or false")
         if OmegaConf.is_list(value) and action.nargs is None and action.type in (int, float):
             raise UserError(one_value(name))
-        # build checks norms and their options
+        # NormOptions.build checks norms and their options
         if value is not None and action.type in (int, float, str, None):
             try:
                 parser._check_value(action, parser._get_value(action, str(value)))

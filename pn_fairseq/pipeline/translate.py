@@ -101,7 +101,8 @@ def _decode(decoding: Decoding, run: Run, sentences: list[str], batch_size: int)
         write_lines(source, sentences)
         command = ["fairseq_cli.interactive", str(run.bin), "--input", str(source)]
         command += [*decoding.options, "--buffer-size", str(max(len(sentences), batch_size))]
-        return decoding.run("translate", [command], len(sentences), Path(f"{folder}.err"))
+        errors = Path(f"{folder}.err")  # beside the folder: it survives it
+        return decoding.run("translate", [command], len(sentences), errors)
 
 
 def _warn_of_limit(decoding: Decoding, numbers: list[int], translated: int) -> None:

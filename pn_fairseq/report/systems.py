@@ -341,12 +341,15 @@ def _details(systems: Sequence[Settings]) -> list[list[str]]:
     for name in sorted(set(differing(systems)) - {NORM}):
         values = [as_text(system.get(name)) for system in systems]
         counted = Counter(values).most_common(2)
-        decided = len(counted) == 1 or counted[0][1] > counted[1][1]
+        most_common = counted[0][0]
+        is_decided = len(counted) == 1 or counted[0][1] > counted[1][1]
         for labels, system, value in zip(details, systems, values, strict=True):
             if name == SIZE:
                 if _several_sizes(system[NORM], systems):
                     labels.append(value)
-            elif (value != counted[0][0]) if decided else system.get(name) is not None:
+                continue
+            is_named = value != most_common if is_decided else system.get(name) is not None
+            if is_named:
                 labels.append(f"{_short(name)}={value}")
     return details
 

@@ -94,10 +94,10 @@ def content(corpus: CorpusRuns, paper: str | Table, resamples: int) -> dict:
         if row.signature:
             for run in _scored_runs(corpus, label):
                 score_lines.append((label, row, run.seed, run.score("tokenized")))
-    split = False
+    split_differs = False  # of compounds, before the score
     if table:
         scores = [run.score("tokenized") for run in corpus.runs if run.scores]
-        split = any(score.compound_split != table.compound_split for score in scores)
+        split_differs = any(score.compound_split != table.compound_split for score in scores)
     return {
         "results": results_table(corpus, "scored", {}, published if table else None),
         "paper": table,
@@ -107,7 +107,7 @@ def content(corpus: CorpusRuns, paper: str | Table, resamples: int) -> dict:
         "score_lines": score_lines,
         "size": size,
         "pairs": pairs,
-        "split": split,
+        "split": split_differs,
         "decodings": sorted({run.decoding for run in corpus.runs if run.decoding}),
         "bootstrap": bootstrap(corpus, resamples),
     }

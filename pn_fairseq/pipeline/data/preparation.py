@@ -279,7 +279,8 @@ class Preparation:
         reader = self._reader_of_tokens()
         for (split, files), count in zip(texts.items(), expect or [0] * len(texts), strict=True):
             self.take(reader, split, files, count)
-        if not self.keep_text("text", codes):
+        is_unfinished = self.keep_text("text", codes)
+        if not is_unfinished:
             return
         self._tokens_to_subwords()
         self.binarize()

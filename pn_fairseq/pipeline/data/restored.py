@@ -42,12 +42,18 @@ def note_on(raw: Path, tok: Path, settings: Settings) -> str | None:
     # number of a line with a new blank within a word, or only elsewhere -> what became of it
     torn, apart = {}, {}
     for number, (original, restored) in enumerate(zip(before, after, strict=True), 1):
-        old, had = _blanks(original.lower() if settings.lower else original)
-        new, has = _blanks(restored.lower() if settings.lower else restored)
-        if old != new or had == has:
+        characters, blanks = _blanks(original.lower() if settings.lower else original)
+        restored_characters, restored_blanks = _blanks(
+            restored.lower() if settings.lower else restored
+        )
+        if characters != restored_characters or blanks == restored_blanks:
             continue
-        inside = any(_is_of_word(new[at - 1]) and _is_of_word(new[at]) for at in has - had)
-        (torn if inside else apart)[number] = " ".join(restored.split())
+        is_torn = any(
+            _is_of_word(characters[place - 1]) and _is_of_word(characters[place])
+            for place in restored_blanks - blanks
+        )
+        lines = torn if is_torn else apart
+        lines[number] = " ".join(restored.split())
     if not torn and len(apart) <= SHARE * len(before):
         return None
     what = f"words of {len(torn)}" if torn else f"the punctuation of {len(apart)}"
