@@ -187,7 +187,8 @@ def load_and_check(original, cfg, trainer, **kwargs):
         if trainer.get_num_updates() == 0 and lr <= optimization.stop_min_lr:
             raise ValueError(
                 f"the learning rate begins at {lr:g}, where --stop-min-lr "
-                f"{optimization.stop_min_lr:g} ends the training: give a larger --warmup-init-lr or --lr"
+                f"{optimization.stop_min_lr:g} ends the training: give a larger "
+                "--warmup-init-lr or --lr"
             )
         if getattr(trainer.lr_scheduler, "period", 1) == 0:  # of cosine, whose end divides by it
             raise ValueError(
@@ -197,7 +198,8 @@ def load_and_check(original, cfg, trainer, **kwargs):
         if os.path.dirname(cfg.restore_file) and elsewhere and 0 < optimization.max_epoch < epoch:
             raise ValueError(
                 f"{cfg.restore_file} continues in epoch {epoch}, after --max-epoch "
-                f"{optimization.max_epoch}: give --reset-dataloader, or --finetune-from-model in place of --restore-file"
+                f"{optimization.max_epoch}: give --reset-dataloader, or --finetune-from-model in "
+                "place of --restore-file"
             )
     return extra_state, epoch_itr
 

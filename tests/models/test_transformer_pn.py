@@ -3,7 +3,7 @@ from copy import deepcopy
 import pytest
 import torch
 
-from pn_fairseq.fairseq_patches.training import has_padding
+from pn_fairseq.fairseq_patches.training import padding_of_inputs
 from pn_fairseq.models.layers import mask_of
 
 from .helpers import assert_same_training, build, loss_of, make_task, padded_batch
@@ -92,8 +92,8 @@ def test_tokens_that_are_known_to_hold_no_padding_are_not_looked_at(monkeypatch)
     task = make_task()
     tokens = torch.tensor([[5, 6, 7], [8, 9, 1]])
     sample = {"net_input": {"src_tokens": tokens, "prev_output_tokens": tokens[:1]}}
-    assert has_padding(task, sample) == {"src_tokens": True, "prev_output_tokens": False}
-    assert has_padding(task, None) == has_padding(task, {}) == {}
+    assert padding_of_inputs(task, sample) == {"src_tokens": True, "prev_output_tokens": False}
+    assert padding_of_inputs(task, None) == padding_of_inputs(task, {}) == {}
     for known, expected in ((True, tokens.eq(1)), (False, None)):
         told = tokens.clone()
         told.has_padding = known
