@@ -350,6 +350,28 @@ class OwnRMS(nn.Module):
         return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
 
 
+@pytest.mark.parametrize("names", [("gamma", "beta"), ("scale", "shift"), ("weight", "beta")])
+def test_a_norm_whose_bias_has_another_name_is_told(names):
+    class OwnNorm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.eps = 1e-5
+            for name in reversed(names):
+                self.register_parameter(name, nn.Parameter(torch.rand(C)))
+
+        def forward(self, x):
+            gain, bias = (getattr(self, name) for name in names)
+            return nn.functional.layer_norm(x, (C,), gain, bias, self.eps)
+
+    model = nn.ModuleDict({"own": OwnNorm(), "norm": nn.LayerNorm(C)})
+    message = f"computes LayerNorm, but its bias is called {names[1]}: call it bias"
+    with pytest.warns(UserWarning, match=f"own {message}"):
+        convert_norms(model, "batch")
+    assert type(model["own"]) is OwnNorm
+    with pytest.raises(ValueError, match=f"no norm to replace: .*OwnNorm {message}"):
+        convert_norms(OwnNorm(), "batch")
+
+
 @pytest.mark.parametrize("kind", ["OwnRMS", "OwnRMSNorm"])
 @pytest.mark.parametrize("eps_name", ["eps", "variance_epsilon", "epsilon", "e", None])
 def test_an_epsilon_is_stored_under_a_known_name_or_told(kind, eps_name):

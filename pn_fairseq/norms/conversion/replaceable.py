@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import warnings
 from collections.abc import Iterable
 
@@ -160,13 +161,19 @@ def _offset_with_one_input(module: nn.Module, layout: str | None) -> float | str
         if dimensions != 1:
             return f"normalizes {dimensions} dimensions"
         return 0.0 if type(module) in (nn.LayerNorm, nn.RMSNorm) else _compare(module)
+    is_called_norm = eps_of(module) is not None or "norm" in type(module).__name__.lower()
+    vectors = dict(module.named_parameters())
+    if is_called_norm and len(vectors) == 2 and "bias" not in vectors:
+        for gain, bias in itertools.permutations(vectors):
+            if isinstance(_compare(module, gain, bias), float):
+                return f"computes LayerNorm, but its bias is called {bias}: call it bias"
     gain = gain_of(module)
     if gain is None or getattr(module, gain).dim() != 1 or gain in module._buffers:
         return None
-    for name, _ in module.named_parameters():
+    for name in vectors:
         if gain not in name and "bias" not in name:
             return None
-    if eps_of(module) is not None or "norm" in type(module).__name__.lower():
+    if is_called_norm:
         return _compare(module)
     if module._modules or module._buffers:  # a call might change its state
         return None
@@ -183,16 +190,18 @@ _UNKNOWN_EPS = (
 
 
 @torch.no_grad()
-def _compare(module: nn.Module) -> float | str:
+def _compare(
+    module: nn.Module, gain_name: str | None = None, bias_name: str = "bias"
+) -> float | str:
     """What ``module`` adds to its gain, if it is LayerNorm or RMSNorm of the last dimension with
-    its gain, bias and eps; else why not.
+    its gain (by default that of :func:`gain_of`), bias and eps; else why not.
 
     Its own gain may be zeros, uninitialized or on the meta device: random tokens get a random one.
     A gain that is computed, as by a parametrization, stays as it is.
     """
     generator = torch.Generator().manual_seed(0)
-    gain_name = gain_of(module)
-    weight, bias = getattr(module, gain_name or "", None), getattr(module, "bias", None)
+    gain_name = gain_name or gain_of(module)
+    weight, bias = getattr(module, gain_name or "", None), getattr(module, bias_name, None)
     channels = module.normalized_shape[0] if weight is None else weight.numel()
     # Short tokens show where eps is added.
     lengths = torch.tensor([1.0, 1e-3, 10.0])[:, None, None]
@@ -205,11 +214,11 @@ def _compare(module: nn.Module) -> float | str:
     if eps is None:  # as nn.RMSNorm; a class that has no such attribute adds nothing
         eps = torch.finfo(x.dtype).eps if is_stored else 0.0
     random = {}
-    for name in (gain_name, "bias"):
+    for name in (gain_name, bias_name):
         if module._parameters.get(name) is not None:
             random[name] = (torch.rand(channels, generator=generator) + 0.5).to(x)
     gain = _wide(random.get(gain_name, weight), 1.0)
-    shift = _wide(random.get("bias", bias), 0.0)
+    shift = _wide(random.get(bias_name, bias), 0.0)
     y = _output(module, random, x)
     if y is None:
         return "does not accept inputs of shape (..., C)"
