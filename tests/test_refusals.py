@@ -191,6 +191,12 @@ score --hyp one                                       | --hyp; --ref
 score --hyp one --ref two                             | one: No such file
 score --run one --subsets x                           | --subsets
 test-norms --norm-module none.py                      | none.py; not a file
+test-norms --norm-module group                        | group' is no Python file
+norms --norm-module group                             | group' is no Python file
+export w1.pt --pt2 group                              | --pt2 'group' is a file; name a folder
+figures scored --output group                         | --output 'group' is a file; name a folder
+reproduce verss --dry-run                             | there is no; did you mean 'verses'?
+report scored --output out --planned PN=loss          | 'PN=loss' is not SYSTEM:MEASURE, did you mean 'PN:loss'?
 test-norms --norm-module broken.py                    | broken.py; ZeroDivisionError
 test-norms --norm-module empty.py                     | empty.py; register_norm
 test-norms my.py                                      | 'my.py' is no norm, did you mean '--norm-module my.py'?

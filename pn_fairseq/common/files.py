@@ -36,13 +36,15 @@ def names_in(folder: Path) -> list[str]:
     return sorted(path.stem for path in folder.glob("*.yaml"))
 
 
-def find_yaml(name: str, folder: Path) -> Path:
-    """The file of a name in ``folder``, or of a path."""
+def find_yaml(name: str, folder: Path, others: Iterable[str] = ()) -> Path:
+    """The file of a name in ``folder``, or of a path. ``others``: names that mean something else
+    here, and may be misspelt.
+    """
     path = Path(name) if name.endswith((".yaml", ".yml")) else folder / f"{name}.yaml"
     if not path.is_file():
         known = names_in(folder)
         raise UserError(
-            f"there is no '{path}'{did_you_mean(name, known)}; {folder.name}/ has "
+            f"there is no '{path}'{did_you_mean(name, [*known, *others])}; {folder.name}/ has "
             f"{', '.join(known)}"
         )
     return path.resolve()

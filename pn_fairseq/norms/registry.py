@@ -284,6 +284,8 @@ def load_norms(path: str) -> None:
         raise ValueError(
             f"norm module {path!r} is not a file; name the file of the norms (--norm-module)"
         )
+    if file.suffix != ".py":
+        raise ValueError(f"norm module {path!r} is no Python file, whose name ends in .py")
     spec = importlib.util.spec_from_file_location(module_name, file)
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pn_fairseq.common.checkpoints import CheckpointError, load_checkpoint
 from pn_fairseq.common.command import ArgumentParser, UserError, without_fairseqs_log
+from pn_fairseq.common.files import check_can_be_folder
 from pn_fairseq.pipeline import add_norm_module, outdated
 
 DESCRIPTION = (
@@ -42,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     folders = {kind: getattr(args, kind) for kind in ("onnx", "pt2") if getattr(args, kind)}
     if not folders:
         raise UserError("nothing to write: give --onnx DIR, --pt2 DIR or both")
+    for kind, folder in folders.items():
+        check_can_be_folder(folder, f"--{kind}")
     packages = ("onnx", "onnxscript", "onnxruntime")
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if "onnx" in folders and missing:

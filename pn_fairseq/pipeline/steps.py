@@ -63,7 +63,7 @@ def find_experiment(name: str) -> Experiment:
         return recipe.REPRODUCE
     from pn_fairseq.pipeline.training_settings import compose
 
-    config = find_yaml(name, CONFIGS)
+    config = find_yaml(name, CONFIGS, others=experiments())
     cfg, _ = compose(config, [], world_size=1, on_cpu=True)
     parts = parts_of(cfg.model._name)
     if parts is None:

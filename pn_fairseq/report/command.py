@@ -126,8 +126,13 @@ def _planned(text: str, corpora: Sequence[CorpusRuns]) -> tuple[str, str]:
     columns = {measure.short: name for name, measure in measures.items() if measure.margin}
     system, _, measure = text.rpartition(":")
     if not system or measure not in columns:
-        hint = did_you_mean(measure, columns) or f"; MEASURE is {', '.join(columns)}"
-        raise UserError(f"--planned {text!r} is not SYSTEM:MEASURE, such as PN:loss{hint}")
+        system, _, measure = text.replace("=", ":").rpartition(":")
+        if system and measure in columns:
+            hint = f", did you mean '{system}:{measure}'?"
+        else:
+            listed = f"; MEASURE is {', '.join(columns)}"
+            hint = f", such as PN:loss{did_you_mean(measure, columns) or listed}"
+        raise UserError(f"--planned {text!r} is not SYSTEM:MEASURE{hint}")
     if system not in systems:
         hint = did_you_mean(system, systems)
         raise UserError(f"--planned {system}: there is no such system{hint}")

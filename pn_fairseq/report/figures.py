@@ -16,6 +16,7 @@ import numpy as np
 import pandas
 
 from pn_fairseq.common.command import ArgumentParser, UserError, did_you_mean
+from pn_fairseq.common.files import check_can_be_folder
 from pn_fairseq.pipeline.published import (
     PAPER_BLEU,
     PAPER_GAIN,
@@ -483,6 +484,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from pn_fairseq.report.runs import read_runs
     from pn_fairseq.report.systems import labels_of
 
+    check_can_be_folder(args.output, "--output")
     runs = read_runs(args.runs)
     if not args.labels:
         labels = labels_of(runs)

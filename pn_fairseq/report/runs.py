@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import yaml
+
 from pn_fairseq.common.command import UserError
 from pn_fairseq.common.errors import unknown
 from pn_fairseq.common.files import check_folders, count_lines, read_settings, short_names
 from pn_fairseq.pipeline import outdated, stamp
 from pn_fairseq.pipeline.evaluate_lm import Perplexity, read_perplexity, result_file
+from pn_fairseq.pipeline.generate import SEARCH
 from pn_fairseq.pipeline.runs import Run, check_run_folder, infer_languages
 from pn_fairseq.pipeline.training_log import Start, TrainingLog, read_log
 from pn_fairseq.pipeline.translation_scores import Score, Scores, is_scored, low_bleu, read_scores
@@ -240,6 +243,8 @@ def read_run(path: Path, name: str, subset: str = "test") -> ReportedRun:
         perplexity = _read_perplexity(folder, subset, problems)
     else:
         scores = _read_scores(folder, subset, settings, problems)
+        if settings:
+            settings = {**settings, **_decoded_with(path / "generate" / subset)}
     run = ReportedRun(
         folder=folder,
         name=name,
@@ -261,6 +266,14 @@ def read_run(path: Path, name: str, subset: str = "test") -> ReportedRun:
     if run.failed is not None:
         problems.insert(0, f"failed: {run.failed or '(the file is empty)'}")
     return run
+
+
+def _decoded_with(folder: Path) -> dict[str, object]:
+    """The settings that hypotheses were decoded with, by dotted name: options of ``pn generate``
+    may have replaced those of the run.
+    """
+    made = stamp.read(folder / "made.txt")
+    return {f"generation.{name}": yaml.safe_load(made[name]) for name in SEARCH if name in made}
 
 
 def _without_a_log(folder: Run) -> list[Path]:

@@ -290,6 +290,18 @@ def test_settings_that_differ(tmp_path):
     assert page.says("Nothing to compare: LN, or every other system, is missing")
 
 
+def test_runs_are_compared_by_what_they_were_decoded_with(tmp_path):
+    """An option of pn generate replaces the setting of the run."""
+    for name in "ab":
+        make_run(tmp_path / name, "ln")
+    for decoded_with, expected in (((2, 2), {2}), ((1, 2), {1, 2})):
+        for name, beam in zip("ab", decoded_with, strict=True):
+            made = tmp_path / name / "generate/test/made.txt"
+            made.write_text(f"checkpoint=abc\ndata=def\nbeam={beam}\nlenpen=1.0\n")
+        runs = read_runs([tmp_path / "a", tmp_path / "b"])
+        assert {run.settings_by_name["generation.beam"] for run in runs} == expected
+
+
 def test_variants_are_named_by_what_differs_from_most_runs(tmp_path):
     """Norms with several seeds and norms with one, variants of a norm, and a learning rate for
     two norms.
