@@ -162,15 +162,15 @@ def _offset_with_one_input(module: nn.Module, layout: str | None) -> float | str
             return f"normalizes {dimensions} dimensions"
         return 0.0 if type(module) in (nn.LayerNorm, nn.RMSNorm) else _compare(module)
     is_called_norm = eps_of(module) is not None or "norm" in type(module).__name__.lower()
-    vectors = dict(module.named_parameters())
-    if is_called_norm and len(vectors) == 2 and "bias" not in vectors:
-        for gain, bias in itertools.permutations(vectors):
+    names = [name for name, _ in module.named_parameters()]
+    if is_called_norm and len(names) == 2 and module._parameters.keys() == {*names} - {"bias"}:
+        for gain, bias in itertools.permutations(names):
             if isinstance(_compare(module, gain, bias), float):
                 return f"computes LayerNorm, but its bias is called {bias}: call it bias"
     gain = gain_of(module)
     if gain is None or getattr(module, gain).dim() != 1 or gain in module._buffers:
         return None
-    for name in vectors:
+    for name in names:
         if gain not in name and "bias" not in name:
             return None
     if is_called_norm:
