@@ -41,8 +41,8 @@ score --run ../run --output ../decoded                            | ../decoded/s
 score --hyp ../line --ref ../line                                 | BLEU
 score --compare ../scored ../scored                               | a run is named twice
 evaluate-lm --run ../run --checkpoint ../averaged.pt --norm-module ../norm.py | is not the run of a language model
-report ../scored --output ../line --paper ../table.yaml           | line: File exists
-figures ../scored --output ../line/of                             | line/of: Not a directory
+report ../scored --output ../line --paper ../table.yaml           | --output '../line' is a file
+figures ../scored --output ../line/of                             | '../line' is a file
 fold ../averaged.pt ../copy.pt --norm-module ../norm.py            | cannot be folded in float32: maximum logit
 export ../none.pt --pt2 ../pt2 --onnx ../onnx --norm-module ../norm.py | none.pt: cannot be read
 import-release ../averaged.pt ../imported.pt                      | is not a checkpoint of the authors' release

@@ -282,7 +282,7 @@ def load_norms(path: str) -> None:
         return
     if not file.is_file():
         raise ValueError(
-            f"norm module {path!r} is not a file; name the file of the norms (--norm-module)"
+            f"norm module {path!r} is not a file; name the file of the norms (--norm-module FILE)"
         )
     if file.suffix != ".py":
         raise ValueError(f"norm module {path!r} is no Python file, whose name ends in .py")

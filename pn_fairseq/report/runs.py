@@ -244,7 +244,8 @@ def read_run(path: Path, name: str, subset: str = "test") -> ReportedRun:
     else:
         scores = _read_scores(folder, subset, settings, problems)
         if settings:
-            settings = {**settings, **_decoded_with(path / "generate" / subset)}
+            decoded = _decoded_with(path / "generate" / subset)
+            settings = {name: decoded.get(name, value) for name, value in settings.items()}
     run = ReportedRun(
         folder=folder,
         name=name,

@@ -218,7 +218,7 @@ def test_runs_that_differ_by_their_seed_or_mini_batch_are_a_line(tmp_path, monke
             ("pnv", "--norm", "encoder.layers.1.self_attn_norm"),
             "did you mean 'encoder.layers.1.self_attn_layer_norm'",
         ),
-        (("pnv", "--output", "bn/train.log"), "bn/train.log: File exists"),
+        (("pnv", "--output", "bn/train.log"), "bn/train.log' is a file; name a folder"),
         (("pnv", "damaged"), "damaged/checkpoint_last.pt"),
         (("empty",), "nothing to draw: Figure 2: no run has a --norm-probe file; Figure 3"),
     ],

@@ -293,7 +293,9 @@ def test_settings_that_differ(tmp_path):
 def test_runs_are_compared_by_what_they_were_decoded_with(tmp_path):
     """An option of pn generate replaces the setting of the run."""
     for name in "ab":
-        make_run(tmp_path / name, "ln")
+        run = make_run(tmp_path / name, "ln")
+        with (run / "config.yaml").open("a") as config:
+            config.write("generation: {beam: 5}\n")
     for decoded_with, expected in (((2, 2), {2}), ((1, 2), {1, 2})):
         for name, beam in zip("ab", decoded_with, strict=True):
             made = tmp_path / name / "generate/test/made.txt"
