@@ -181,7 +181,7 @@ def load_and_check(original, cfg, trainer, **kwargs):
     extra_state, epoch_itr = original(cfg, trainer, **kwargs)
     optimization, lr = trainer.cfg.optimization, trainer.get_lr()
     epoch = epoch_itr.next_epoch_idx
-    # of the run itself: it has ended, and says so
+    # a checkpoint of the run itself may lie behind the last epoch: the run has ended
     elsewhere = os.path.dirname(os.path.abspath(cfg.restore_file)) != os.path.abspath(cfg.save_dir)
     with one_line_errors(ValueError):
         if trainer.get_num_updates() == 0 and lr <= optimization.stop_min_lr:

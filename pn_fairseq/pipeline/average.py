@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pn_fairseq.common.checkpoint_files import (
+    LAST,
     CheckpointError,
     check_output_path,
     checkpoints_to_average,
@@ -123,7 +124,7 @@ def _note_on_newer(paths: Sequence[Path], updates: int, output: Path) -> None:
     the training saves.
     """
     folder = paths[0].parent
-    last = folder / "checkpoint_last.pt"
+    last = folder / LAST
     others = [*find_checkpoints(folder, "epoch", 1), *find_checkpoints(folder, "update", 1)]
     from pn_fairseq.common.checkpoints import load_checkpoint
     from pn_fairseq.models.average_checkpoints import num_updates

@@ -364,7 +364,7 @@ def longer_than_asked(cfg: DictConfig, run: Path) -> str:
 def check_last(model: torch.nn.Module, last: Path, cfg: DictConfig) -> dict:
     """The same of the checkpoint that a run resumes from; the message names the newest other."""
     try:
-        load_checkpoint(last)
+        state = load_checkpoint(last)
     except CheckpointError as error:
         others = [path for path in last.parent.glob("checkpoint*.pt") if path != last]
         if not others:
@@ -372,7 +372,8 @@ def check_last(model: torch.nn.Module, last: Path, cfg: DictConfig) -> dict:
         newest = max(others, key=lambda path: path.stat().st_mtime)
         command = shlex.join(["cp", str(newest), str(last)])
         raise CheckpointError(f"{error}; the newest other one: {command}") from error
-    return check_weights(model, last, cfg)
+    _check_fit(model, state, last, cfg)
+    return state
 
 
 def check_weights(model: torch.nn.Module, file: str | os.PathLike, cfg: DictConfig) -> dict:
@@ -380,6 +381,12 @@ def check_weights(model: torch.nn.Module, file: str | os.PathLike, cfg: DictConf
     device; return its state.
     """
     state = load_checkpoint(file)
+    _check_fit(model, state, file, cfg)
+    return state
+
+
+def _check_fit(
+    model: torch.nn.Module, state: dict, file: str | os.PathLike, cfg: DictConfig
+) -> None:
     with warnings.catch_warnings(action="ignore"):  # nothing is copied to the meta device
         load_weights(model, state["model"], file, cfg.model)
-    return state

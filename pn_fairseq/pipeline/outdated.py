@@ -24,6 +24,12 @@ def record_of_average(averaged: Sequence[Path], kind: str) -> dict[str, object]:
     return {"averaged": f"{kind} {len(averaged)}", "up_to": newest}
 
 
+def number_averaged(averaged: Path) -> int | None:
+    """How many checkpoints of a run the file is the average of; None: not recorded."""
+    kind, _, number = stamp.read(stamp.stamp_of(averaged)).get("averaged", "").partition(" ")
+    return int(number) if kind in ("epoch", "update", "last") and number else None
+
+
 def record_of_result(checkpoints: Sequence[Path], run_checkpoints: Path) -> dict[str, str]:
     """What a stamp says of the checkpoints that a result was made from; not compared, since a run
     may be moved.

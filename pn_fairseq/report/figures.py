@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import pandas
 
+from pn_fairseq.common.checkpoint_files import LAST
 from pn_fairseq.common.command import ArgumentParser, UserError, did_you_mean
 from pn_fairseq.common.files import check_can_be_folder
 from pn_fairseq.pipeline.published import (
@@ -97,7 +98,7 @@ def read_subject(run: ReportedRun, label: str, line: str, norm: str | None = Non
     bleu = run.score("tokenized")
     if bleu:
         subject.bleu = bleu.score
-    last = run.folder.checkpoints / "checkpoint_last.pt"
+    last = run.folder.checkpoints / LAST
     if last.is_file():
         subject.checkpoint = last
     if run.probe:

@@ -383,10 +383,9 @@ def _read_scores(
         lacking = "" if checkpoints else ", and there is no checkpoint"
         problems.append(f"not decoded: there is no {result / 'hyp.tok'}{lacking}")
         return None
-    made = stamp.read(stamp.stamp_of(folder.averaged))
-    averaged = made.get("averaged", "").partition(" ")[2]  # "epoch 3", or "files"
+    averaged = outdated.number_averaged(folder.averaged)
     wanted = settings.get("average_last")
-    if wanted and averaged and int(averaged) < wanted:
+    if wanted and averaged and averaged < wanted:
         problems.append(
             f"averaged.pt is the average of {averaged}, not of average_last={wanted} checkpoints"
         )

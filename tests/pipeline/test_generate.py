@@ -451,7 +451,7 @@ def test_a_directory_with_other_files_is_not_overwritten(place, capsys):
 
 
 def test_a_run_is_not_replaced_by_its_hypotheses(place, capsys):
-    """pn train writes a made.txt, too."""
+    """pn train also writes a made.txt."""
     run = place / "run"
     (run / "made.txt").write_text("optimization.max_update=6\n")
     before = files_of(run)

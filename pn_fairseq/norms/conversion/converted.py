@@ -198,7 +198,7 @@ class ConvertedNorm:
                 "itself, such as 'rms', or leave this norm out of the plan"
             )
         if not self.training and not torch.compiler.is_dynamo_compiling():
-            self.warn_of_initial_statistics()
+            self._warn_of_early_evaluation()
 
     def _check_given_mask(self, x: Tensor, mask) -> None:
         """Refuse a second argument that is no mask, also where this norm does not use a mask."""
@@ -256,7 +256,7 @@ class ConvertedNorm:
         if text:
             self.conversion.warn("inverted", f"{self.name}: by {mask.source} {text}")
 
-    def warn_of_initial_statistics(self) -> None:
+    def _warn_of_early_evaluation(self) -> None:
         """Called in evaluation. It looks at the state once, since that waits for the device."""
         if self.has_looked_at_count or "initial" in self.conversion.warned:
             return
