@@ -25,7 +25,14 @@ from pn_fairseq.norms import (
     load_norms,
 )
 from pn_fairseq.norms.options import options_of, parse_options, read_pairs
-from pn_fairseq.norms.registry import FIXED, SHARED, FromRun, NormEntry, find_norm
+from pn_fairseq.norms.registry import (
+    FIXED,
+    SHARED,
+    Circumstances,
+    FromRun,
+    NormEntry,
+    find_norm,
+)
 
 SYNC = ("auto", "on", "off")
 
@@ -276,15 +283,15 @@ class NormOptions:
         if OmegaConf.is_config(given):
             given = OmegaConf.to_container(given, resolve=True)
         options = parse_options(given, norms)
-        warmup = learning_rate_warmup(args)
-        updates = int(run_setting(args, "optimization", "max_update"))
+        max_update = int(run_setting(args, "optimization", "max_update"))
+        run = Circumstances(warmup=learning_rate_warmup(args), updates=max_update or None)
         for name, entry in norms.items():
             for option in entry.own_options.keys() - options_of(name, options).keys():
                 default = entry.default(option, self.norm_variant)
                 if default is inspect.Parameter.empty:
                     raise ValueError(f"the norm {name} needs the norm option {option}")
                 if isinstance(default, FromRun):
-                    value = default.value(None, warmup, updates)
+                    value = default.value(run)
                     if value is not None:
                         options[option] = value
         return options
@@ -312,9 +319,11 @@ class NormOptions:
         return self._build(self.qk_norm, head_dim, 1, 0, folds=False)
 
     def _default(self, entry: NormEntry, option: str, heads: int) -> object:
-        """The default of an option that depends on no schedule of the run."""
+        """The default of an option; None: of one whose schedule depends on the run, which
+        :meth:`resolved_options` sets.
+        """
         default = entry.default(option, self.norm_variant)
-        return default.value(heads, 0, 0) if isinstance(default, FromRun) else default
+        return default.value(Circumstances(heads)) if isinstance(default, FromRun) else default
 
     def _build(
         self,
@@ -332,13 +341,13 @@ class NormOptions:
         given["layer_scale_groups"] = groups
         given["sync"] = None if self.norm_sync == "auto" else self.norm_sync == "on"
         given |= options_of(name, self.norm_options or {})
+        if last:
+            given |= entry.variant_last.get(self.norm_variant, {})
         options = {}
         for option in entry.options:
             value = given.get(option)
             if value is None and option not in FIXED:
                 value = self._default(entry, option, heads)
-            if last:
-                value = entry.defaults.get(f"{self.norm_variant}.last.{option}", value)
             if value is not None:
                 options[option] = value
         norm = build_norm(name, num_features, variant=self.norm_variant, **options)

@@ -46,31 +46,49 @@ FIXED = ("affine", "batch_first", "process_group")
 
 
 @dataclass(frozen=True)
+class Circumstances:
+    """What a default can depend on. None: not known.
+
+    Attributes:
+        heads: attention heads of the layers around the norm.
+        warmup: updates in which the learning rate warms up.
+        updates: updates of the training run.
+    """
+
+    heads: int | None = None
+    warmup: int | None = None
+    updates: int | None = None
+
+
+@dataclass(frozen=True)
 class FromRun:
     """A default that depends on the transformer or on its training run.
 
     Attributes:
         words: its name in ``pn norms``.
-        value: a function of the number of attention heads, of the updates in which the learning
-            rate warms up, and of the updates of the run (0: not known). None: the constructor's
-            default.
+        source: the attribute of :class:`Circumstances` that it depends on.
+        part: what the source is multiplied by.
     """
 
     words: str
-    value: Callable[[int | None, int, int], int | None]
+    source: str
+    part: float = 1.0
+
+    def value(self, circumstances: Circumstances) -> int | None:
+        """The default; None, for that of the constructor, where its source is not known."""
+        number = getattr(circumstances, self.source)
+        return None if number is None else round(self.part * number)
 
 
 #: The number of attention heads.
-HEADS = FromRun("attention heads", lambda heads, warmup, updates: heads)
+HEADS = FromRun("attention heads", "heads")
 #: The warm-up of the learning rate.
-WARMUP = FromRun("learning-rate warm-up", lambda heads, warmup, updates: warmup)
+WARMUP = FromRun("learning-rate warm-up", "warmup")
 
 
 def part_of_run(part: float) -> FromRun:
     """A part of ``--max-update``."""
-    return FromRun(
-        f"{part} of --max-update", lambda heads, warmup, updates: round(part * updates) or None
-    )
+    return FromRun(f"{part} of --max-update", "updates", part)
 
 
 #: Argument -> its default in a transformer, unless the entry of a norm has another one.
@@ -88,9 +106,10 @@ class NormEntry:
         variants: variant -> the class that replaces ``cls`` in it, with the same constructor
             arguments.
         defaults: argument -> its default in a transformer, where that is neither the one of
-            :data:`TRANSFORMER_DEFAULTS` nor the constructor's. ``VARIANT.ARGUMENT`` is the default
-            in this variant, and ``VARIANT.last.ARGUMENT`` the value in the norm after the last
-            encoder layer. A value can be a :class:`FromRun`.
+            :data:`TRANSFORMER_DEFAULTS` nor the constructor's. A value can be a :class:`FromRun`.
+        variant_defaults: variant -> the defaults that replace these in it.
+        variant_last: variant -> argument -> its value in the norm after the last encoder layer,
+            whatever the other norms get.
     """
 
     cls: type[ChannelNorm]
@@ -98,6 +117,8 @@ class NormEntry:
     title: str
     variants: dict[str, type[ChannelNorm]] = field(default_factory=dict)
     defaults: dict[str, object] = field(default_factory=dict)
+    variant_defaults: dict[str, dict[str, object]] = field(default_factory=dict)
+    variant_last: dict[str, dict[str, object]] = field(default_factory=dict)
 
     def variant(self, name: str) -> type[ChannelNorm]:
         """The class of this norm in one of :data:`VARIANTS`: ``cls`` unless it has another one
@@ -125,12 +146,11 @@ class NormEntry:
         """The default of an argument in a transformer: a value, a :class:`FromRun`, or
         ``inspect.Parameter.empty``.
         """
-        defaults = {
-            option: default_of(self.variant(variant), option),
-            **TRANSFORMER_DEFAULTS,
-            **self.defaults,
-        }
-        return defaults.get(f"{variant}.{option}", defaults[option])
+        of_variant = self.variant_defaults.get(variant, {})
+        for defaults in (of_variant, self.defaults, TRANSFORMER_DEFAULTS):
+            if option in defaults:
+                return defaults[option]
+        return default_of(self.variant(variant), option)
 
 
 @cache  # a model asks some 900 times
@@ -174,7 +194,7 @@ NORMS: dict[str, NormEntry] = {
         "bn",
         "batch normalization over real tokens (BN)",
         variants={"release": MaskedBatchNormRelease},
-        defaults={"release.layer_scale_groups": 1, "release.sync": False},
+        variant_defaults={"release": {"layer_scale_groups": 1, "sync": False}},
     ),
     "power-v": NormEntry(
         PowerNormV,
@@ -190,8 +210,8 @@ NORMS: dict[str, NormEntry] = {
         defaults={
             "layer_scale_groups": HEADS,
             "sync": False,  # as in the paper, appendix A.1
-            "release.last.psi_warmup_updates": 1000,
         },
+        variant_last={"release": {"psi_warmup_updates": 1000}},
     ),
     "batch-renorm": NormEntry(
         BatchRenorm,

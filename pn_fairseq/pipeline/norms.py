@@ -59,12 +59,9 @@ def _default(entry, option: str) -> object:
     """The default of an option or a flag in a transformer, for the table."""
     default = entry.default(option)
     if isinstance(default, FromRun):
-        depends_on_run = default.value(1, 0, 0) is None
-        return (
-            f"{default.words}, else {default_of(entry.cls, option)}"
-            if depends_on_run
-            else default.words
-        )
+        if default.source == "updates":  # of a run without a last update, that of the constructor
+            return f"{default.words}, else {default_of(entry.cls, option)}"
+        return default.words
     if option == "sync":
         return "on" if default else "off"
     return "VALUE (needed)" if default is inspect.Parameter.empty else default

@@ -7,6 +7,7 @@ from fairseq.models.transformer.transformer_legacy import transformer_wmt_en_de_
 
 from pn_fairseq.norms import NORMS
 
+from ..norms.oracle import FACTS
 from .helpers import VOCABULARY, arch_args, build
 
 #: size -> embedding, feed-forward, heads, layers on each side: the numbers of the papers.
@@ -21,23 +22,13 @@ for _name, _entry in NORMS.items():
         is_quick = _name == "power" or _size == "tiny"
         SOME.append(pytest.param(*_arch, marks=() if is_quick else pytest.mark.slow))
 
-#: Parameters of a norm over so many channels, where they are not gain and bias.
-NORM_PARAMETERS = {
-    **dict.fromkeys(("none", "layer-simple", "detach", "ada"), lambda width: 0),
-    "rms": lambda width: width,
-    "scale": lambda width: 1,
-    "dyt": lambda width: 2 * width + 1,
-    "derf": lambda width: 2 * width + 2,
-    "prep-batch": lambda width: 4 * width + 1,
-}
-
 
 def expected_parameters(name: str, width: int, inner: int, layers: int) -> int:
     """Parameters of a pre-norm transformer with one shared embedding, counted by hand."""
     attention = 4 * (width * width + width)
     feed_forward = width * inner + inner + inner * width + width
     layer_norm = 2 * width
-    norm = NORM_PARAMETERS.get(name, lambda width: 2 * width)(width)
+    norm = FACTS[name].parameters(width)
     encoder_layer = attention + feed_forward + 2 * norm
     decoder_layer = 2 * attention + feed_forward + 3 * layer_norm
     return VOCABULARY * width + layers * (encoder_layer + decoder_layer) + norm + layer_norm

@@ -13,6 +13,7 @@ from pn_fairseq.norms import NORMS, running_norms
 from pn_fairseq.norms.core.base import ChannelNorm
 from pn_fairseq.norms.options import parse_options, read_pairs
 
+from ..norms.oracle import FACTS
 from .helpers import arch_args, build, make_task
 
 MY_NORM = '''
@@ -119,33 +120,15 @@ def test_options_as_text(text, expected):
     assert read_pairs(text) == expected
 
 
-#: Norm -> options as text, and the attributes that they set.
-OWN = {
-    "mabn": ("window=3", {"window": 3}),
-    "unified": ("window=3,outlier_filtration=true", {"window": 3, "outlier_filtration": True}),
-    "batch-renorm": (
-        "renorm_updates=8,renorm_r_max=2,renorm_d_max=0",
-        dict(renorm_updates=8, renorm_r_max=2.0, renorm_d_max=0.0),
-    ),
-    "batch-reg": ("lambda_mean=60,lambda_var=0.0", {"lambda_mean": 60.0, "lambda_var": 0.0}),
-    "prep-batch": ("fade_updates=7", {"fade_updates": 7}),
-    "detach": ("detach=std", {"detach": ("std",)}),
-    "ada": ("ada_k=0.2,ada_scale=2", {"ada_k": 0.2, "ada_scale": 2.0}),
-    "group": ("groups=16", {"groups": 16}),
-    "dyt": ("alpha_init=0.8", {"alpha_init": 0.8}),
-    "derf": ("alpha_init=8e-1", {"alpha_init": 0.8}),
-}
-
-
 def test_every_own_option_is_tested():
     for name, entry in NORMS.items():
-        tested = read_pairs(OWN[name][0]) if name in OWN else {}
+        tested = read_pairs(FACTS[name].options) if FACTS[name].options else {}
         assert entry.own_options.keys() == tested.keys(), name
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", [name for name in NORMS if FACTS[name].options])
 def test_options_of_one_norm_reach_it(name):
-    text, attributes = OWN[name]
+    text, attributes = FACTS[name].options, FACTS[name].attributes
     norms = {"encoder_norm": name, "decoder_norm": name}
     parsed = parse_options(text, {name: NORMS[name]})
     in_hydra = OmegaConf.create({"options": parsed}).options

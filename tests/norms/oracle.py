@@ -13,6 +13,8 @@ Sennrich 2019 (LayerScale with one group is RMSNorm without a gain), Ioffe 2017 
 """
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import numpy as np
@@ -509,3 +511,79 @@ def oracle_state(oracle):
         if hasattr(oracle, ours):
             state[theirs] = np.asarray(getattr(oracle, ours))
     return state
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the tests know of a norm besides its formula.
+
+    Attributes:
+        options: a text for ``--norm-options`` that sets every option of its own.
+        attributes: what the text sets: attributes of the module, none of which is the default.
+        parameters: their number in a norm over so many channels, counted by hand.
+        settings: of a norm of single tokens: options of build_norm, and the same for
+            :class:`PerTokenOracle`.
+    """
+
+    options: str = ""
+    attributes: dict[str, object] = field(default_factory=dict)
+    parameters: Callable[[int], int] = lambda width: 2 * width  # gain and bias
+    settings: tuple[tuple[dict, dict], ...] = (({}, {}),)
+
+
+def no_parameters(width: int) -> int:
+    return 0
+
+
+FACTS: dict[str, Facts] = {
+    "layer": Facts(),
+    "batch": Facts(),
+    "power-v": Facts(),
+    "power": Facts(),
+    "batch-renorm": Facts(
+        "renorm_updates=8,renorm_r_max=2,renorm_d_max=0",
+        {"renorm_updates": 8, "renorm_r_max": 2.0, "renorm_d_max": 0.0},
+    ),
+    "mabn": Facts("window=3", {"window": 3}),
+    "unified": Facts("window=3,outlier_filtration=true", {"window": 3, "outlier_filtration": True}),
+    "batch-reg": Facts("lambda_mean=60,lambda_var=0.0", {"lambda_mean": 60.0, "lambda_var": 0.0}),
+    "prep-batch": Facts(
+        "fade_updates=7", {"fade_updates": 7}, parameters=lambda width: 4 * width + 1
+    ),
+    "none": Facts(parameters=no_parameters),
+    "layer-simple": Facts(parameters=no_parameters),
+    "detach": Facts(
+        "detach=std",
+        {"detach": ("std",)},
+        no_parameters,
+        (
+            ({"detach": "mean"}, {"detach": ("mean",)}),
+            ({"detach": "std"}, {"detach": ("std",)}),
+            ({"detach": "mean,std"}, {"detach": ("mean", "std")}),
+        ),
+    ),
+    "ada": Facts(
+        "ada_k=0.2,ada_scale=2",
+        {"ada_k": 0.2, "ada_scale": 2.0},
+        no_parameters,
+        (({}, {}), ({"ada_k": 0.3, "ada_scale": 2.0}, {"k": 0.3, "scale": 2.0})),
+    ),
+    "rms": Facts(parameters=lambda width: width),
+    "scale": Facts(parameters=lambda width: 1),
+    "group": Facts(
+        "groups=16",
+        {"groups": 16},
+        settings=(
+            ({"groups": 1}, {"spans": 1}),
+            ({"groups": 3}, {"spans": 3}),
+            ({"groups": 4}, {"spans": 4}),
+        ),
+    ),
+    "dyt": Facts(
+        "alpha_init=0.8",
+        {"alpha_init": 0.8},
+        parameters=lambda width: 2 * width + 1,
+        settings=(({"alpha_init": 0.8}, {}),),
+    ),
+    "derf": Facts("alpha_init=8e-1", {"alpha_init": 0.8}, parameters=lambda width: 2 * width + 2),
+}

@@ -21,28 +21,14 @@ from .helpers import (
     to_tensor,
     train_step,
 )
-from .oracle import PerTokenOracle
+from .oracle import FACTS, PerTokenOracle
 
-#: Options of build_norm, and the same for the oracle.
-SETTINGS = {
-    **dict.fromkeys(("none", "layer", "layer-simple", "ada", "rms", "scale", "derf"), [({}, {})]),
-    "detach": [],
-    "group": [],
-    "dyt": [({"alpha_init": 0.8}, {})],
-}
-SETTINGS["ada"] = [({}, {}), ({"ada_k": 0.3, "ada_scale": 2.0}, {"k": 0.3, "scale": 2.0})]
-for parts in (("mean",), ("std",), ("mean", "std")):
-    SETTINGS["detach"].append(({"detach": ",".join(parts)}, {"detach": parts}))
-for groups in (1, 3, 4):
-    SETTINGS["group"].append(({"groups": groups}, {"spans": groups}))
+NAMES = [name for name in NORMS if name not in STATEFUL]
+#: Name, options of build_norm, and the same for the oracle.
 CASES = []
-for name, several in SETTINGS.items():
-    for options, for_oracle in several:
+for name in NAMES:
+    for options, for_oracle in FACTS[name].settings:
         CASES.append((name, options, for_oracle))
-
-
-def test_every_norm_without_state_is_tested_here():
-    assert set(NORMS) - set(STATEFUL) == set(SETTINGS)
 
 
 @pytest.mark.every_implementation
@@ -58,7 +44,7 @@ def test_follows_the_formulas(name, options, for_oracle, layer_scale, eps):
         assert_training_follows(norm.to(dtype).train(), oracle, steps, rtol, dtype)
 
 
-@pytest.mark.parametrize("name", [name for name in SETTINGS if name not in ("detach", "ada")])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("detach", "ada")])
 def test_gradient_is_the_derivative(name):
     """By finite differences; of detach and ada it is not."""
     norm = randomize_affine(build_norm(name, 6, groups=2)).double()
@@ -150,7 +136,7 @@ def test_released_variants_of_one_channel(name):
     assert all(abs(value).max() < float("inf") for value in actual.values())
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", NAMES)
 def test_an_infinity_stays_in_its_token(name):
     norm = build_norm(name, CHANNELS)
     x, _, dy = random_batch(rng(10), masked=False)
