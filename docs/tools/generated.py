@@ -195,8 +195,21 @@ def flags() -> str:
     return plain_table(rows)
 
 
+def configurations() -> str:
+    """The line about each configuration in its opening comment."""
+    rows = []
+    for path in sorted((ROOT / "configs").glob("*.yaml")):
+        line = re.search(r"^# docs/configurations\.md: (.*)$", path.read_text("utf-8"), re.M)[1]
+        corpus, size, model = line.split(" | ")
+        row = {"`configs/`": f"`{path.name}`", "corpus": corpus}
+        row |= {"size (sentence pairs, or tokens)": size, "model": model}
+        rows.append(row)
+    return plain_table(rows)
+
+
 #: Page in docs/ -> name of a table -> what computes it.
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
+    "configurations.md": {"configurations": configurations},
     "norms.md": {"properties": properties, "published": published, "cost": cost, "flags": flags},
     "theory.md": {"invariances": invariances.table},
     "own_model.md": {"compiled": compilation.table},

@@ -52,11 +52,6 @@ def test_table_of_patches_lists_each_patch():
     )
 
 
-def test_table_of_configurations_lists_each():
-    listed = re.findall(r"^\| `(\w+\.yaml)` \|", read("docs/configurations.md"), re.M)
-    assert sorted(listed) == sorted(path.name for path in (ROOT / "configs").glob("*.yaml"))
-
-
 def test_table_of_norms_is_the_registry():
     rows = re.findall(
         r"^\| `([a-z-]+)` \| `transformer_([a-z]+)_\*` \|.*", read("docs/norms.md"), re.M

@@ -563,10 +563,16 @@ def _before_loading(
     """
     saved_groups = state_dict.pop(prefix + SAVED_GROUPS, None)
     given = {key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)}
-    if not given:
-        return
     if saved_groups is not None or not given <= module.replaced_keys:
-        _check_layer_scale(module, saved_groups, prefix, missing_keys, errors)
+        groups = 0 if saved_groups is None else int(saved_groups)
+        if groups != module.layer_scale_groups:
+            errors.append(
+                f"{module.name}: the checkpoint was trained with layer_scale_groups={groups}, and "
+                f"here it is {module.layer_scale_groups}; give convert_norms the options that the "
+                "trained model had"
+            )
+        return
+    if not given:
         return
     own = dict(module.named_parameters(recurse=False)) | module._buffers
     if given == own.keys():
@@ -578,21 +584,3 @@ def _before_loading(
         kept |= own.keys() & {COUNT}
     for key in kept:
         state_dict[prefix + key] = own[key].detach().clone()
-
-
-def _check_layer_scale(
-    module: ConvertedNorm,
-    saved: Tensor | None,
-    prefix: str,
-    missing_keys: list[str],
-    errors: list[str],
-) -> None:
-    groups = module.layer_scale_groups
-    if saved is None:
-        if groups:
-            missing_keys.append(prefix + SAVED_GROUPS)
-    elif int(saved) != groups:
-        errors.append(
-            f"{module.name}: the checkpoint was trained with layer_scale_groups={int(saved)}, and "
-            f"here it is {groups}; give convert_norms the options that the trained model had"
-        )
