@@ -20,6 +20,7 @@ from pathlib import Path
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
+from pn_fairseq.common.checkpoint_files import SETTINGS
 from pn_fairseq.common.command import UserError
 from pn_fairseq.common.files import check_folders, is_locked
 from pn_fairseq.pipeline import outdated
@@ -67,7 +68,7 @@ class Run:
         Raises:
             UserError: none of these is there, or it is damaged.
         """
-        for name in ("config.yaml", ".hydra/config.yaml"):
+        for name in SETTINGS:
             if (self.path / name).is_file():
                 return load_config(self.path / name)
         # The values of fairseq-train's Namespace can have any type.
@@ -221,7 +222,7 @@ def parts_of(architecture: str) -> tuple[str, str, str] | None:
 
 def is_run(path: Path) -> bool:
     """Whether a folder has the settings of a training run."""
-    has_settings = any((path / name).is_file() for name in ("config.yaml", ".hydra/config.yaml"))
+    has_settings = any((path / name).is_file() for name in SETTINGS)
     return has_settings or any(Run(path).checkpoints.glob("checkpoint*.pt"))
 
 

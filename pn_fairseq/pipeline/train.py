@@ -211,6 +211,8 @@ def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, r
             checks.check_subsets(cfg, data)
         if args.run and (run / "config.yaml").exists():
             checks.check_same_run(cfg, data, run)
+            if not (run / "made.txt").is_file():
+                checks.check_last_is_there(run)
             note_on_longer(cfg, run)
             note_on_changes(cfg, run, data)
         if end:
@@ -226,14 +228,19 @@ def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, r
         checks.check_weights(model, weights, cfg)
         if not layout.local_rank:
             outdated.note_on_average("train", [Path(weights)])
-    if last.exists() and (run / "config.yaml").exists():
+    begun = (run / "config.yaml").exists()
+    if begun and (last.exists() or is_finished(cfg, 0, run, data)):
         checks.check_same_run(cfg, data, run)
-        updates = checks.check_last(model, last, cfg)["optimizer_history"][-1]["num_updates"]
+        # without the file (checkpoint.no_last_checkpoints=true) the stamp says it
+        state = checks.check_last(model, last, cfg) if last.exists() else {}
+        updates = state["optimizer_history"][-1]["num_updates"] if state else 0
         if is_finished(cfg, updates, run, data):
             if not layout.rank:
                 note_on_longer(cfg, run)
                 say("train", f"{run} is already trained; {take_settings_of_decoding(cfg, run)}")
             return 0
+        checks.check_optimizer_state(state, last, cfg)
+    checks.check_last_is_there(run)
     if layout.rank is None and layout.world_size > 1:
         if not layout.gpu:
             os.environ.setdefault(
