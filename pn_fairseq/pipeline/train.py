@@ -111,7 +111,7 @@ def main(argv: list[str]) -> int:
     if args.check:
         check_not_inside(data, "--data")
     else:
-        check_prepared(data, "--data")
+        check_prepared(data, "--data", is_default=args.data is None)
     check_can_be_folder(run, "--run")
     if (run / "settings.txt").is_file():
         raise UserError(f"--run '{run}' is prepared data; name another folder")
@@ -209,10 +209,10 @@ def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, r
         checks.build(cfg, with_data=False)
         if is_prepared(data):
             checks.check_subsets(cfg, data)
+        if args.run and not (run / "made.txt").is_file():
+            checks.check_last_is_there(run)
         if args.run and (run / "config.yaml").exists():
             checks.check_same_run(cfg, data, run)
-            if not (run / "made.txt").is_file():
-                checks.check_last_is_there(run)
             note_on_longer(cfg, run)
             note_on_changes(cfg, run, data)
         if end:
@@ -364,6 +364,12 @@ def begin(cfg, batches, layout: RankLayout, data: Path, run: Path, argv: list[st
     )
 
 
+def being_written(run: Path) -> Path:
+    """The checkpoint that an interrupted save has left, or the folder of all."""
+    partial = next((run / "checkpoints").glob("checkpoint*.pt.tmp"), None)
+    return partial.with_suffix("") if partial else run / "checkpoints"
+
+
 def remove_cut_off(run: Path) -> None:
     """Remove the files that an interrupted save has left in a run that this process trains."""
     for file in (run / "checkpoints").glob("checkpoint*.pt.tmp"):
@@ -438,8 +444,14 @@ def explained(error: Exception, cfg, run: Path) -> UserError | TrainingFailed:
     first_line = text.partition("\n")[0]
     reason = f"{type(error).__name__}: {first_line} (the traceback is in {run / 'train.log'})"
     for link in error_chain(error):
-        if getattr(link, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
-            file = getattr(link, "filename", None) or run / "checkpoints"
+        number = getattr(link, "errno", None)
+        file = getattr(link, "filename", None) or being_written(run)
+        if number == errno.EFBIG:
+            return TrainingFailed(
+                f"{file}: there is no space for a file of its size, or a limit of file size "
+                f"(ulimit -f); raise the limit or use another disk, then {RESUME}"
+            )
+        if number in (errno.ENOSPC, errno.EDQUOT):
             return TrainingFailed(
                 f"{file}: the disk is full; free some space, or keep fewer checkpoints "
                 f"(checkpoint.keep_interval_updates, checkpoint.keep_last_epochs), then {RESUME}"
