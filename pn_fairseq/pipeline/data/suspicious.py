@@ -19,8 +19,9 @@ OTHER_SIDE, TIMES = 0.1, 2
 #: A note on sentences that are also in train is worth its line above this share of a split. The
 #: corpora named above have at most 1.5%.
 SHARE = 0.05
-#: Shorter lines of one text recur in any text: headings, markup.
-SHORTEST_LINE = 5
+#: Shorter lines of a language model's text recur in any text: headings ("= = = History = = ="),
+#: markup.
+SHORTEST_LINE = 10
 
 #: Split -> its files: source and target, or one text.
 Texts = Mapping[str, Sequence[Path]]

@@ -250,11 +250,13 @@ def test_sentences_of_other_splits_in_train_are_counted(tmp_path):
     assert list(notes_on(texts, SPLITS)) == [of_valid, of_test]
     # language models: short lines recur in any text
     lines_of = {split: [corpus / f"{split}.txt"] for split in SPLITS}
-    lines_of["train"][0].write_text("= A heading =\n\nno one has ever said this\n")
-    lines_of["valid"][0].write_text("= A heading =\n\nno one has ever said that\n")
-    lines_of["test"][0].write_text("no one has ever said this\nno one has ever said that\n")
+    heading = "= = = A heading = = =\n"
+    one, other = (f"no one has ever said anything that sounds like {w}\n" for w in ("a", "b"))
+    lines_of["train"][0].write_text(f"{heading}\n{one}")
+    lines_of["valid"][0].write_text(f"{heading}\n{other}")
+    lines_of["test"][0].write_text(f"{one}{other}")
     (note,) = notes_on(lines_of, SPLITS)
-    assert note.startswith("1 of 2 lines of at least 5 words of test are in train: its perplexity")
+    assert note.startswith("1 of 2 lines of at least 10 words of test are in train: its perplexity")
 
 
 def copy_split(folder: Path, split: str, to: str) -> None:
