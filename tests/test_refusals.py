@@ -249,6 +249,13 @@ train tab.yaml --check                                | tab.yaml; (line 2 has a 
 train verses_es_en --check --data a:b                 | a:b' has a colon
 train verses_es_en --data data --run data             | --run; place/data' is prepared data; name another folder
 train verses_es_en --data data --run w1.pt            | w1.pt' is a file; name a folder
+train verses_es_en --data data --run others/with_data | --run; has a folder data, where a run has a file; name another folder
+train verses_es_en --data data --run others/with_file | --run; checkpoints' is a file; name a folder
+train verses_es_en --data data --run others/with_config | --run; has a config.yaml that is not of a run, which would be replaced
+train verses_es_en --data data --run others/with_data --check | --run; has a folder data, where a run has a file; name another folder
+train verses_es_en --data data --run others/with_file --check | --run; checkpoints' is a file; name a folder
+train verses_es_en --data data --run others/with_config --check | --run; has a config.yaml that is not of a run, which would be replaced
+train verses_es_en --data data --run data --check     | --run; is prepared data; name another folder
 train verses_lm_en --check --data data                | data' was prepared for translation (es-en); language model
 train verses_es_en --dat                              | --dat
 translate --run run --input latin                     | latin: line 2 is not UTF-8 (; convert the file first
@@ -345,6 +352,10 @@ def place(tmp_path_factory):
     }
     for name, row in tables.items():
         (place / f"{name}.yaml").write_text(f"rows: [{row}]")
+    for folder in ("with_data/data", "with_file", "with_config"):
+        (place / "others" / folder).mkdir(parents=True)
+    (place / "others/with_file/checkpoints").write_text("a list\n")
+    (place / "others/with_config/config.yaml").write_text("title: mine\n")
     (place / "twice.yaml").write_text("task: {_name: x}\n\nmodel:\n  _name: a\n\nmodel:\n  b: 1\n")
     (place / "tab.yaml").write_text("model:\n\t_name: a\n")
     part = "{corpus: own_text, seeds: [1], norms: [ln]}"

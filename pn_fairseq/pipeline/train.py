@@ -113,8 +113,7 @@ def main(argv: list[str]) -> int:
     else:
         check_prepared(data, "--data", is_default=args.data is None)
     check_can_be_folder(run, "--run")
-    if (run / "settings.txt").is_file():
-        raise UserError(f"--run '{run}' is prepared data; name another folder")
+    check_may_be_run(run)
     if ":" in str(data):
         raise UserError(
             f"'{data}' has a colon, at which fairseq splits paths; use another path (--data)"
@@ -125,6 +124,25 @@ def main(argv: list[str]) -> int:
         if args.check or (run / "checkpoints" / LAST).is_file():
             raise
         raise NothingSaved(*interruption.args) from None
+
+
+def check_may_be_run(run: Path) -> None:
+    """Refuse a folder of something else, whose files a run would replace or stumble over."""
+    if (run / "settings.txt").is_file():
+        raise UserError(f"--run '{run}' is prepared data; name another folder")
+    for name in ("config.yaml", "data", "data.settings", "made.txt", "starts.jsonl", "train.log"):
+        if (run / name).is_dir():
+            raise UserError(
+                f"--run '{run}' has a folder {name}, where a run has a file; name another folder"
+            )
+    for name in ("checkpoints", "tensorboard"):
+        check_can_be_folder(run / name, "--run")
+    config = run / "config.yaml"
+    if config.is_file() and not {"model", "task"} & load_config(config).keys():
+        raise UserError(
+            f"--run '{run}' has a config.yaml that is not of a run, which would be replaced; name "
+            "another folder"
+        )
 
 
 def start(args, argv: list[str], config: Path, data: Path, run: Path) -> int:
