@@ -3,6 +3,7 @@ written.
 """
 
 import shlex
+import shutil
 
 import pytest
 import torch
@@ -73,6 +74,11 @@ generate --run run --norm-module none.py              | --norm-module; there is 
 generate --run run --gen-subset valid                 | did you mean '--subset valid'?
 generate --run run --path w1.pt                       | did you mean '--checkpoint w1.pt'?
 generate --run run --bean 3                           | --bean; did you mean '--beam'; --help
+generate --run run --remove-bpe                       | unrecognized arguments: --remove-bpe: leave it out, subwords are always joined
+generate --run run --beam 3 --post-process sentencepiece | --post-process: leave it out
+generate --run models/lm                                 | 'models/lm' is the run of a language model: pn evaluate-lm --run models/lm
+translate --run models/lm                                | language model: pn evaluate-lm --run models/lm
+score --run models/lm                                    | language model: pn evaluate-lm --run models/lm
 generate --run run --output run                       | refusing to overwrite; place/run'
 generate --run run --output data                      | refusing to overwrite; place/data'
 prepare text --corpus text --source es --target en --dest text | --corpus and --dest are both; place/text'
@@ -98,6 +104,10 @@ prepare text --corpus text --source es --target en --dest out --like data --keep
 prepare text --corpus text --source es --target en --dest out --protect group | group: line 3 has a group: write (?:...)
 prepare text --corpus text --source es --target en --dest out --protect blank | blank has no regular expression
 prepare text --corpus text --source es --target en --dest out --codes blank | blank is empty
+prepare text --corpus text --source es --target en --dest out --codes files | --codes '; files' is a folder; name a file
+prepare text --corpus text --source es --target en --dest out --codes none | --codes; none: No such file or directory
+prepare text --corpus text --source es --target en --dest out --protect text | --protect '; text' is a folder; name a file
+prepare text --corpus dev --source es --target en --dest out | there is no; dev/valid.es; there are dev.en, dev.es, train.en, train.es
 prepare text --corpus text --source-lang es           | did you mean '--source es'?
 prepare text --corpus text --src es --tgt en --dest out | did you mean '--source es --target en'?
 prepare text --corpus text -s es -t en --dest out     | did you mean '--source es --target en'?
@@ -189,6 +199,9 @@ score --hyp latin --ref group                         | latin: line 2 is not UTF
 score --run one --lowercase                           | --lowercase needs --hyp
 score --hyp one                                       | --hyp; --ref
 score --hyp one --ref two                             | one: No such file
+score --hyp files --ref group                         | --hyp 'files' is a folder; name a file
+score --hyp group --ref group files                   | --ref 'files' is a folder; name a file
+score --hyp grup --ref group                          | --hyp grup: No such file or directory, did you mean 'group'?
 score --run one --subsets x                           | --subsets
 test-norms --norm-module none.py                      | none.py; not a file
 test-norms --norm-module group                        | group' is no Python file
@@ -196,6 +209,12 @@ norms --norm-module group                             | group' is no Python file
 export w1.pt --pt2 group                              | --pt2 'group' is a file; name a folder
 figures scored --output group                         | --output 'group' is a file; name a folder
 reproduce verss --dry-run                             | there is no; did you mean 'verses'?
+reproduce text --dry-run                              | 'text' is a folder; pn prepare text --corpus text --dest runs/data/text --source LANG --target LANG, then pn reproduce own_text --data runs/data/text
+reproduce data                                        | 'data' is prepared data; name it by --data: pn reproduce own_text --data data
+reproduce own_text                                    | the default of --data '; runs/data/own_text' is not prepared data: there is no such folder; name yours by --data DIR
+reproduce --study own.yaml --dry-run                  | the default of data: '; runs/data/own_text' is not prepared data; add data: DIR to the part
+reproduce --study own.yaml --data data                | argument --data: add data: data to the part, in the file of the study
+reproduce --study own.yaml --norms ln,pn              | argument --norms: add norms: ln,pn to the part
 report scored --output out --planned PN=loss          | 'PN=loss' is not SYSTEM:MEASURE, did you mean 'PN:loss'?
 test-norms --norm-module broken.py                    | broken.py; ZeroDivisionError
 test-norms --norm-module empty.py                     | empty.py; register_norm
@@ -221,15 +240,30 @@ train verses_es_en --data /nowhere                    | /nowhere; prepare
 train verses_es_en --data daat                        | daat' is not prepared data; did you mean 'data'?
 train verses_es_en --data data/bin --check            | data/bin' is inside of prepared data, did you mean '; place/data'?
 train verses_es_en --data ./../place/data/bin         | place/data/bin' is inside of prepared data
+train verses_es_en --data data/bin/dict.es.txt        | dict.es.txt' is inside of prepared data, did you mean '; place/data'?
+train verses_es_en --data data/settings.txt           | settings.txt' is inside of prepared data, did you mean '; place/data'?
+train verses_es_en --data data/tok/test               | is inside of prepared data, did you mean '; place/data'?
+train own_text                                        | the default of --data '; runs/data/own_text' is not prepared data; name yours by --data DIR
+train twice.yaml --check                              | twice.yaml; (model occurs twice, in lines 3 and 6: write one of them with all its keys)
+train tab.yaml --check                                | tab.yaml; (line 2 has a tab, which YAML does not allow there: use blanks)
 train verses_es_en --check --data a:b                 | a:b' has a colon
 train verses_es_en --data data --run data             | --run; place/data' is prepared data; name another folder
 train verses_es_en --data data --run w1.pt            | w1.pt' is a file; name a folder
+train verses_es_en --data data --run others/with_data | --run; has a folder data, where a run has a file; name another folder
+train verses_es_en --data data --run others/with_file | --run; checkpoints' is a file; name a folder
+train verses_es_en --data data --run others/with_config | --run; has a config.yaml that is not of a run, which would be replaced
+train verses_es_en --data data --run others/with_data --check | --run; has a folder data, where a run has a file; name another folder
+train verses_es_en --data data --run others/with_file --check | --run; checkpoints' is a file; name a folder
+train verses_es_en --data data --run others/with_config --check | --run; has a config.yaml that is not of a run, which would be replaced
+train verses_es_en --data data --run data --check     | --run; is prepared data; name another folder
 train verses_lm_en --check --data data                | data' was prepared for translation (es-en); language model
 train verses_es_en --dat                              | --dat
 translate --run run --input latin                     | latin: line 2 is not UTF-8 (; convert the file first
 translate                                             | --run
 translate --run data                                  | is not a training run
 translate --run run --input none                      | none
+translate --run run --input text                      | --input 'text' is a folder; name a file
+translate --run run --input latn                      | --input latn: No such file or directory, did you mean 'latin'?
 translate --run run --output nodir/translations       | there is no folder; nodir
 translate --run run --output data                     | is a folder; name a file
 """
@@ -261,6 +295,7 @@ dataset.batch_size=0                    | dataset.batch_size; at least 1
 optimizer.weight_decay=abc              | weight_decay
 optimizer.adam_betas=0.9                | optimizer.adam_betas=0.9; two numbers
 optimizer.adam_betas=abc                | optimizer.adam_betas=abc; two numbers
+model.dropout=0,3                       | model.dropout takes one value; a decimal number has a point: model.dropout=0.3
 "optimizer.adam_betas='(0.9,2)'"        | optimizer.adam_betas=(0.9,2); below 1
 optimizer.weight_decay=-1               | optimizer.weight_decay; at least 0
 lr_scheduler.warmup_updates=-5          | warmup_updates; at least 0
@@ -317,6 +352,21 @@ def place(tmp_path_factory):
     }
     for name, row in tables.items():
         (place / f"{name}.yaml").write_text(f"rows: [{row}]")
+    for folder in ("with_data/data", "with_file", "with_config"):
+        (place / "others" / folder).mkdir(parents=True)
+    (place / "others/with_file/checkpoints").write_text("a list\n")
+    (place / "others/with_config/config.yaml").write_text("title: mine\n")
+    (place / "twice.yaml").write_text("task: {_name: x}\n\nmodel:\n  _name: a\n\nmodel:\n  b: 1\n")
+    (place / "tab.yaml").write_text("model:\n\t_name: a\n")
+    part = "{corpus: own_text, seeds: [1], norms: [ln]}"
+    (place / "own.yaml").write_text(f"about: mine\nparts: [{part}]\n")
+    shutil.copytree(place / "text", place / "dev")
+    for lang in ("es", "en"):
+        (place / f"dev/valid.{lang}").rename(place / f"dev/dev.{lang}")
+        (place / f"dev/test.{lang}").unlink()
+    make_run(place / "models/lm", task___name="language_modeling")
+    (place / "models/lm/data").write_text(f"{place}/data\n")
+    shutil.copy(place / "data/settings.txt", place / "models/lm/data.settings")
     (place / "broken.py").write_text("1 / 0\n")
     (place / "empty.py").write_text('"""Nothing."""\n')
     return place

@@ -16,6 +16,11 @@ from pn_fairseq.common.command import UserError
 LAST = "checkpoint_last.pt"
 GET_ANOTHER = "copy it again from where it was written, or use another checkpoint"
 
+#: Where a folder of a training run has its settings, beside the folder of its checkpoints.
+SETTINGS = ("config.yaml", ".hydra/config.yaml")
+#: The names that fairseq gives its checkpoints; shards of one add their number.
+_OWN_NAME = re.compile(r"checkpoint(\d+|_\d+_\d+|_last|_best|\.best_.+)(-.+)?\.pt")
+
 _NAME_PATTERNS = {
     "epoch": re.compile(r"checkpoint(?P<number>\d+)\.pt"),
     "update": re.compile(r"checkpoint_(?P<epoch>\d+)_(?P<number>\d+)\.pt"),
@@ -69,6 +74,28 @@ def check_output_path(path: str | os.PathLike, inputs: Sequence[Path] = ()) -> N
         raise CheckpointError(
             f"{path}: cannot be written, no permission to write in {target.parent}"
         )
+    for place in (Path(path).absolute(), target):
+        if _OWN_NAME.fullmatch(place.name) and _is_of_training(place.parent, inputs):
+            raise CheckpointError(
+                f"{path}: cannot be written, fairseq's training writes, removes and resumes from "
+                f"files named {place.name} in this folder; choose another name, such as averaged.pt"
+            )
+
+
+def _is_of_training(folder: Path, inputs: Sequence[Path]) -> bool:
+    """Whether a training has its checkpoints in ``folder``: one that wrote one of the inputs, or
+    one whose settings are beside it.
+    """
+    if any(one.exists() and one.absolute().parent.samefile(folder) for one in inputs):
+        return True
+    return any((folder.parent / name).is_file() for name in SETTINGS)
+
+
+def newest_checkpoint(folder: Path, other_than: Path) -> Path | None:
+    """The checkpoint of fairseq in ``folder`` that was written last; None without another one."""
+    files = [path for path in folder.glob("checkpoint*.pt") if _OWN_NAME.fullmatch(path.name)]
+    others = [path for path in files if path != other_than]
+    return max(others, key=lambda path: path.stat().st_mtime, default=None)
 
 
 def find_checkpoints(

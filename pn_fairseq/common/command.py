@@ -61,6 +61,15 @@ FAIRSEQ = {
 }
 
 
+#: Options of fairseq's programs that no command needs.
+NOT_NEEDED = {
+    **dict.fromkeys(("--remove-bpe", "--post-process"), "subwords are always joined"),
+    "--user-dir": "pn loads its models itself",
+    "--sacrebleu": "pn score computes sacreBLEU",
+    "--scoring": "pn score computes the scores",
+}
+
+
 class ArgumentParser(argparse.ArgumentParser):
     """argparse's parser; its errors are a :class:`UserError` instead of the usage text.
 
@@ -131,6 +140,8 @@ class ArgumentParser(argparse.ArgumentParser):
             setting = self._setting_of(option, self._value_of(option), self._words)
             if setting:
                 return f", did you mean '{setting}'?"
+        if option in NOT_NEEDED:
+            return f": leave it out, {NOT_NEEDED[option]}"
         if not option.startswith("--"):  # one letter is similar to any other
             return ""
         return did_you_mean(option, self._option_string_actions)

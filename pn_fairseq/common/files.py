@@ -171,6 +171,19 @@ def check_folders(paths: Iterable[Path], option: str = "") -> None:
         raise UserError(f"{before}there is no directory '{path}'{advice}")
 
 
+def check_file(path: Path, option: str, endings: Iterable[str] = ()) -> None:
+    """Refuse a path that ``option`` names and that is a folder, or does not exist, also with one of
+    these endings.
+    """
+    if path.is_dir():
+        raise UserError(f"{option} '{path}' is a folder; name a file")
+    names = [path, *(path.with_name(f"{path.name}{ending}") for ending in endings)]
+    if not any(name.exists() for name in names):
+        beside = [other.name for other in path.parent.glob("*") if other.is_file()]
+        meant = did_you_mean(path.name, beside)
+        raise UserError(f"{option} {path}: No such file or directory{meant}")
+
+
 def not_utf8(file: Path | str, line: int, error: UnicodeDecodeError) -> str:
     """The message about a line of text in another encoding."""
     return f"{file}: line {line} is not UTF-8 ({error.reason}); convert the file first"

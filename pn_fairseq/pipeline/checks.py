@@ -14,7 +14,6 @@ import shlex
 import warnings
 from pathlib import Path
 
-import numpy as np
 import torch
 from fairseq import tasks
 from fairseq.data import Dictionary
@@ -25,12 +24,15 @@ from fairseq.optim.lr_scheduler import build_lr_scheduler
 from fairseq.tasks import TASK_REGISTRY
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from pn_fairseq.common.checkpoint_files import LAST, newest_checkpoint
 from pn_fairseq.common.checkpoints import CheckpointError, load_checkpoint
 from pn_fairseq.common.command import UserError, whole_number
 from pn_fairseq.common.errors import unknown
 from pn_fairseq.common.files import read_settings
 from pn_fairseq.fairseq_patches.one_line_errors import check_criterion
 from pn_fairseq.models.from_checkpoint import load_weights
+from pn_fairseq.pipeline import stamp
+from pn_fairseq.pipeline.data.binarize import fault
 from pn_fairseq.pipeline.runs import Run, flat, load_config
 from pn_fairseq.pipeline.setting_roles import role_of
 from pn_fairseq.pipeline.training_settings import Batches, flags, one_value
@@ -262,28 +264,10 @@ def open_data(folder: Path, name: str, dictionary: Dictionary) -> MMapIndexedDat
 
     Its ``sizes`` are a view of a file that is open for as long as it exists.
     """
-    index, content = folder / f"{name}.idx", folder / f"{name}.bin"
-    again = "prepare the data again (pn prepare)"
-    if not (index.is_file() and content.is_file()):
-        raise UserError(f"{folder} has no {name}: {again}")
-    try:
-        dataset = MMapIndexedDataset(str(folder / name))
-    except Exception as error:  # of struct, numpy or an assert, by what is wrong
-        raise UserError(f"{index} is cut off or damaged: {again}") from error
-    dtype = np.dtype(dataset._index.dtype)
-    expected = int(np.sum(dataset.sizes, dtype=np.int64)) * dtype.itemsize
-    if content.stat().st_size != expected:
-        raise UserError(
-            f"{content} has {content.stat().st_size} bytes instead of {expected}: {again}"
-        )
-    largest = int(np.memmap(content, dtype, "r").max()) if expected else 0
-    if largest >= len(dictionary):
-        raise UserError(
-            f"{content} has the subword number {largest}, but its dictionary in {folder} only "
-            f"{len(dictionary)} "
-            f"subwords: {again}"
-        )
-    return dataset
+    problem = fault(folder, name, len(dictionary))
+    if problem:
+        raise UserError(f"{problem}: prepare the data again (pn prepare)")
+    return MMapIndexedDataset(str(folder / name))
 
 
 def take_languages(cfg: DictConfig, data: Path) -> None:
@@ -366,14 +350,53 @@ def check_last(model: torch.nn.Module, last: Path, cfg: DictConfig) -> dict:
     try:
         state = load_checkpoint(last)
     except CheckpointError as error:
-        others = [path for path in last.parent.glob("checkpoint*.pt") if path != last]
-        if not others:
+        command = _copy_of_newest(last)
+        if not command:
             raise
-        newest = max(others, key=lambda path: path.stat().st_mtime)
-        command = shlex.join(["cp", str(newest), str(last)])
         raise CheckpointError(f"{error}; the newest other one: {command}") from error
     _check_fit(model, state, last, cfg)
     return state
+
+
+def _copy_of_newest(last: Path) -> str:
+    """The command that copies the newest other checkpoint over ``last``; "" without one."""
+    newest = newest_checkpoint(last.parent, last)
+    return shlex.join(["cp", str(newest), str(last)]) if newest else ""
+
+
+def check_optimizer_state(state: dict, last: Path, cfg: DictConfig) -> None:
+    """Refuse to resume from a checkpoint without the state of the optimizer: fairseq would count
+    the updates from 0 again.
+    """
+    if state.get("last_optimizer_state") is not None or cfg.checkpoint.reset_optimizer:
+        return
+    origin = "pn average writes such files, and so does checkpoint.no_save_optimizer_state=true"
+    if stamp.stamp_of(last).is_file():
+        origin = "pn average wrote it"
+    command = _copy_of_newest(last)
+    resume = f"to resume from the newest other checkpoint: {command}; " if command else ""
+    raise CheckpointError(
+        f"{last} has no optimizer state ({origin}), so a training would begin again at update 0; "
+        f"{resume}to train on from these weights, give a new --run and "
+        f"checkpoint.finetune_from_model={shlex.quote(str(last))}"
+    )
+
+
+def check_last_is_there(run: Path) -> None:
+    """Refuse a run that has checkpoints, but not the one that it resumes from: it would begin again
+    among them. A run that was killed within its first save begins again.
+    """
+    folder = run / "checkpoints"
+    newest = newest_checkpoint(folder, folder / LAST)
+    if newest is None or (folder / LAST).exists():
+        return
+    log = Run(run).log
+    if log is not None and log.saved is None:
+        return
+    raise CheckpointError(
+        f"{folder} has {newest.name} but no {LAST}: {_copy_of_newest(folder / LAST)} to resume "
+        f"from it, or remove {run} to begin again"
+    )
 
 
 def check_weights(model: torch.nn.Module, file: str | os.PathLike, cfg: DictConfig) -> dict:

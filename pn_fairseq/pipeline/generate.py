@@ -42,7 +42,7 @@ from pn_fairseq.pipeline.data.parallel import progress
 from pn_fairseq.pipeline.data.settings import Settings
 from pn_fairseq.pipeline.launch import processes
 from pn_fairseq.pipeline.machine import own_cores
-from pn_fairseq.pipeline.runs import Run, open_run
+from pn_fairseq.pipeline.runs import Run, check_translates, open_run
 
 #: Search settings that neither the command line nor the run's configuration specifies.
 SEARCH = {"beam": 5, "lenpen": 1.0, "max_len_a": 0, "max_len_b": 200}
@@ -274,6 +274,7 @@ def visible_gpus() -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     run = open_run(args.run, same_data=True)
+    check_translates(run)
     decoding = Decoding(args, run, "generate")
     if args.nbest > decoding.search["beam"]:
         raise UserError(

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pn_fairseq.common.checkpoint_files import LAST, find_checkpoints, number_in
-from pn_fairseq.common.command import say
+from pn_fairseq.common.command import say, shown
 from pn_fairseq.pipeline import stamp
+from pn_fairseq.pipeline.training_log import read_log
 
 
 def record_of_average(averaged: Sequence[Path], kind: str) -> dict[str, object]:
@@ -44,7 +45,9 @@ def of_average(averaged: Path) -> str:
     """
     made = stamp.read(stamp.stamp_of(averaged))
     kind = made.get("averaged", "").partition(" ")[0]
-    again = "pn average --run RUN makes it again"
+    folder = averaged.parent
+    run = folder.parent if folder.name == "checkpoints" else folder
+    again = f"{shown(['average', '--run', run])} makes it again"
     if kind == "last":
         last = averaged.parent / LAST
         if last.is_file() and stamp.differences(
@@ -55,11 +58,21 @@ def of_average(averaged: Path) -> str:
         newest = find_checkpoints(averaged.parent, kind, 1)
         number = number_in(newest[0], kind) if newest else 0
         if number > int(made["up_to"]):
+            trained = max(number, _last_update(run) if kind == "update" else 0)
             return (
                 f"{averaged} is the average up to {kind} {made['up_to']}, and the run was trained "
-                f"on to {kind} {number} ({again})"
+                f"on to {kind} {trained} ({again})"
             )
     return ""
+
+
+def _last_update(run: Path) -> int:
+    """The update of the last checkpoint, by the log of ``pn train``; 0 without a log. It is in
+    checkpoint_last.pt only where the training ended between two saves by updates.
+    """
+    log = run / "train.log"
+    saved = read_log(log).saved if log.is_file() else None
+    return saved[1] if saved else 0
 
 
 def of_result(result: str, made: Path, averaged: Path) -> list[str]:

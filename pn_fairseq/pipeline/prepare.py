@@ -11,8 +11,8 @@ from pathlib import Path
 from types import ModuleType
 
 from pn_fairseq.common.command import ArgumentParser, UserError, absolute, say, say_next, whole
-from pn_fairseq.common.files import check_can_be_folder, check_folders, scratch_folder
-from pn_fairseq.pipeline.data import languages, settings, subwords, tokens
+from pn_fairseq.common.files import check_can_be_folder, check_file, check_folders, scratch_folder
+from pn_fairseq.pipeline.data import languages, pairs, settings, subwords, tokens
 from pn_fairseq.pipeline.data.preparation import Preparation, locked
 from pn_fairseq.pipeline.data.recipes import RECIPES, load
 from pn_fairseq.pipeline.data.settings import LanguageModelSettings, Settings
@@ -95,6 +95,10 @@ def main(argv: list[str]) -> None:
         options.corpus = absolute(options.corpus)
         if not options.check:
             check_folders([options.corpus], "--corpus")
+    for option in ("codes", "protect"):
+        file = getattr(options, option, None)
+        if file:
+            check_file(file, f"--{option}", pairs.COMPRESSED)
     made_with = with_tools(recipe.settings(options), options)
     name = recipe.folder(options) if hasattr(recipe, "folder") else recipe.CONFIG
     dest = options.dest or absolute(Path("runs/data", name))

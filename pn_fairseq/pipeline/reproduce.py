@@ -12,9 +12,10 @@ import argparse
 import inspect
 import logging
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import NoReturn
 
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -31,9 +32,17 @@ from pn_fairseq.common.command import (
 from pn_fairseq.common.files import CONFIGS, find_yaml, names_in, only_writer
 from pn_fairseq.pipeline.data.experiment import Experiment
 from pn_fairseq.pipeline.data.recipes import RECIPES, load
+from pn_fairseq.pipeline.data.settings import is_prepared
 from pn_fairseq.pipeline.prepare import options_of
 from pn_fairseq.pipeline.runs import load_config
-from pn_fairseq.pipeline.steps import experiments, find_experiment, is_corpus, must, reproduce
+from pn_fairseq.pipeline.steps import (
+    experiments,
+    find_experiment,
+    is_corpus,
+    must,
+    planned_runs,
+    reproduce,
+)
 from pn_fairseq.pipeline.train import setting_of
 
 #: The studies that come with this project.
@@ -48,6 +57,7 @@ Run all steps from text to a report, for a list of norms and seeds. WHAT is
   demo        one small run on the verses, with sample translations
   --study NAME-OR-FILE
               a list of runs that answer one question: {studies}; or such a file of your own
+              (keys of its parts: {keys}; docs/compare.md)
 """
 
 #: The end of every help text.
@@ -168,6 +178,23 @@ def of_corpus(name: str, argv: Sequence[str]) -> int:
     return reproduce(name, preparation=preparation, **args)
 
 
+def check_no_folder(path: Path) -> None:
+    """Refuse a folder of text or of prepared data in the place of a configuration."""
+    if not path.is_dir():
+        return
+    if is_prepared(path):
+        is_lm = not (path / "settings.txt").read_text("utf-8").startswith("source=")
+        command = shown(["reproduce", "own_text_lm" if is_lm else "own_text", "--data", path])
+        raise UserError(f"'{path}' is prepared data; name it by --data: {command}")
+    data = Path("runs/data", path.resolve().name)
+    prepare = shown(["prepare", "text", "--corpus", path, "--dest", data])
+    command = shown(["reproduce", "own_text", "--data", data])
+    raise UserError(
+        f"'{path}' is a folder; prepare its text first: {prepare} --source LANG --target LANG, "
+        f"then {command}"
+    )
+
+
 def main(argv: Sequence[str]) -> int:
     # else fairseq configures logging when it is imported
     logging.getLogger().addHandler(logging.NullHandler())
@@ -177,6 +204,8 @@ def main(argv: Sequence[str]) -> int:
             raise UserError(f"{what} is a study: pn reproduce --study {what}")
         if what == "demo":
             return demo(options)
+        if what not in experiments() and what not in names_in(CONFIGS):
+            check_no_folder(Path(what))
         return of_corpus(load(what) if what.endswith(".py") else what, options)
     if any(word.partition("=")[0] == "--study" for word in argv):
         return study_command(argv)
@@ -187,6 +216,7 @@ def main(argv: Sequence[str]) -> int:
             corpora=", ".join(experiments()),
             configs=", ".join(names_in(CONFIGS)),
             studies=", ".join(names_in(STUDIES)),
+            keys=", ".join(part.name for part in fields(Part)),
         ),
         epilog="pn reproduce WHAT --help lists the options.",
     )
@@ -253,14 +283,32 @@ def study_command(argv: Sequence[str]) -> int:
                 models=part.models,
                 settings=[*part.settings, *args.settings],
                 runs=args.runs / part.folder,
-                data=part.data and Path(part.data),
+                data=Path(part.data) if part.data else None,
+                data_option="data:",
                 ranks=args.ranks or part.ranks,
                 dry_run=args.dry_run,
             )
-    if not args.dry_run:
-        for folder in dict.fromkeys(args.runs / part.folder for part in study.parts):
-            must(["report", *sorted(folder.glob("*_seed*")), "--output", folder / "report"])
+    runs_in: dict[Path, set[Path]] = {}  # folder -> the runs that its report is about
+    for part in study.parts:
+        folder = args.runs / part.folder
+        runs_in.setdefault(folder, {*folder.glob("*_seed*")})
+        if args.dry_run:
+            runs_in[folder].update(_planned(part, folder))
+    for folder, runs in runs_in.items():
+        report = ["report", *sorted(runs), "--output", folder / "report"]
+        if args.dry_run:
+            print(shown(report))
+        else:
+            must(report)
     return failed
+
+
+def _planned(part: Part, folder: Path) -> list[Path]:
+    """The runs of a part, in their folder."""
+    experiment = find_experiment(part.corpus)
+    models = part.models or experiment.models
+    planned = planned_runs(experiment, part.norms, part.seeds, models, experiment.size)
+    return [folder / run.name for run in planned]
 
 
 def _study_parser(what: str, study: Study) -> ArgumentParser:
@@ -281,7 +329,20 @@ def _study_parser(what: str, study: Study) -> ArgumentParser:
     add("--runs", type=Path, metavar="DIR", default=default, help=runs)
     add_ranks(parser)
     add("--dry-run", action="store_true", help="print the commands and do nothing")
+    for key in ("data", "models", "norms", "seeds"):
+        add(f"--{key}", type=_of_part(key), help=argparse.SUPPRESS)
     return parser
+
+
+def _of_part(key: str) -> Callable[[str], NoReturn]:
+    """The type of an option that the parts of a study have as a key."""
+
+    def refuse(value: str) -> NoReturn:
+        raise argparse.ArgumentTypeError(
+            f"add {key}: {value} to the part, in the file of the study"
+        )
+
+    return refuse
 
 
 def demo(argv: Sequence[str]) -> int:

@@ -20,7 +20,8 @@ from pathlib import Path
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from pn_fairseq.common.command import UserError
+from pn_fairseq.common.checkpoint_files import SETTINGS
+from pn_fairseq.common.command import UserError, shown
 from pn_fairseq.common.files import check_folders, is_locked
 from pn_fairseq.pipeline import outdated
 from pn_fairseq.pipeline.data.settings import Settings, read
@@ -67,7 +68,7 @@ class Run:
         Raises:
             UserError: none of these is there, or it is damaged.
         """
-        for name in ("config.yaml", ".hydra/config.yaml"):
+        for name in SETTINGS:
             if (self.path / name).is_file():
                 return load_config(self.path / name)
         # The values of fairseq-train's Namespace can have any type.
@@ -221,7 +222,7 @@ def parts_of(architecture: str) -> tuple[str, str, str] | None:
 
 def is_run(path: Path) -> bool:
     """Whether a folder has the settings of a training run."""
-    has_settings = any((path / name).is_file() for name in ("config.yaml", ".hydra/config.yaml"))
+    has_settings = any((path / name).is_file() for name in SETTINGS)
     return has_settings or any(Run(path).checkpoints.glob("checkpoint*.pt"))
 
 
@@ -269,6 +270,13 @@ def open_run(path: Path, same_data: bool = False) -> Run:
     return run
 
 
+def check_translates(run: Run) -> None:
+    """Refuse the run of a language model where translations are made or scored."""
+    if run.get("task._name") == "language_modeling":
+        command = shown(["evaluate-lm", "--run", run.path])
+        raise UserError(f"'{run.path}' is the run of a language model: {command}")
+
+
 def load_config(file: Path) -> DictConfig:
     """Read the settings in a YAML file.
 
@@ -278,11 +286,30 @@ def load_config(file: Path) -> DictConfig:
     try:
         config = OmegaConf.load(file)
     except (yaml.YAMLError, ValueError, OSError) as error:
-        reason = ": ".join(line.strip() for line in str(error).splitlines()[:2])
-        raise UserError(f"{file} cannot be read as settings ({reason})") from error
+        raise UserError(
+            f"{file} cannot be read as settings ({_yaml_fault(file, error)})"
+        ) from error
     if not OmegaConf.is_dict(config) or not config:
         raise UserError(f"{file} holds no settings")
     return config
+
+
+def _yaml_fault(file: Path, error: Exception) -> str:
+    """What is wrong with a YAML file, in which line."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return ": ".join(line.strip() for line in str(error).splitlines()[:2])
+    twice = re.fullmatch("found duplicate key (.+)", error.problem)
+    if twice:
+        lines = file.read_text("utf-8").splitlines()
+        place = re.compile(f"{' ' * mark.column}{re.escape(twice[1])} *:")
+        same = [number for number, line in enumerate(lines, 1) if place.match(line)]
+        first = max((number for number in same if number <= mark.line), default=None)
+        where = f"in lines {first} and {mark.line + 1}" if first else f"in line {mark.line + 1}"
+        return f"{twice[1]} occurs twice, {where}: write one of them with all its keys"
+    if "'\\t'" in error.problem:
+        return f"line {mark.line + 1} has a tab, which YAML does not allow there: use blanks"
+    return f"line {mark.line + 1}: {error.problem}"
 
 
 def flat(settings: dict, prefix: str = "") -> dict[str, object]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from pn_fairseq.common.command import ArgumentParser, UserError, say, whole
-from pn_fairseq.common.files import read_lines, short_names
+from pn_fairseq.common.files import check_file, read_lines, short_names
 from pn_fairseq.pipeline import RUN_HELP, SUBSET_HELP, outdated
 from pn_fairseq.pipeline.data.languages import check_tag
 from pn_fairseq.pipeline.metrics import METRICS, Scoring
@@ -196,6 +196,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         scores, warnings = run.by_metric, run.warnings
         _note_on_outdated(args.run, args.output or args.run / "generate" / run.subset)
     else:
+        for option, file in [("--hyp", args.hyp), *(("--ref", ref) for ref in args.ref)]:
+            check_file(file, option)
         text = Text(read_lines(args.hyp), [read_lines(file) for file in args.ref])
         check_same_length({str(args.hyp): text.hypotheses}, text.references[0], str(args.ref[0]))
         for name, lines in zip(args.ref[1:], text.references[1:], strict=True):

@@ -139,6 +139,7 @@ def reproduce(
     settings: Sequence[str] = (),
     runs: Path | None = None,
     data: Path | None = None,
+    data_option: str = "--data",
     ranks: int | None = None,
     preparation: Sequence[str] = (),
     dry_run: bool = False,
@@ -154,6 +155,7 @@ def reproduce(
             folder of the run.
         runs: the folder for the runs and the report (default ``runs/CONFIG``).
         data: the prepared data (default ``runs/data/CONFIG``).
+        data_option: how messages call ``data``: the option, or ``data:`` of a study.
         ranks: of each run and decoding.
         preparation: more options of ``pn prepare``.
         dry_run: check the settings and print the commands.
@@ -173,15 +175,16 @@ def reproduce(
         size or experiment.size,
     )
     runs = absolute(runs or Path("runs") / Path(config).stem)
+    is_default = data is None
     data = absolute(data or Path("runs/data") / Path(experiment.config).stem)
     if not dry_run:
         check_no_writer(runs)
     prepare: list[str | Path] = []
     if is_corpus(name):
-        check_not_inside(data, "--data")
+        check_not_inside(data, data_option)
         prepare = ["prepare", command_name(name), "--dest", data, *preparation]
     else:
-        check_prepared(data, "--data")
+        check_prepared(data, data_option, is_default)
     notes = _check_systems(planned, config, settings, data=None if prepare else data)
     if prepare:
         prepare_data([*map(str, prepare[1:]), "--check"])

@@ -111,10 +111,9 @@ def main(argv: list[str]) -> int:
     if args.check:
         check_not_inside(data, "--data")
     else:
-        check_prepared(data, "--data")
+        check_prepared(data, "--data", is_default=args.data is None)
     check_can_be_folder(run, "--run")
-    if (run / "settings.txt").is_file():
-        raise UserError(f"--run '{run}' is prepared data; name another folder")
+    check_may_be_run(run)
     if ":" in str(data):
         raise UserError(
             f"'{data}' has a colon, at which fairseq splits paths; use another path (--data)"
@@ -125,6 +124,25 @@ def main(argv: list[str]) -> int:
         if args.check or (run / "checkpoints" / LAST).is_file():
             raise
         raise NothingSaved(*interruption.args) from None
+
+
+def check_may_be_run(run: Path) -> None:
+    """Refuse a folder of something else, whose files a run would replace or stumble over."""
+    if (run / "settings.txt").is_file():
+        raise UserError(f"--run '{run}' is prepared data; name another folder")
+    for name in ("config.yaml", "data", "data.settings", "made.txt", "starts.jsonl", "train.log"):
+        if (run / name).is_dir():
+            raise UserError(
+                f"--run '{run}' has a folder {name}, where a run has a file; name another folder"
+            )
+    for name in ("checkpoints", "tensorboard"):
+        check_can_be_folder(run / name, "--run")
+    config = run / "config.yaml"
+    if config.is_file() and not {"model", "task"} & load_config(config).keys():
+        raise UserError(
+            f"--run '{run}' has a config.yaml that is not of a run, which would be replaced; name "
+            "another folder"
+        )
 
 
 def start(args, argv: list[str], config: Path, data: Path, run: Path) -> int:
@@ -209,6 +227,8 @@ def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, r
         checks.build(cfg, with_data=False)
         if is_prepared(data):
             checks.check_subsets(cfg, data)
+        if args.run and not (run / "made.txt").is_file():
+            checks.check_last_is_there(run)
         if args.run and (run / "config.yaml").exists():
             checks.check_same_run(cfg, data, run)
             note_on_longer(cfg, run)
@@ -226,14 +246,19 @@ def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, r
         checks.check_weights(model, weights, cfg)
         if not layout.local_rank:
             outdated.note_on_average("train", [Path(weights)])
-    if last.exists() and (run / "config.yaml").exists():
+    begun = (run / "config.yaml").exists()
+    if begun and (last.exists() or is_finished(cfg, 0, run, data)):
         checks.check_same_run(cfg, data, run)
-        updates = checks.check_last(model, last, cfg)["optimizer_history"][-1]["num_updates"]
+        # without the file (checkpoint.no_last_checkpoints=true) the stamp says it
+        state = checks.check_last(model, last, cfg) if last.exists() else {}
+        updates = state["optimizer_history"][-1]["num_updates"] if state else 0
         if is_finished(cfg, updates, run, data):
             if not layout.rank:
                 note_on_longer(cfg, run)
                 say("train", f"{run} is already trained; {take_settings_of_decoding(cfg, run)}")
             return 0
+        checks.check_optimizer_state(state, last, cfg)
+    checks.check_last_is_there(run)
     if layout.rank is None and layout.world_size > 1:
         if not layout.gpu:
             os.environ.setdefault(
@@ -357,6 +382,12 @@ def begin(cfg, batches, layout: RankLayout, data: Path, run: Path, argv: list[st
     )
 
 
+def being_written(run: Path) -> Path:
+    """The checkpoint that an interrupted save has left, or the folder of all."""
+    partial = next((run / "checkpoints").glob("checkpoint*.pt.tmp"), None)
+    return partial.with_suffix("") if partial else run / "checkpoints"
+
+
 def remove_cut_off(run: Path) -> None:
     """Remove the files that an interrupted save has left in a run that this process trains."""
     for file in (run / "checkpoints").glob("checkpoint*.pt.tmp"):
@@ -431,8 +462,14 @@ def explained(error: Exception, cfg, run: Path) -> UserError | TrainingFailed:
     first_line = text.partition("\n")[0]
     reason = f"{type(error).__name__}: {first_line} (the traceback is in {run / 'train.log'})"
     for link in error_chain(error):
-        if getattr(link, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
-            file = getattr(link, "filename", None) or run / "checkpoints"
+        number = getattr(link, "errno", None)
+        file = getattr(link, "filename", None) or being_written(run)
+        if number == errno.EFBIG:
+            return TrainingFailed(
+                f"{file}: there is no space for a file of its size, or a limit of file size "
+                f"(ulimit -f); raise the limit or use another disk, then {RESUME}"
+            )
+        if number in (errno.ENOSPC, errno.EDQUOT):
             return TrainingFailed(
                 f"{file}: the disk is full; free some space, or keep fewer checkpoints "
                 f"(checkpoint.keep_interval_updates, checkpoint.keep_last_epochs), then {RESUME}"

@@ -254,6 +254,8 @@ def one_value(key: str, given: str = "") -> str:
     """The message about several values of a setting, of which ``given`` may be a single text."""
     text = f"{key} takes one value in a run; 'pn reproduce' makes several runs (--seeds 1,2)"
     if given:
+        if re.fullmatch(r"\d+,\d+", given) and key != "common.seed":
+            text += f"; a decimal number has a point: {key}={given.replace(',', '.')}"
         text += f"; a value that has commas itself needs quotes: \"{key}='{given}'\""
     return text
 

@@ -5,11 +5,11 @@ import tempfile
 from pathlib import Path
 
 from pn_fairseq.common.command import ArgumentParser, UserError, absolute, say
-from pn_fairseq.common.files import read_lines, write_lines
+from pn_fairseq.common.files import check_file, read_lines, write_lines
 from pn_fairseq.pipeline.data import subwords
 from pn_fairseq.pipeline.data.tokens import detokenize, tokenizer
 from pn_fairseq.pipeline.generate import Decoding, add_decoding_options, hypotheses
-from pn_fairseq.pipeline.runs import Run, open_run
+from pn_fairseq.pipeline.runs import Run, check_translates, open_run
 
 #: How many lines whose translations may be cut off are named.
 SHOWN = 10
@@ -58,8 +58,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: standard output")
     args = parser.parse_args(argv)
+    if args.input:
+        check_file(args.input, "--input")
     check_output(args.output, args.input)
     run = open_run(args.run, same_data=True)
+    check_translates(run)
     if run.data is None:
         settings = run.bin.parent / "settings.txt"
         raise UserError(f"{settings} does not exist: how its text was tokenized is not known")

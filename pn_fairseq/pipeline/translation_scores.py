@@ -30,7 +30,7 @@ from pn_fairseq.pipeline.data.binarize import sentences as indexed
 from pn_fairseq.pipeline.data.tokens import DETOKENIZER, detokenize
 from pn_fairseq.pipeline.generate import hypotheses, texts_of
 from pn_fairseq.pipeline.metrics import METRICS, Scoring
-from pn_fairseq.pipeline.runs import Run, open_run
+from pn_fairseq.pipeline.runs import Run, check_translates, open_run
 
 
 @dataclass(frozen=True)
@@ -248,6 +248,7 @@ def score_run(
         UserError: something is missing, or the line counts differ; no score is written then.
     """
     run = open_run(path, same_data=True)
+    check_translates(run)
     decoded_subset = stamp.read(output / "made.txt").get("subset") if output else None
     if subset and decoded_subset and subset != decoded_subset:
         raise UserError(

@@ -358,6 +358,7 @@ def test_report(work, tmp_path):
     runs = [work / name for name in MODELS if name != "adaptive"]
     call("report", *runs, "--output", tmp_path)
     page = (tmp_path / "report.md").read_text("utf-8")
+    assert "(PN after its warm-up), both numbers are the same" in page
     assert "**Not causal: LN (" in page and f"{read_perplexity(runs[2]).perplexity:.2f}" in page
     for name in runs:
         assert (

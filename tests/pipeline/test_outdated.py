@@ -39,6 +39,11 @@ def test_an_average_is_outdated_once_the_run_has_newer_checkpoints(run):
     save(run / "checkpoints", "checkpoint_2_100.pt", 100)
     text = outdated.of_average(averaged)
     assert "the average up to update 30, and the run was trained on to update 100" in text
+    assert f"(pn average --run {run} makes it again)" in text
+    # checkpoint_last.pt may be newer than the last save by updates
+    log = "Saved checkpoint checkpoint_{} (epoch 2 @ {} updates, score 3.0) (writing took 1 s)\n"
+    (run / "train.log").write_text(log.format("2_100.pt", 100) + log.format("last.pt", 103))
+    assert "was trained on to update 103 (" in outdated.of_average(averaged)
     assert in_process("average", "--run", run).returncode == 0
     assert outdated.of_average(averaged) == ""
 

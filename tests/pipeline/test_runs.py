@@ -197,6 +197,16 @@ def test_a_start_that_resumed_and_was_cut_off_is_as_long_as_its_records(tmp_path
             ("/x/checkpoint_last.pt: the disk",),
             True,
         ),
+        (
+            OSError(28, "No space left on device"),
+            ("/checkpoints/checkpoint_best.pt: the disk is full",),
+            True,
+        ),
+        (
+            OSError(27, "File too large"),
+            ("/checkpoints/checkpoint_best.pt: there is no space", "a limit of file size"),
+            True,
+        ),
         (ConnectionResetError("Connection reset by peer"), ("Connection reset",), True),
         (AttributeError("it has no x"), ("AttributeError: it has no x", "bug", "train.log"), False),
         # fairseq raises it when it saves the first checkpoint.
@@ -207,6 +217,8 @@ def test_only_a_fault_of_the_machine_says_that_the_same_command_helps(
     error, needles, helps, tmp_path
 ):
     cfg = OmegaConf.create({"checkpoint": {"best_checkpoint_metric": "bleu"}})
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints/checkpoint_best.pt.tmp").touch()
     line = str(train.explained(error, cfg, tmp_path))
     assert (
         all(needle in line for needle in needles)

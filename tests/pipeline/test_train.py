@@ -28,6 +28,7 @@ from ..scripts_helpers import (
     SCRIPTS,
     assert_refused,
     environment,
+    in_process,
     refused,
     verb,
     wait_for,
@@ -376,6 +377,56 @@ def test_checkpoints_that_cannot_be_resumed_or_started_from(
     assert shlex.split(command)[0] == "cp" and shlex.split(command)[-1] == str(last), line
     subprocess.run(shlex.split(command), check=True)
     assert start(data, run, "optimization.max_update=14") == 0
+
+
+def test_a_run_without_its_last_checkpoint_does_not_begin_again(data, trained, tmp_path, capsys):
+    run = shutil.copytree(trained, tmp_path / "run")
+    last = run / "checkpoints/checkpoint_last.pt"
+    last.unlink()
+    (newest,) = (run / "checkpoints").glob("checkpoint_*_12.pt")
+    os.utime(newest, (2e9, 2e9))
+    (run / "checkpoints/checkpoint_of_mine.pt").write_bytes(b"of the user")
+    os.utime(run / "checkpoints/checkpoint_of_mine.pt", (3e9, 3e9))
+    before = snapshot(run)
+    assert start(data, run) == 0
+    assert "is already trained; nothing to do" in capsys.readouterr().err
+    line = refused(capsys, start(data, run, "optimization.max_update=14"))
+    assert f"{run}/checkpoints has {newest.name} but no checkpoint_last.pt: cp " in line
+    assert f"or remove {run} to begin again" in line and snapshot(run) == before
+    (run / "made.txt").unlink()
+    assert "but no checkpoint_last.pt" in refused(capsys, start(data, run, "--check"))
+    copy = shlex.split(line.partition("checkpoint_last.pt: ")[2].partition(" to resume")[0])
+    assert copy == ["cp", str(newest), str(last)]
+    subprocess.run(copy, check=True)
+    assert start(data, run, "optimization.max_update=14") == 0
+    assert "resuming from checkpoint_last.pt, update 12" in capsys.readouterr().err
+
+
+def test_an_average_is_no_checkpoint_to_resume_from(data, trained, tmp_path, capsys):
+    run = shutil.copytree(trained, tmp_path / "run")
+    folder = run / "checkpoints"
+    last = folder / "checkpoint_last.pt"
+    before = snapshot(run)
+    folded = ["fold", folder / "checkpoint_best.pt"]
+    average = ["average", "--run", run, "--output"]
+    files = ["average", "--inputs", folder / "checkpoint_best.pt", "--output"]
+    for name in ("last", "best", "5_55", "9_99", "best-shard0"):
+        output = folder / f"checkpoint_{name}.pt"
+        words = folded if name == "9_99" else average
+        assert_refused(in_process(*words, output), "choose another name, such as averaged.pt")
+    assert_refused(in_process(*files, folder / "checkpoint7.pt"), "choose another name")
+    assert snapshot(run) == before
+    # under another name, and then put in its place
+    assert in_process(*average, folder / "checkpoint_of_mine.pt").returncode == 0
+    shutil.copy(folder / "checkpoint_of_mine.pt", last)
+    capsys.readouterr()
+    line = refused(capsys, start(data, run, "optimization.max_update=14"))
+    assert f"{last} has no optimizer state (pn average writes such files" in line
+    assert f"cp {folder}/checkpoint_" in line and f"finetune_from_model={last}" in line
+    shutil.copy(folder / "checkpoint_of_mine.pt.made.txt", f"{last}.made.txt")
+    line = refused(capsys, start(data, run, "optimization.max_update=14"))
+    assert f"{last} has no optimizer state (pn average wrote it)" in line
+    assert (run / "made.txt").is_file()
 
 
 def test_an_interrupted_save_leaves_no_half_of_a_file(data, tmp_path, capsys):

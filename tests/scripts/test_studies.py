@@ -121,6 +121,17 @@ def test_a_study_of_your_own(unchecked, tmp_path):
         "verses/pn+dropout=0.2_seed1",
         "a/pn_seed2",
     ]
+    dry = in_process(
+        "reproduce", "--study", tmp_path / "mine.yaml", "--runs", tmp_path, "--dry-run"
+    )
+    # a report on all seeds of a folder is the last one that is written there
+    last = {}
+    for line in dry.stdout.splitlines():
+        words = shlex.split(line)
+        if words[1] == "report":
+            last[words[-1]] = words[2:-2]
+    assert last[f"{tmp_path}/a/report"] == [f"{tmp_path}/a/pn_seed{seed}" for seed in (1, 2)]
+    assert len(last[f"{tmp_path}/verses/report"]) == 2
     assert of_runs["a/pn_seed2"][-3:] == ["optimization.max_update=3", "--ranks", "2"]
 
 

@@ -11,17 +11,21 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from pn_fairseq.common.command import UserError, say, why_it_failed
 from pn_fairseq.common.files import atomic_folder, count_lines
 
 SPLITS = ("train", "valid", "test")
 #: A fairseq index file (.idx) of the memory-mapped format begins with this (the last 8 bytes are
-#: the version). A type of one byte and the number of sentences in 8 bytes follow. Importing fairseq
-#: to ask the same would take seconds.
+#: the version). A type of one byte, a key of TYPES, and the number of sentences in 8 bytes follow.
+#: Importing fairseq to ask the same would take seconds.
 MAGIC = b"MMIDIDX\x00\x00" + (1).to_bytes(8, "little")
-TYPES = range(1, 11)
-#: Bytes before the lengths of the sentences, of 4 bytes each.
+TYPES = dict(zip(range(1, 11), "u1 i1 i2 i4 i8 f8 f8 u2 u4 u8".split(), strict=True))
+#: Bytes before the lengths of the sentences, of 4 bytes each. Their places follow, of 8 bytes each.
 HEADER = 26
+#: Subwords of every dictionary of fairseq that its file does not list.
+SPECIAL = 4
 
 
 def sentences(index: Path) -> int:
@@ -31,6 +35,39 @@ def sentences(index: Path) -> int:
     if len(head) < HEADER or not head.startswith(MAGIC) or head[17] not in TYPES:
         raise UserError(f"{index} is damaged, or no index of fairseq's memory-mapped format")
     return int.from_bytes(head[18:], "little")
+
+
+def words_in(dictionary: Path) -> int:
+    """Number of subwords in a dictionary of fairseq-preprocess, or 0 without the file."""
+    return count_lines(dictionary) + SPECIAL if dictionary.is_file() else 0
+
+
+def fault(folder: Path, name: str, words: int) -> str:
+    """What is wrong with the binary data ``name`` in the folder bin/; "" if its files are whole and
+    fit a dictionary of so many ``words``.
+    """
+    index, content = folder / f"{name}.idx", folder / f"{name}.bin"
+    if not (index.is_file() and content.is_file()):
+        return f"{folder} has no {name}"
+    try:
+        count = sentences(index)
+    except UserError:
+        return f"{index} is cut off or damaged"
+    if index.stat().st_size < HEADER + 12 * count:
+        return f"{index} is cut off or damaged"
+    with index.open("rb") as file:
+        dtype = np.dtype(TYPES[file.read(HEADER)[17]])
+        lengths = np.fromfile(file, np.int32, count)
+    size, expected = content.stat().st_size, int(lengths.sum(dtype=np.int64)) * dtype.itemsize
+    if size != expected:
+        return f"{content} has {size} bytes instead of {expected}"
+    largest = int(np.memmap(content, dtype, "r").max()) if expected else 0
+    if largest >= words:
+        return (
+            f"{content} has the subword number {largest}, but its dictionary in {folder} only "
+            f"{words} subwords"
+        )
+    return ""
 
 
 def make_bin(

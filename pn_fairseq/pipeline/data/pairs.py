@@ -15,6 +15,8 @@ from pn_fairseq.pipeline.data.archives import DAMAGE
 #: Characters of a token, as in Moses' clean-corpus-n.perl.
 LONGEST_TOKEN = 1000
 BOM = "\ufeff"
+#: Files that a message names.
+SHOWN = 12
 
 #: A published file -> its sentences.
 Reader = Callable[[Path], Iterator[str]]
@@ -30,7 +32,11 @@ def existing(path: Path) -> Path:
     files = [name for name in names if name.exists()]
     if not files:
         beside = sorted(other.name for other in path.parent.glob(f"{path.stem}.*"))
-        others = f"; there are {', '.join(beside)}" if beside else ""
+        if not beside:
+            beside = sorted(other.name for other in path.parent.glob("*") if other.is_file())
+        others = f"; there are {', '.join(beside[:SHOWN])}" if beside else ""
+        if len(beside) > SHOWN:
+            others += f" and {len(beside) - SHOWN} more"
         kinds = ", ".join(COMPRESSED)
         raise UserError(f"there is no {path}, plain or compressed ({kinds}){others}")
     if len(files) > 1:

@@ -31,10 +31,17 @@ from pn_fairseq.common.files import (
 )
 from pn_fairseq.pipeline import stamp
 from pn_fairseq.pipeline.data import archives, pairs, subwords, tokens
-from pn_fairseq.pipeline.data.binarize import SPLITS, make_bin, unknown_shares
+from pn_fairseq.pipeline.data.binarize import (
+    SPLITS,
+    fault,
+    make_bin,
+    unknown_shares,
+    words_in,
+)
 from pn_fairseq.pipeline.data.parallel import Work, per_line, transform
 from pn_fairseq.pipeline.data.restored import note_on
 from pn_fairseq.pipeline.data.settings import MOSES, NONE, LanguageModelSettings, Settings, check
+from pn_fairseq.pipeline.data.suspicious import notes_on
 
 #: Options of several recipes: flag -> arguments of argparse's ``add_argument``.
 CORPUS = {
@@ -204,7 +211,8 @@ class Preparation:
             sums[path.name] = checksum(path)
         settings = self.settings.as_text()
         check(self.dest, settings, sums)
-        self._note_on_copies()
+        self._note_on_text()
+        self._remove_damaged()
         outputs = self.dest / "bin", self.dest / "counts.txt"
         if stamp.done("prepare", self.dest / "settings.txt", settings | sums, *outputs):
             self.finish({})
@@ -219,25 +227,57 @@ class Preparation:
             new.rename(folder)
         return True
 
+    def _binary(self) -> dict[str, str]:
+        """The names of the binary data of all splits -> the names of their texts."""
+        if len(self.settings.endings) == 1:
+            return {split: self.files([split])[0] for split in self.splits}
+        source, target = self.settings.endings
+        names = {}
+        for name in self.files():
+            split, lang = name.split(".")
+            names[f"{split}.{source}-{target}.{lang}"] = name
+        return names
+
+    def _fault(self) -> str:
+        """What is wrong with the binary data of the splits, or "", as pn train checks it."""
+        folder = self.dest / "bin"
+        for name, text in self._binary().items():
+            lang = text.rpartition(".")[2]
+            dictionary = folder / ("dict.txt" if name in self.splits else f"dict.{lang}.txt")
+            problem = fault(folder, name, words_in(dictionary))
+            if problem:
+                return problem
+        return ""
+
+    def _remove_damaged(self) -> None:
+        """Remove bin/ if a file of it is missing or damaged: :func:`make_bin` makes it again."""
+        folder = self.dest / "bin"
+        problem = self._fault() if folder.is_dir() else ""
+        if not problem:
+            return
+        say("prepare", f"{problem}; making {folder} again")
+        for made in sorted(self.dest.glob("*.made.txt")):
+            name = made.name.removesuffix(".made.txt")
+            say("prepare", f"note: add the test set {name} again by the same command with --test")
+        shutil.rmtree(folder)
+
     def _model_in(self, data: Path) -> Path:
         """The file of the subwords of prepared data."""
         return data / "bpe" / subwords.MODELS[self.settings.segmentation]
 
-    def _note_on_copies(self) -> None:
-        """Say which splits of the text that was read have the same sentences on both sides."""
-        for split in self.splits:
-            files = [self.partial / "text" / name for name in self.files([split])]
-            if len(files) < 2 or not all(file.exists() for file in files):
-                continue
-            with files[0].open("rb") as source, files[1].open("rb") as target:
-                same = [one == other for one, other in zip(source, target, strict=True)]
-            if sum(same) > len(same) / 2:
-                names = " and ".join(self.files([split]))
-                say(
-                    "prepare",
-                    f"note: {sum(same)} of the {len(same)} pairs of {names} are the same on both "
-                    "sides",
-                )
+    def _note_on_text(self) -> None:
+        """Say what is suspicious about the text that was read."""
+        read, kept = self.partial / "text", self.dest / "raw"
+        if (self.dest / "text").is_dir():
+            kept = self.dest / "text"
+        texts = {}
+        for split in dict.fromkeys(["train", *self.splits]):
+            folder = read if split in self.splits else kept  # --test NAME reads no other split
+            files = [folder / name for name in self.files([split])]
+            if all(file.exists() for file in files):
+                texts[split] = files
+        for text in notes_on(texts, [split for split in self.splits if split in texts]):
+            say("prepare", f"note: {text}")
 
     def prepare_folder(
         self,
@@ -325,7 +365,7 @@ class Preparation:
             (self._reader_of_tokens(), "text") if comes_in_tokens else (pairs.as_is, "raw")
         )
         self.take(reader, name, [folder / file for file in self.files()])
-        self._note_on_copies()
+        self._note_on_text()
         texts = [self.partial / "text" / file for file in self.files()]
         stem = f"{name}.{self.settings.source}-{self.settings.target}"
         made, wanted = self.dest / f"{name}.made.txt", stamp.made_from({}, {name: texts})
@@ -333,9 +373,10 @@ class Preparation:
             raise UserError(
                 f"{self.dest} has another text as {name}; give this one another name (--test)"
             )
-        if stamp.done(
-            "prepare", made, wanted, self.dest / f"bin/{stem}.{self.settings.target}.idx"
-        ):
+        problem, lang = self._fault(), self.settings.target
+        if problem and made.is_file():
+            say("prepare", f"{problem}; making it again")
+        elif stamp.done("prepare", made, wanted, self.dest / f"bin/{stem}.{lang}.idx"):
             return
         write_settings(made, wanted)
         for text in texts:
@@ -516,14 +557,11 @@ class Preparation:
 
         ``expected``: the counts that the original text gives.
         """
-        source, target = self.settings.endings
+        source, _ = self.settings.endings
         flags = [*self._languages(), "--trainpref=bpe/train", "--validpref=bpe/valid"]
         flags += ["--testpref=" + ",".join(f"bpe/{split}" for split in self.splits[2:])]
         flags += self._with_dictionaries(self._dictionaries_like())
-        texts = {}
-        for name in self.files():
-            split, lang = name.split(".")
-            texts[f"{split}.{source}-{target}.{lang}"] = f"bpe/{name}"
+        texts = {name: f"bpe/{text}" for name, text in self._binary().items()}
         make_bin(self.dest, self.workers, flags, texts)
         if self.like:
             self._note_on_unknown(self.dest / "bin", self.like)

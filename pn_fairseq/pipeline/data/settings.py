@@ -118,16 +118,23 @@ def read(file: Path) -> Settings:
     return Settings(**values)
 
 
+#: How prepared data is named -> what to do where it was not named.
+TO_NAME = {"--data": "name yours by --data DIR", "data:": "add data: DIR to the part of the study"}
+#: The folders in prepared data.
+FOLDERS = ("text", "raw", "tok", "bpe", "bin")
+
+
 def is_prepared(data: Path) -> bool:
     """Whether ``data`` is a folder of prepared data."""
     return (data / "bin").is_dir() and (data / "settings.txt").is_file()
 
 
-def check_prepared(data: Path, option: str) -> None:
+def check_prepared(data: Path, option: str, is_default: bool = False) -> None:
     """Refuse a folder that is not prepared data.
 
     Args:
-        option: the option that names the folder.
+        option: the option that names the folder, or ``data:`` of a study.
+        is_default: the option was not given.
 
     Raises:
         UserError: what is missing, and which folders of prepared data are beside it.
@@ -142,15 +149,19 @@ def check_prepared(data: Path, option: str) -> None:
     if beside:
         meant = did_you_mean(data.name, beside)
         advice = f"prepared data in '{data.parent}': {', '.join(beside)}{meant}"
+    if is_default:
+        option, advice = f"the default of {option}", f"{advice}; {TO_NAME[option]}"
     raise UserError(f"{option} '{data}' is not prepared data: {reason} ({advice})")
 
 
 def check_not_inside(data: Path, option: str) -> None:
-    """Refuse the folder ``bin`` of prepared data in the place of the data, which may be absent."""
-    if data.name == "bin" and is_prepared(data.parent):
-        raise UserError(
-            f"{option} '{data}' is inside of prepared data, did you mean '{data.parent}'?"
-        )
+    """Refuse a file or folder of prepared data in the place of the data, which may be absent."""
+    for place in (data, *data.parents):
+        is_part = place.name in FOLDERS or place.is_file()
+        if is_part and is_prepared(place.parent):
+            raise UserError(
+                f"{option} '{data}' is inside of prepared data, did you mean '{place.parent}'?"
+            )
 
 
 def check(dest: Path, settings: Mapping[str, str], sums: Mapping[str, str]) -> None:

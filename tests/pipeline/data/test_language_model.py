@@ -100,7 +100,12 @@ def test_a_second_preparation_is_the_same_or_refused(prepared, tmp_path):
         # a configuration that is named after no other corpus
         advice = f"next: pn train own_text_lm --data {prepared / 'data'}\n"
         assert (advice in again.stderr) == (not check)
-    assert (prepared / "data/bin/train.bin").stat().st_mtime_ns == before
+    binary = prepared / "data/bin/train.bin"
+    assert binary.stat().st_mtime_ns == before
+    content = binary.read_bytes()
+    binary.write_bytes(content[:-2])
+    assert "bytes instead of" in run("pn", *own, *same).stderr
+    assert binary.read_bytes() == content
     assert_refused(in_process(*own, "--lower"), "min_count=2, not 1")
     assert_refused(in_process(*own, "--check"), "lower=1, not 0")
     for text, needle in (("b\n", "other text"), ("", "test.txt is empty")):

@@ -13,14 +13,16 @@ import pytest
 from sentencepiece import SentencePieceProcessor
 
 from pn_fairseq.pipeline.data import languages, pairs, subwords, tokens
+from pn_fairseq.pipeline.data.binarize import SPLITS
 from pn_fairseq.pipeline.data.preparation import Preparation, locked
 from pn_fairseq.pipeline.data.recipes import RECIPES
 from pn_fairseq.pipeline.data.settings import Settings, read
+from pn_fairseq.pipeline.data.suspicious import notes_on
 from pn_fairseq.pipeline.runs import Run
 from pn_fairseq.pipeline.translate import to_subwords
 
 from ...fixtures.corpora import lines
-from ...scripts_helpers import ROOT, assert_refused, cut_corpus, in_process, run, verb
+from ...scripts_helpers import ROOT, assert_refused, cut_corpus, files_of, in_process, run, verb
 
 
 @pytest.fixture
@@ -179,13 +181,82 @@ def test_the_same_text_on_both_sides_is_said(tmp_path, capsys):
     for split, english in texts.items():
         (tmp_path / f"partial/text/{split}.es").write_text("uno\ndos\ntres\n")
         (tmp_path / f"partial/text/{split}.en").write_text(english)
-    Preparation(tmp_path, Settings(source="es", target="en"))._note_on_copies()
+    Preparation(tmp_path, Settings(source="es", target="en"))._note_on_text()
     said = capsys.readouterr().err.splitlines()
     assert said == [
-        f"[prepare] note: {same} of the 3 pairs of {split}.es and {split}.en are the same on both "
-        "sides"
-        for split, same in (("train", 3), ("valid", 2))
+        "[prepare] note: 3 of the 3 pairs of train.es and train.en are the same on both sides",
+        "[prepare] note: 2 of the 3 pairs of valid.es and valid.en are the same on both sides",
+        "[prepare] note: 2 of 3 pairs of valid are in train: its loss is that of training text",
+        "[prepare] note: 1 of 3 pairs of test are in train: its BLEU is that of training text",
     ]
+
+
+def swap(folder: Path, split: str) -> None:
+    """Give the files of the two languages each other's names."""
+    source, target = folder / f"{split}.es", folder / f"{split}.en"
+    source.rename(folder / "other")
+    target.rename(source)
+    (folder / "other").rename(target)
+
+
+@pytest.mark.parametrize(
+    ("swapped", "named"),
+    [
+        ((), ""),
+        (("train",), "train"),
+        (("valid", "test"), "train"),
+        (("valid",), "valid"),
+        (("test",), "test"),
+        (("train", "valid", "test"), ""),
+    ],
+)
+def test_swapped_sides_of_a_split_are_said(swapped, named, tmp_path):
+    corpus = cut_corpus(tmp_path, 400, 40, 40)
+    for split in swapped:
+        swap(corpus, split)
+    texts = {split: [corpus / f"{split}.{lang}" for lang in ("es", "en")] for split in SPLITS}
+    notes = list(notes_on(texts, SPLITS))
+    assert [note.partition(" seem")[0] for note in notes] == (
+        [f"the two languages of {named}"] if named else []
+    )
+
+
+def test_sides_that_share_their_words_are_not_swapped(tmp_path):
+    """Sides in one language, and sets of few words."""
+    corpus = cut_corpus(tmp_path, 400, 40, 40)
+    english = {split: [corpus / f"{split}.en"] * 2 for split in SPLITS}
+    assert not any("swapped" in note for note in notes_on(english, SPLITS))
+    small = cut_corpus(tmp_path / "small", 400, 3, 3)
+    swap(small, "train")
+    few = {split: [small / f"{split}.{lang}" for lang in ("es", "en")] for split in SPLITS}
+    assert not list(notes_on(few, SPLITS))
+
+
+def test_sentences_of_other_splits_in_train_are_counted(tmp_path):
+    corpus = cut_corpus(tmp_path, 400, 40, 40)
+    copy_split(corpus, "train", "test")
+    texts = {split: [corpus / f"{split}.{lang}" for lang in ("es", "en")] for split in SPLITS}
+    for lang in ("es", "en"):
+        text = (corpus / f"train.{lang}").read_text("utf-8").splitlines()
+        valid = corpus / f"valid.{lang}"
+        # 2 of 42 are less than 5%, 3 of 43 are more; empty pairs do not count
+        valid.write_text("\n".join([valid.read_text("utf-8"), *text[:2], "", "", ""]), "utf-8")
+    of_test = "400 of 400 pairs of test are in train: its BLEU is that of training text"
+    assert list(notes_on(texts, SPLITS)) == [of_test]
+    for lang in ("es", "en"):
+        with (corpus / f"valid.{lang}").open("a", encoding="utf-8") as file:
+            file.write((corpus / f"train.{lang}").read_text("utf-8").splitlines()[7] + "\n")
+    of_valid = "3 of 43 pairs of valid are in train: its loss is that of training text"
+    assert list(notes_on(texts, SPLITS)) == [of_valid, of_test]
+    # language models: short lines recur in any text
+    lines_of = {split: [corpus / f"{split}.txt"] for split in SPLITS}
+    heading = "= = = A heading = = =\n"
+    one, other = (f"no one has ever said anything that sounds like {w}\n" for w in ("a", "b"))
+    lines_of["train"][0].write_text(f"{heading}\n{one}")
+    lines_of["valid"][0].write_text(f"{heading}\n{other}")
+    lines_of["test"][0].write_text(f"{one}{other}")
+    (note,) = notes_on(lines_of, SPLITS)
+    assert note.startswith("1 of 2 lines of at least 10 words of test are in train: its perplexity")
 
 
 def copy_split(folder: Path, split: str, to: str) -> None:
@@ -214,6 +285,7 @@ def test_further_test_sets(tokenized, corpus, tmp_path):
         ).read_bytes()
     before = (data / "settings.txt").read_bytes()
     said = prepare(corpus, data, "--test", "test2017")
+    assert "note: 9 of 9 pairs of test2017 are in train" in said
     assert (
         "has the test set test2017: 9 pairs" in said
         and "next: pn generate --run RUN --subset test2017" in said
@@ -261,6 +333,35 @@ def test_further_test_sets(tokenized, corpus, tmp_path):
     (corpus / "test3.es").touch()
     shutil.rmtree(data)
     assert_not_prepared(corpus, "has test3, but no test2: number them from 1")
+
+
+def test_damaged_binary_data_is_made_again(corpus, tmp_path):
+    """To the same bytes, as pn train asks for it."""
+    data, words = tmp_path / "data", ("--test", "extra")
+    copy_split(corpus, "valid", "extra")
+    prepare(corpus, data, *LANGUAGES)
+    prepare(corpus, data, *words)
+    before = files_of(data / "bin")
+    source = data / "bin/train.es-en.es.bin"
+    for damage, needle in (
+        (lambda: (data / "bin/valid.es-en.en.bin").unlink(), "bin has no valid.es-en.en; making"),
+        (lambda: source.write_bytes(source.read_bytes()[:-30]), "bytes instead of"),
+        (lambda: (data / "bin/dict.en.txt").unlink(), "only 0 subwords; making"),
+        (lambda: (data / "bin/test.es-en.en.idx").write_bytes(b"MMIDIDX"), "is cut off or damaged"),
+    ):
+        damage()
+        said = prepare(corpus, data, *LANGUAGES)
+        assert needle in said and "already exists" not in said and "is complete" in said
+        assert "note: add the test set extra again" in said
+        assert "bin has no extra.es-en.es; making it again" in prepare(corpus, data, *words)
+        made = files_of(data / "bin")
+        assert made.keys() == before.keys()
+        for name, content in before.items():
+            assert name == "preprocess.log" or made[name] == content, name
+    assert "bin already exists" in prepare(corpus, data, *LANGUAGES)
+    (data / "bin/extra.es-en.es.bin").write_bytes(b"")
+    assert "bytes instead of" in prepare(corpus, data, *words)
+    assert (data / "bin/extra.es-en.es.bin").read_bytes() == before["extra.es-en.es.bin"]
 
 
 def test_a_test_set_that_was_added_to_the_text_is_named(corpus, tmp_path):
