@@ -22,7 +22,6 @@ operator whose name ends in ``_`` changes state, which is contiguous, in place; 
 - ``squash``: y by tanh or erf, channel by channel; ``squash_gradient`` is its backward
 """
 
-import inspect
 import re
 from collections.abc import Callable
 
@@ -35,6 +34,9 @@ NAMESPACE = "pn_fairseq"
 
 #: Operator -> its reference implementation.
 OPERATORS: dict[str, Callable] = {}
+
+#: Operator -> the names of its arguments.
+ARGUMENTS: dict[str, list[str]] = {}
 
 #: Operator -> the places of the arguments that it changes.
 CHANGED: dict[str, tuple[int, ...]] = {}
@@ -56,9 +58,11 @@ def _operator(function: Callable, *state: str) -> Callable:
     # the gradient. A fallthrough skips autograd's dispatch key, whose default (warn in a backward
     # that these operators have no gradient) costs time in every call.
     _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
-    names = list(inspect.signature(function).parameters)
-    OPERATORS[name], CHANGED[name] = function, tuple(names.index(argument) for argument in state)
-    return getattr(torch.ops.pn_fairseq, name).default
+    operator = getattr(torch.ops.pn_fairseq, name).default
+    OPERATORS[name] = function
+    ARGUMENTS[name] = [argument.name for argument in operator._schema.arguments]
+    CHANGED[name] = tuple(ARGUMENTS[name].index(argument) for argument in state)
+    return operator
 
 
 normalize = _operator(reference.normalize)

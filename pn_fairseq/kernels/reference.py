@@ -516,7 +516,6 @@ def window_statistics(
     num_batches: Tensor,
     completed: Maybe,
     batch_psi2: Tensor,
-    weight: Maybe,
     warmup: int,
     ratio_warmup: int,
     eps: float,
@@ -533,8 +532,8 @@ def window_statistics(
     otherwise only with ``filtration``.
 
     Returns:
-        psi^2 in D; r * weight, r being 1 if the step is skipped; both (C,) in the accumulation
-        dtype; and whether the step is early and whether it is skipped, (2,) bool.
+        psi^2 in D; r, which is 1 if the step is skipped; both (C,) in the accumulation dtype; and
+        whether the step is early and whether it is skipped, (2,) bool.
     """
     dtype, rows = batch_psi2.dtype, len(psi2_window)
     updates = (num_batches if completed is None else completed) + 1
@@ -549,8 +548,8 @@ def window_statistics(
         skip = (window.mean(0) - average > bound).any() & ~early
     psi2 = torch.where(early | skip, batch_psi2, average)
     ratio = ((psi2 + eps) / (running_psi2.to(dtype) + eps)).sqrt().clamp(1 / 5, 5)
-    gain = torch.where(skip | (updates <= ratio_warmup), 1.0, ratio)
-    return psi2, _affine(gain, weight, None), torch.stack([early, skip])
+    ratio = torch.where(skip | (updates <= ratio_warmup), 1.0, ratio)
+    return psi2, ratio, torch.stack([early, skip])
 
 
 def _next_row(window: Tensor, num_batches: Tensor) -> Tensor:

@@ -211,6 +211,13 @@ def _write_partial(partials, slot, channel, inside, total, C):
 
 
 @triton.jit
+def _write_sums(partials, slot, channel, inside, products, plain, C):
+    """What the gradients of weight and bias are made of."""
+    _write_partial(partials, slot, channel, inside, products, C)
+    _write_partial(partials, slot + 1, channel, inside, plain, C)
+
+
+@triton.jit
 def _numbers(partials, SLOTS, C):
     """Where the numbers of the programs begin."""
     return partials + tl.num_programs(0).to(tl.int64) * (SLOTS * C)
@@ -218,15 +225,15 @@ def _numbers(partials, SLOTS, C):
 
 @triton.jit(do_not_specialize=["rows", "inner"])
 def norm_forward(
-    x,  # (rows, C)
     y,  # (rows, C), type of x, written; None: only the sums
+    partials,  # slots 0: squares, 1: sum (if CENTERED); counts; written. None: only y
+    x,  # (rows, C)
+    padding,  # (rows) bool, or None: all tokens are real
     inv_rms,  # (rows, GROUPS) ACC, read if GIVEN and written otherwise; None: no layer-scale
     weight,  # (C,) or None, as the next three
     bias,
     mean,
     moment,
-    padding,  # (rows) bool, or None: all tokens are real
-    partials,  # slots 0: squares, 1: sum (if CENTERED); counts; written. None: only y
     rows,
     inner,  # rows that an index of the first axis of x has; None: what is read is contiguous
     x_outer,  # stride of the first axis of x, in elements; None: x is contiguous
@@ -283,9 +290,13 @@ def norm_forward(
 
 @triton.jit(do_not_specialize=["rows", "inner"])
 def norm_backward(
+    dx,  # (rows, C), type of x, written; None: only the sums
+    # slots 0: dy (h - mean), 1: dy; with padding 2, 3: of real tokens; then a 0; written. None:
+    # only dx
+    partials,
     dy,  # (rows, C)
     x,  # (rows, C)
-    dx,  # (rows, C), type of x, written; None: only the sums
+    padding,  # (rows) bool, or None: all tokens are real
     inv_rms,  # (rows, GROUPS) ACC; None: no layer-scale
     weight,  # (C,) or None, as the next four; offset is unused without nu
     mean,
@@ -294,10 +305,6 @@ def norm_backward(
     offset,
     count,  # () ACC, or None: what nu and offset are divided by
     loss_scale,  # (1,) or None: what they are multiplied by
-    padding,  # (rows) bool, or None: all tokens are real
-    # slots 0: dy (h - mean), 1: dy; with padding 2, 3: of real tokens; then a 0; written. None:
-    # only dx
-    partials,
     rows,
     inner,  # as in norm_forward, and so are the strides
     dy_outer,
@@ -360,20 +367,18 @@ def norm_backward(
                 dh = (dh - h * projection) * scales
             _write(dx, tl.where(used, dh, 0.0), row, channel, exists, C)
     if partials is not None:
-        _write_partial(partials, 0, channel, inside, products, C)
-        _write_partial(partials, 1, channel, inside, plain, C)
+        _write_sums(partials, 0, channel, inside, products, plain, C)
         if padding is not None:
-            _write_partial(partials, 2, channel, inside, real_products, C)
-            _write_partial(partials, 3, channel, inside, real_plain, C)
+            _write_sums(partials, 2, channel, inside, real_products, real_plain, C)
         arrived = _numbers(partials, 2 if padding is None else 4, C)
         tl.store(arrived, 0.0, mask=tl.program_id(0) == 0)
 
 
 @triton.jit(do_not_specialize=["rows", "inner"])
 def standardize(
-    x,  # (rows, C)
     y,  # (rows, C), type of x, written
     stats,  # (3, rows, GROUPS) ACC, written
+    x,  # (rows, C)
     weight,  # (C,) or None, as the next
     bias,
     rows,
@@ -426,12 +431,12 @@ def standardize(
 
 @triton.jit(do_not_specialize=["rows", "inner"])
 def standardize_gradient(
+    dx,  # (rows, C), type of x, written; None: only the sums
+    partials,  # slots 0: dy z (gain + gain_slope z), 1: dy; written. None: only dx
     dy,  # (rows, C)
     x,  # (rows, C)
-    dx,  # (rows, C), type of x, written; None: only the sums
     weight,  # (C,) or None
     stats,  # (3, rows, GROUPS) ACC
-    partials,  # slots 0: dy z (gain + gain_slope z), 1: dy; written. None: only dx
     rows,
     inner,  # as in norm_backward
     dy_outer,
@@ -483,8 +488,7 @@ def standardize_gradient(
                 through = through - z * (share * _group_mean(dz * z, GROUP_SIZE))
             _write(dx, tl.where(used, through * inverse, 0.0), row, channel, exists, C)
     if partials is not None:
-        _write_partial(partials, 0, channel, inside, products, C)
-        _write_partial(partials, 1, channel, inside, plain, C)
+        _write_sums(partials, 0, channel, inside, products, plain, C)
 
 
 @triton.jit
@@ -513,8 +517,8 @@ def _squashed(h, alpha, shift, ERF):
 
 @triton.jit(do_not_specialize=["rows", "inner"])
 def squash(
-    x,  # (rows, C)
     y,  # (rows, C), type of x, written
+    x,  # (rows, C)
     weight,  # (C,) or None, as the next
     bias,
     alpha,  # (1,)
@@ -546,14 +550,14 @@ def squash(
 
 @triton.jit(do_not_specialize=["rows", "inner"])
 def squash_gradient(
+    dx,  # (rows, C), type of x, written; None: only the sums
+    # slots 0: dy f, 1: dy; numbers: weight dy f' x, and weight dy f'; written. None: only dx
+    partials,
     dy,  # (rows, C)
     x,  # (rows, C)
-    dx,  # (rows, C), type of x, written; None: only the sums
     weight,  # (C,) or None
     alpha,  # (1,)
     shift,  # (1,) or None
-    # slots 0: dy f, 1: dy; numbers: weight dy f' x, and weight dy f'; written. None: only dx
-    partials,
     rows,
     inner,  # as in norm_backward
     dy_outer,
@@ -594,8 +598,7 @@ def squash_gradient(
         if dx is not None:
             _write(dx, dh * scale, row, channel, exists, C)
     if partials is not None:
-        _write_partial(partials, 0, channel, inside, products, C)
-        _write_partial(partials, 1, channel, inside, plain, C)
+        _write_sums(partials, 0, channel, inside, products, plain, C)
         gain = _vector(weight, channel, inside, 1.0, ACC)  # only here, for its registers
         numbers = _numbers(partials, 2, C) + tl.program_id(0)
         tl.store(numbers, tl.sum(tl.ravel(stretched * gain), 0))
@@ -661,24 +664,24 @@ def finish_moments(
     tl.store(count, number, mask=tl.program_id(0) == 0)
 
 
-@triton.jit
-def _finish_row(
-    partials,
-    weight,
+@triton.jit(do_not_specialize=["programs"])
+def finish_gradient_sums(
+    partials,  # of norm_backward, or of another gradient: without weight and moment
+    weight,  # (C,) or None, as the next
     moment,
-    loss_scale,
-    parameters,
-    products,
+    loss_scale,  # (1,) or None
+    parameters,  # (2, C), written: the sums over all tokens
+    products,  # (2, C) ACC, written: those over the real ones and over the loss scale; or None
+    scalars,  # (2,) ACC, written: sums of the numbers; or None
     programs,
-    EPS,
-    MASKED,
-    C,
-    BLOCK_P,
+    EPS: constexpr,
+    MASKED: constexpr,
+    C: constexpr,
+    BLOCK_P: constexpr,
     BLOCK_C: constexpr,
 ):
-    """Write a row of ``parameters`` (2, C), the sums over all tokens, and of ``products`` (2, C),
-    unless it is None: over the real ones and over the loss scale. The second axis of the grid is
-    the row.
+    """The gradients of weight and bias and their parts from the real tokens. The second axis of the
+    grid is their row.
     """
     ACC: constexpr = partials.dtype.element_ty
     channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -698,55 +701,21 @@ def _finish_row(
         product = _divide(product, divisor) * _vector(weight, channel, inside, 1.0, ACC)
         product = _divide(product, _number(loss_scale, ACC))
         tl.store(products + row, product, mask=inside)
-
-
-@triton.jit(do_not_specialize=["programs"])
-def finish_gradient_sums(
-    partials,  # of norm_backward, or of another gradient: without weight and moment
-    weight,  # (C,) or None, as the next
-    moment,
-    loss_scale,  # (1,) or None
-    parameters,  # (2, C), written
-    products,  # (2, C) ACC, written; or None
-    scalars,  # (2,) ACC, written: sums of the numbers; or None
-    programs,
-    EPS: constexpr,
-    MASKED: constexpr,
-    C: constexpr,
-    BLOCK_P: constexpr,
-    BLOCK_C: constexpr,
-):
-    """The gradients of weight and bias and their parts from the real tokens."""
-    _finish_row(
-        partials,
-        weight,
-        moment,
-        loss_scale,
-        parameters,
-        products,
-        programs,
-        EPS,
-        MASKED,
-        C,
-        BLOCK_P,
-        BLOCK_C,
-    )
     if scalars is not None:
-        slot = tl.program_id(1)
         numbers = partials + (2 * C + slot) * programs.to(tl.int64)
         number = _total_number(numbers, programs, BLOCK_P)
         tl.store(scalars + slot, number, mask=tl.program_id(0) == 0)
 
 
 # The state after a batch. One program moves all channels, because one number that is not finite
-# keeps the batch out. SHARE is 1 - alpha.
+# keeps the batch out. Values beyond C have to be finite. What all threads read of the state is read
+# before a reduction, in which they wait for each other.
 
 
 @triton.jit
-def _all_finite(values):
-    """In float32. Values beyond C have to be finite."""
-    finite = tl.abs(values.to(tl.float32)) < INFINITY
-    return tl.min(finite.to(tl.int32), 0) == 1
+def _finite(values):
+    """In float32."""
+    return tl.abs(values.to(tl.float32)) < INFINITY
 
 
 @triton.jit
@@ -757,30 +726,32 @@ def _log(values):
 
 
 @triton.jit
-def _note(diagnostics, running, batch, channel, inside, tokens, counted, C):
-    """The entries 0 and 2 of the diagnostics: see :func:`.reference.running_average_`."""
-    before = tl.load(running + channel, mask=inside, other=1.0)
-    distance = tl.where(inside, tl.abs(_log(batch) - _log(before)), 0.0)
-    fault = (tokens > 0) & (counted == 0)
-    tl.store(diagnostics, tl.load(diagnostics) + fault.to(tl.float32))
-    tl.store(diagnostics + 2, 0.5 * tl.sum(distance, 0) / C)
+def _products(products, channel, inside, C):
+    """The sums of dx_hat * x_hat and of dx_hat. Other programs may just have written them."""
+    product = tl.load(products + channel, mask=inside, other=0.0, cache_modifier=".cg")
+    plain = tl.load(products + C + channel, mask=inside, other=0.0, cache_modifier=".cg")
+    return product, plain
 
 
 @triton.jit
-def _moves(counted, channel, C):
-    """Which channels of the state a batch moves. The interpreter has no scalar & vector."""
-    return tl.where(counted, channel, C) < C
+def _enters(running, diagnostics, batch, tokens, finite, channel, inside, C):
+    """Whether a batch counts, and which channels of the state it moves. Notes the entries 0 and 2
+    of the diagnostics: see :func:`.reference.running_average_`.
+    """
+    counted = (tokens > 0) & (tl.min(finite.to(tl.int32), 0) == 1)
+    if diagnostics is not None:
+        before = tl.load(running + channel, mask=inside, other=1.0)
+        distance = tl.where(inside, tl.abs(_log(batch) - _log(before)), 0.0)
+        fault = (tokens > 0) & (counted == 0)
+        tl.store(diagnostics, tl.load(diagnostics) + fault.to(tl.float32))
+        tl.store(diagnostics + 2, 0.5 * tl.sum(distance, 0) / C)
+    return counted, tl.where(counted, channel, C) < C  # the interpreter has no scalar & vector
 
 
 @triton.jit
 def _average(running, batch, share, channel, moves):
     old = tl.load(running + channel, mask=moves, other=0.0)
     tl.store(running + channel, old + share * (batch - old), mask=moves)
-
-
-@triton.jit
-def _count(num_batches, counted):
-    tl.store(num_batches, tl.load(num_batches) + counted.to(tl.int64))
 
 
 @triton.jit
@@ -803,71 +774,18 @@ def running_average_(
     channel = tl.arange(0, BLOCK_C)
     inside = channel < C
     tokens = tl.load(count)
+    batches = tl.load(num_batches)
     batch = _vector(batch_moment, channel, inside, 0.0, ACC)
     if UNBIASED:
         batch = tl.where(inside, batch * _divide(tokens, tokens - 1.0), 0.0)
     center = _vector(batch_mean, channel, inside, 0.0, ACC)
-    counted = (tokens > 0) & _all_finite(batch)
-    if mean is not None:
-        counted &= _all_finite(center)
-    counted &= _all_finite(_vector(products, channel, inside, 0.0, ACC))
-    counted &= _all_finite(_vector(products + C, channel, inside, 0.0, ACC))
-    if diagnostics is not None:
-        _note(diagnostics, moment, batch, channel, inside, tokens, counted, C)
-    moves = _moves(counted, channel, C)
+    product, plain = _products(products, channel, inside, C)
+    finite = _finite(batch) & _finite(center) & _finite(product) & _finite(plain)
+    counted, moves = _enters(moment, diagnostics, batch, tokens, finite, channel, inside, C)
     _average(moment, batch, 1.0 - ALPHA, channel, moves)
     if mean is not None:
         _average(mean, center, 1.0 - ALPHA, channel, moves)
-    _count(num_batches, counted)
-
-
-@triton.jit
-def _move_power(
-    psi2,
-    nu,
-    num_batches,
-    diagnostics,
-    batch_psi2,
-    used_psi2,
-    products,
-    count,
-    EPS,
-    WARMUP,
-    ALPHA_FWD,
-    ALPHA_BWD,
-    HAS_GRADIENT,
-    C,
-    BLOCK: constexpr,
-):
-    """The operator ``power_update_``. Other programs may have written ``products``."""
-    ACC: constexpr = batch_psi2.dtype.element_ty
-    channel = tl.arange(0, BLOCK)
-    inside = channel < C
-    tokens = tl.load(count)
-    batch = _vector(batch_psi2, channel, inside, 0.0, ACC)
-    gamma = _divide(batch, _vector(used_psi2, channel, inside, 1.0, ACC) + EPS)
-    product = tl.load(products + channel, mask=inside, other=0.0, cache_modifier=".cg")
-    plain = tl.load(products + C + channel, mask=inside, other=0.0, cache_modifier=".cg")
-    counted = (tokens > 0) & _all_finite(batch) & _all_finite(gamma)
-    counted &= _all_finite(product) & _all_finite(plain)
-    if diagnostics is not None:
-        _note(diagnostics, psi2, batch, channel, inside, tokens, counted, C)
-        not_numbers = tl.sum(tl.where(gamma == gamma, 0.0, gamma), 0)  # tl.max leaves them out
-        largest = tl.max(gamma, 0) + not_numbers
-        guarded = counted & ((1.0 - ALPHA_BWD) * largest > 1.0)
-        tl.store(diagnostics + 1, tl.load(diagnostics + 1) + guarded.to(tl.float32))
-        tl.store(diagnostics + 3, largest)
-    batches = tl.load(num_batches)
-    cumulative = _divide(tl.full([], 1.0, ACC), (batches + 1).to(ACC))
-    share = tl.where(batches < WARMUP, cumulative, tl.full([], 1.0 - ALPHA_FWD, ACC))
-    moves = _moves(counted, channel, C)
-    _average(psi2, batch, share, channel, moves)
-    if HAS_GRADIENT:
-        lambda_ = _divide(product, tl.maximum(tokens, 1.0))
-        old = tl.load(nu + channel, mask=moves, other=0.0)
-        kept = old * tl.maximum(1.0 - (1.0 - ALPHA_BWD) * gamma, 0.0)
-        tl.store(nu + channel, kept + (1.0 - ALPHA_BWD) * lambda_, mask=moves)
-    _count(num_batches, counted)
+    tl.store(num_batches, batches + counted.to(tl.int64))
 
 
 @triton.jit
@@ -889,23 +807,31 @@ def power_update_(
     BLOCK_C: constexpr,
 ):
     """The operator of this name."""
-    _move_power(
-        psi2,
-        nu,
-        num_batches,
-        diagnostics,
-        batch_psi2,
-        used_psi2,
-        products,
-        count,
-        EPS,
-        WARMUP,
-        ALPHA_FWD,
-        ALPHA_BWD,
-        HAS_GRADIENT,
-        C,
-        BLOCK_C,
-    )
+    ACC: constexpr = batch_psi2.dtype.element_ty
+    channel = tl.arange(0, BLOCK_C)
+    inside = channel < C
+    tokens = tl.load(count)
+    batches = tl.load(num_batches)
+    batch = _vector(batch_psi2, channel, inside, 0.0, ACC)
+    gamma = _divide(batch, _vector(used_psi2, channel, inside, 1.0, ACC) + EPS)
+    product, plain = _products(products, channel, inside, C)
+    finite = _finite(batch) & _finite(gamma) & _finite(product) & _finite(plain)
+    counted, moves = _enters(psi2, diagnostics, batch, tokens, finite, channel, inside, C)
+    if diagnostics is not None:
+        not_numbers = tl.sum(tl.where(gamma == gamma, 0.0, gamma), 0)  # tl.max leaves them out
+        largest = tl.max(gamma, 0) + not_numbers
+        guarded = counted & ((1.0 - ALPHA_BWD) * largest > 1.0)
+        tl.store(diagnostics + 1, tl.load(diagnostics + 1) + guarded.to(tl.float32))
+        tl.store(diagnostics + 3, largest)
+    cumulative = _divide(tl.full([], 1.0, ACC), (batches + 1).to(ACC))
+    share = tl.where(batches < WARMUP, cumulative, tl.full([], 1.0 - ALPHA_FWD, ACC))
+    _average(psi2, batch, share, channel, moves)
+    if HAS_GRADIENT:
+        lambda_ = _divide(product, tl.maximum(tokens, 1.0))
+        old = tl.load(nu + channel, mask=moves, other=0.0)
+        kept = old * tl.maximum(1.0 - (1.0 - ALPHA_BWD) * gamma, 0.0)
+        tl.store(nu + channel, kept + (1.0 - ALPHA_BWD) * lambda_, mask=moves)
+    tl.store(num_batches, batches + counted.to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["programs"])
@@ -935,13 +861,14 @@ def finish_power_step(
     """:func:`finish_gradient_sums`; the program that comes last is :func:`power_update_`."""
     arrived = partials + programs.to(tl.int64) * ((4 if MASKED else 2) * C)
     products = arrived + 1
-    _finish_row(
+    finish_gradient_sums(
         partials,
         weight,
         used_psi2,
         loss_scale,
         parameters,
         products,
+        None,
         programs,
         EPS,
         MASKED,
@@ -953,7 +880,7 @@ def finish_power_step(
     counter = arrived.to(tl.pointer_type(tl.int32), bitcast=True)
     number = tl.atomic_add(counter, 1, sem="acq_rel")
     if number == tl.num_programs(0) * tl.num_programs(1) - 1:
-        _move_power(
+        power_update_(
             psi2,
             nu,
             num_batches,
@@ -972,6 +899,16 @@ def finish_power_step(
         )
 
 
+# Windows: ring buffers of the last M steps. Step number t goes to row t % M.
+
+
+@triton.jit
+def _with_step(window, number, own, batches, channel, inside, M, C):
+    """Row ``number`` of a window after a step with the value ``own``, and before it."""
+    before = _vector(window + number * C, channel, inside, 1.0, own.dtype)
+    return tl.where(number == (batches + 1) % M, own, before), before
+
+
 @triton.jit
 def window_statistics(
     psi2_window,  # (M, C) float32
@@ -979,9 +916,8 @@ def window_statistics(
     num_batches,  # () int64
     completed,  # () int64, or None
     batch_psi2,  # (C,) ACC
-    weight,  # (C,), or None
     psi2,  # (C,) ACC, written
-    gain,  # (C,) ACC, written
+    ratio,  # (C,) ACC, written
     marks,  # (2,) bool, written
     WARMUP: constexpr,
     RATIO_WARMUP: constexpr,
@@ -1005,8 +941,7 @@ def window_statistics(
     logarithms = zeros
     roots = zeros  # of the window before this step
     for number in range(M):
-        before = _vector(psi2_window + number * C, channel, inside, 1.0, ACC)
-        value = tl.where(number == (batches + 1) % M, own, before)
+        value, before = _with_step(psi2_window, number, own, batches, channel, inside, M, C)
         average += value / M
         logarithms += tl.log(value) / M
         roots += tl.where(inside, tl.sqrt(before), 0.0)
@@ -1025,12 +960,12 @@ def window_statistics(
         skip = (early == 0) & (excess > variance * M)
     used = tl.where(early | skip, own, geometric if GEOMETRIC else average)
     running = _vector(running_psi2, channel, inside, 1.0, ACC)
-    ratio = _sqrt(_divide(used + EPS, running + EPS))
+    root = _sqrt(_divide(used + EPS, running + EPS))
     # unlike tl.clamp, this keeps NaN
-    ratio = tl.where(ratio < 0.2, 0.2, tl.where(ratio > 5.0, 5.0, ratio))
-    ratio = tl.where(skip | (updates + 1 <= RATIO_WARMUP), 1.0, ratio)
+    clipped = tl.where(root < 0.2, 0.2, tl.where(root > 5.0, 5.0, root))
     tl.store(psi2 + channel, used, mask=inside)
-    tl.store(gain + channel, ratio * _vector(weight, channel, inside, 1.0, ACC), mask=inside)
+    is_one = skip | (updates + 1 <= RATIO_WARMUP)
+    tl.store(ratio + channel, tl.where(is_one, 1.0, clipped), mask=inside)
     tl.store(marks, early)
     tl.store(marks + 1, skip)
 
@@ -1064,31 +999,27 @@ def window_update_(
     ACC: constexpr = psi2.dtype.element_ty
     channel = tl.arange(0, BLOCK_C)
     inside = channel < C
+    tokens = tl.load(count)
+    batches = tl.load(num_batches)
+    seen = tl.load(seen_batches)
     early = tl.load(marks) != 0
     skip = tl.load(marks + 1) != 0
-    product = _vector(products, channel, inside, 0.0, ACC)
+    product, plain = _products(products, channel, inside, C)
     own = _divide(product, tl.maximum(tl.load(counted_tokens), 1.0))  # lambda_B
     average = tl.zeros(own.shape, ACC)
-    seen_row = (tl.load(seen_batches) + 1) % M
     for number in range(M):
-        value = _vector(seen_lambda + number * C, channel, inside, 0.0, ACC)
-        average += tl.where(number == seen_row, own, value) / M
+        average += _with_step(seen_lambda, number, own, seen, channel, inside, M, C)[0] / M
     average = tl.where(early | skip, own, average)
     step = average
     if nu is not None:
         old = _vector(seen_nu, channel, inside, 0.0, ACC)
         step = tl.where(skip, own, ALPHA_BWD * old + (1.0 - ALPHA_BWD) * average)
     tl.store(correction + channel, step, mask=inside)
-    tokens = tl.load(count)
     batch = _vector(batch_psi2, channel, inside, 1.0, ACC)
     used = _vector(psi2, channel, inside, 1.0, ACC)
-    counted = (tokens > 0) & _all_finite(batch) & _all_finite(used) & _all_finite(average)
-    counted &= _all_finite(product)
-    counted &= _all_finite(_vector(products + C, channel, inside, 0.0, ACC))
-    if diagnostics is not None:
-        _note(diagnostics, running_psi2, batch, channel, inside, tokens, counted, C)
-    moves = _moves(counted, channel, C)
-    row = (tl.load(num_batches) + 1) % M * C + channel
+    finite = _finite(batch) & _finite(used) & _finite(average) & _finite(product) & _finite(plain)
+    counted, moves = _enters(running_psi2, diagnostics, batch, tokens, finite, channel, inside, C)
+    row = (batches + 1) % M * C + channel
     entering = tl.where(skip, _vector(running_psi2, channel, inside, 1.0, ACC), batch)
     tl.store(psi2_window + row, entering, mask=moves)
     _average(running_psi2, used, 1.0 - ALPHA_FWD, channel, moves)
@@ -1098,4 +1029,4 @@ def window_update_(
             entering = tl.where(skip, _vector(nu, channel, inside, 0.0, ACC), own)
             _average(nu, average, 1.0 - ALPHA_BWD, channel, moves)
         tl.store(lambda_window + row, entering, mask=moves)
-    _count(num_batches, counted)
+    tl.store(num_batches, batches + counted.to(tl.int64))

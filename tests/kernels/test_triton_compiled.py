@@ -134,8 +134,8 @@ def train(
     elif norm in ("un", "mabn"):
         unified, windows = norm == "un", empty(8, channels)
         _, _, batch, tokens = triton_ops.moments(x, padding, *rest, False)
-        given = windows, vector, count, count if masked else None, batch, weight, 0, 1000, 1e-5
-        psi2, gain, marks = triton_ops.window_statistics(*given, unified, unified)
+        given = windows, vector, count, count if masked else None, batch, 0, 1000, 1e-5
+        psi2, _, marks = triton_ops.window_statistics(*given, unified, unified)
         nu, products = vector if unified else None, empty(2, channels, dtype=batch.dtype)
         state = vector, nu, windows, windows, count, empty(4)
         of_step = psi2, batch, marks, products, tokens, tokens
