@@ -164,13 +164,15 @@ def results_of(function: Callable, name: str, arguments: Sequence) -> tuple[Tens
     the arguments that it changes: of copies, so that those that are given stay as they are.
     """
     given = list(arguments)
+    changed = []
     for place in CHANGED[name]:
-        given[place] = None if given[place] is None else given[place].clone()
+        if given[place] is not None:
+            given[place] = given[place].clone()
+            changed.append(given[place])
     results = function(*given)
-    if isinstance(results, Tensor):
-        results = (results,)
-    changed = [given[place] for place in CHANGED[name]]
-    return *(results or ()), *(value for value in changed if value is not None)
+    if results is None:
+        return tuple(changed)
+    return *((results,) if isinstance(results, Tensor) else results), *changed
 
 
 def difference(result: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
@@ -182,9 +184,8 @@ def difference(result: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> floa
         if ours.shape != wanted.shape or ours.dtype != wanted.dtype:
             return float("inf")
         if wanted.numel():
-            error = (
-                ours.double() - wanted.double()
-            ).abs().max() / wanted.double().abs().max().clamp(min=1e-30)
+            exact = wanted.double()
+            error = (ours.double() - exact).abs().max() / exact.abs().max().clamp(min=1e-30)
             worst = max(worst, float(error.nan_to_num(float("inf"))))
     return worst
 
@@ -206,9 +207,10 @@ def first_use(module: ModuleType, dtype: torch.dtype, device: torch.device) -> s
         first_arguments.setdefault(name, arguments)
     off = []
     for name, arguments in first_arguments.items():
-        results_of(getattr(module, name), name, arguments)
+        function = getattr(module, name)
+        results_of(function, name, arguments)
         expected = results_of(OPERATORS[name], name, arguments)
-        error = difference(results_of(getattr(module, name), name, arguments), expected)
+        error = difference(results_of(function, name, arguments), expected)
         if error > TOLERANCE[dtype]:
             off.append(f"{name} by {error:.0e}")
     if off:
@@ -223,21 +225,13 @@ def first_use(module: ModuleType, dtype: torch.dtype, device: torch.device) -> s
 
 def cache_file(module: ModuleType, dtype: torch.dtype, device: torch.device) -> Path:
     """The file that says that nothing is off."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "pn_fairseq")
-    sources = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("triton_*.py"))]
-    versions = [
-        torch.__version__,
-        module.triton.__version__,
-        dtype,
-        torch.cuda.get_device_name(device),
-        driver(),
-    ]
-    return (
-        folder
-        / hashlib.sha256(
-            b"\n".join([*sources, *(str(version).encode() for version in versions)])
-        ).hexdigest()[:16]
-    )
+    sources = sorted(Path(__file__).parent.glob("triton_*.py"))
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources))
+    gpu = torch.cuda.get_device_name(device)
+    versions = (torch.__version__, module.triton.__version__, dtype, gpu, driver())
+    digest.update("\n".join(map(str, versions)).encode())
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(cache, "pn_fairseq", digest.hexdigest()[:16])
 
 
 def driver() -> str:
@@ -247,8 +241,5 @@ def driver() -> str:
     try:
         return Path("/proc/driver/nvidia/version").read_text("utf-8")
     except OSError:
-        return (
-            str(torch._C._cuda_getDriverVersion())
-            if hasattr(torch._C, "_cuda_getDriverVersion")
-            else ""
-        )
+        supported = getattr(torch._C, "_cuda_getDriverVersion", None)
+        return str(supported()) if supported else ""

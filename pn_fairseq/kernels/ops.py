@@ -23,7 +23,9 @@ operator whose name ends in ``_`` changes state, which is contiguous, in place; 
 """
 
 import re
+import warnings
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -113,6 +115,14 @@ def by_reference() -> bool:
     )
 
 
+@cache
+def warn_by_reference(reason: str) -> None:
+    """That a GPU computes by the reference, once for each ``reason``."""
+    warnings.warn(
+        f"pn_fairseq computes by plain PyTorch on CUDA, which is slow: {reason}", stacklevel=4
+    )
+
+
 def refuse_second_derivative() -> None:
     """Called in a backward pass."""
     if torch.is_grad_enabled():
@@ -123,9 +133,8 @@ def _parameters(sums: Tensor, needed: tuple[bool, ...], like: Tensor | None) -> 
     """The rows of ``sums`` in the type of ``like``; None for a parameter that needs no gradient."""
     if not any(needed):
         return [None, None]
-    if sums.dtype != like.dtype:
-        sums = sums.to(like.dtype)
-    return [row if needs else None for row, needs in zip(sums.unbind(), needed, strict=True)]
+    rows = sums.to(like.dtype).unbind()
+    return [row if needs else None for row, needs in zip(rows, needed, strict=True)]
 
 
 class _Normalize(torch.autograd.Function):
@@ -134,11 +143,10 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, mean, moment, groups, eps):
         y, inv_rms, _, _ = normalize(x, weight, bias, mean, moment, None, None, groups, eps, False)
-        if moment is not None:
-            # The running statistics may change before the backward pass, which needs their values
-            # in this forward.
-            mean, moment = (value if value is None else value.clone() for value in (mean, moment))
-        ctx.save_for_backward(x, weight, mean, moment, inv_rms)
+        # The running statistics may change before the backward pass, which needs their values in
+        # this forward.
+        kept = [None if value is None else value.clone() for value in (mean, moment)]
+        ctx.save_for_backward(x, weight, *kept, inv_rms)
         ctx.rest = groups, eps
         return y
 

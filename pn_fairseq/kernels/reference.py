@@ -47,17 +47,18 @@ def _grouped(h: Tensor, groups: int) -> Tensor:
     return h.unflatten(-1, (groups, h.size(-1) // groups))
 
 
-def _inverse_rms(x: Tensor, groups: int, eps: float) -> Tensor:
+def _layer_scaled(
+    x: Tensor, groups: int, eps: float, inv_rms: Maybe = None
+) -> tuple[Tensor, Tensor]:
+    """h, in the accumulation dtype, and ``inv_rms``, which may be given."""
     h = x.to(acc_dtype(x))
     if groups == 0:
-        return torch.empty_like(h[..., :0])
-    return torch.rsqrt(_grouped(h, groups).square().mean(-1) + eps).contiguous()
-
-
-def _layer_scaled(x: Tensor, inv_rms: Tensor, groups: int) -> Tensor:
-    """h, in the accumulation dtype."""
-    h = x.to(acc_dtype(x))
-    return h if groups == 0 else (_grouped(h, groups) * inv_rms.unsqueeze(-1)).flatten(-2)
+        return h, torch.empty_like(h[..., :0])
+    grouped = _grouped(h, groups)
+    if inv_rms is None:
+        mean_square = grouped.square().mean(-1)
+        inv_rms = torch.rsqrt(mean_square + eps).contiguous()
+    return (grouped * inv_rms.unsqueeze(-1)).flatten(-2), inv_rms
 
 
 def _centered(h: Tensor, mean: Maybe) -> Tensor:
@@ -66,19 +67,21 @@ def _centered(h: Tensor, mean: Maybe) -> Tensor:
 
 def _factors(weight: Maybe, moment: Maybe, eps: float, dtype: torch.dtype) -> Maybe:
     """weight / D, (C,); None: 1."""
-    return weight if moment is None else _affine(torch.rsqrt(moment.to(dtype) + eps), weight, None)
+    if moment is None:
+        return weight
+    return _affine(torch.rsqrt(moment.to(dtype) + eps), weight)
 
 
-def _affine(values: Tensor, factors: Maybe, shift: Maybe, out: Maybe = None) -> Tensor:
+def _affine(values: Tensor, factors: Maybe, shift: Maybe = None, out: Maybe = None) -> Tensor:
     """factors * values + shift, in one pass; in the memory of ``out``, if it is given."""
-    if factors is not None:
-        factors = factors.to(values.dtype)
+    dtype = values.dtype
+    if factors is None and shift is None:
+        return values
     if shift is None:
-        return values if factors is None else torch.mul(values, factors, out=out)
-    shift = shift.to(values.dtype)
+        return torch.mul(values, factors.to(dtype), out=out)
     if factors is None:
-        return torch.add(values, shift, out=out)
-    return torch.addcmul(shift, values, factors, out=out)
+        return torch.add(values, shift.to(dtype), out=out)
+    return torch.addcmul(shift.to(dtype), values, factors.to(dtype), out=out)
 
 
 def _result(values: Tensor, like: Tensor) -> Tensor:
@@ -138,9 +141,9 @@ def _finite_sum(values: Tensor, tokens: Maybe = None) -> Maybe:
     flat = values.flatten(0, -2)
     weights = flat.new_ones(len(flat)) if tokens is None else tokens.flatten().to(flat.dtype)
     sums = []
-    parts = flat.split(_ADDED_AT_ONCE)
-    for part, of_part in zip(parts, weights.split(_ADDED_AT_ONCE), strict=True):
-        sums.append(torch.mv(part.t(), of_part))
+    for start in range(0, len(flat), _ADDED_AT_ONCE):
+        some = slice(start, start + _ADDED_AT_ONCE)
+        sums.append(torch.mv(flat[some].t(), weights[some]))
     total = torch.stack(sums).sum(0)
     return total if total.isfinite().all() else None
 
@@ -148,7 +151,14 @@ def _finite_sum(values: Tensor, tokens: Maybe = None) -> Maybe:
 def _sum_over_tokens(values: Tensor, tokens: Maybe = None) -> Tensor:
     """The sum over ``tokens``; None: over all."""
     total = _finite_sum(values, tokens)
-    return _only(values, tokens).flatten(0, -2).sum(0) if total is None else total
+    if total is not None:
+        return total
+    return _only(values, tokens).flatten(0, -2).sum(0)
+
+
+def _mean_over_tokens(values: Tensor, padding: Maybe, count: Tensor) -> Tensor:
+    """The mean over the real tokens, of which there are ``count``."""
+    return _sum_over_tokens(values, _real(padding)) / count.clamp(min=1.0)
 
 
 def _count(h: Tensor, padding: Maybe) -> Tensor:
@@ -178,15 +188,15 @@ def normalize(
         about 0 of the batch, mean_M(h^2) (C,), 0 if N = 0, and N (0-d). Without ``sums`` these two
         are empty and ``padding`` is unused.
     """
-    scales = _inverse_rms(x, groups, eps) if inv_rms is None else inv_rms
-    h = _layer_scaled(x, scales, groups)
+    h, new_inv_rms = _layer_scaled(x, groups, eps, inv_rms)
     factors = _factors(weight, moment, eps, h.dtype)
-    y = _affine(_centered(h, mean), factors, bias)
-    batch_moment, count = h.new_empty(0), h.new_empty(0)
-    if sums:
-        count = _count(h, padding)
-        batch_moment = _sum_over_tokens(h.square(), _real(padding)) / count.clamp(min=1.0)
-    return _result(y, x), scales if inv_rms is None else h.new_empty(0), batch_moment, count
+    y = _result(_affine(_centered(h, mean), factors, bias), x)
+    if inv_rms is not None:
+        new_inv_rms = h.new_empty(0)
+    if not sums:
+        return y, new_inv_rms, h.new_empty(0), h.new_empty(0)
+    count = _count(h, padding)
+    return y, new_inv_rms, _mean_over_tokens(h.square(), padding, count), count
 
 
 def moments(
@@ -204,15 +214,13 @@ def moments(
 
 def _moments(x, padding, groups, eps, centered) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The results of :func:`moments`, with h - mean in the middle."""
-    inv_rms = _inverse_rms(x, groups, eps)
-    h = _layer_scaled(x, inv_rms, groups)
+    h, inv_rms = _layer_scaled(x, groups, eps)
     count = _count(h, padding)
     mean = h.new_empty(0)
     if centered:
-        mean = _sum_over_tokens(h, _real(padding)) / count.clamp(min=1.0)
+        mean = _mean_over_tokens(h, padding, count)
         h = h - mean
-    moment = _sum_over_tokens(h.square(), _real(padding)) / count.clamp(min=1.0)
-    return inv_rms, mean, h, moment, count
+    return inv_rms, mean, h, _mean_over_tokens(h.square(), padding, count), count
 
 
 def gradient_sums(
@@ -234,8 +242,8 @@ def gradient_sums(
         weight and bias; ``products`` (2, C): the sums of dx_hat * x_hat and of dx_hat over the
         *real* tokens, over the loss scale.
     """
-    centered = _centered(_layer_scaled(x, inv_rms, groups), mean)
-    return _gradient_sums(dy, centered, padding, False, weight, moment, loss_scale, eps)
+    h, _ = _layer_scaled(x, groups, eps, inv_rms)
+    return _gradient_sums(dy, _centered(h, mean), padding, False, weight, moment, loss_scale, eps)
 
 
 def _gradient_sums(dy, centered, padding, corrected, weight, moment, loss_scale, eps) -> tuple:
@@ -250,9 +258,10 @@ def _gradient_sums(dy, centered, padding, corrected, weight, moment, loss_scale,
     if padding is not None:
         over_real = _sum_over_tokens(products, real), _sum_over_tokens(dy, real)
     factors = _factors(None, moment, eps, dy.dtype)
-    parameters = torch.stack([_affine(over_all[0], factors, None), over_all[1]])
-    products = torch.stack([_affine(over_real[0], factors, None), over_real[1]])
-    products = _affine(products, weight, None)
+    parameters, products = (
+        torch.stack([_affine(slope, factors), shift]) for slope, shift in (over_all, over_real)
+    )
+    products = _affine(products, weight)
     return parameters, products if loss_scale is None else products / loss_scale.to(dy.dtype)
 
 
@@ -265,7 +274,7 @@ def _correction(
         vector = vector / count.clamp(min=1.0)
     if loss_scale is not None:
         vector = vector * loss_scale.to(dtype)
-    return _affine(vector, factors, None)
+    return _affine(vector, factors)
 
 
 def gradient(
@@ -292,12 +301,12 @@ def gradient(
     and multiplied by the loss scale. Through layer-scale, per token and group, dx = (dh - h
     mean_k(dh_k h_k)) * inv_rms.
     """
-    h = _layer_scaled(x, inv_rms, groups)
+    h, _ = _layer_scaled(x, groups, eps, inv_rms)
     centered, dtype = _centered(h, mean), h.dtype
     corrected, correction = nu is not None, None
     if corrected:
         factors = _factors(None, moment, eps, dtype)
-        slope = _affine(_correction(nu, count, loss_scale, factors, dtype), factors, None)
+        slope = _affine(_correction(nu, count, loss_scale, factors, dtype), factors)
         shift = None if offset is None else _correction(offset, count, loss_scale, factors, dtype)
         no_longer_needed = None if mean is None or sums else centered
         correction = _affine(centered, slope, shift, out=no_longer_needed)
@@ -446,12 +455,14 @@ def power_step_(
     """
     given = dy, x, padding, weight, None, used_psi2, nu, None, None, loss_scale, inv_rms
     dx, parameters, products = gradient(*given, groups, eps, True)
-    state, batch = (
-        (psi2, running_nu, num_batches, diagnostics),
-        (batch_psi2, used_psi2, products, count),
-    )
+    state = psi2, running_nu, num_batches, diagnostics
+    batch = batch_psi2, used_psi2, products, count
     power_update_(*state, *batch, eps, warmup, alpha_fwd, alpha_bwd, True)
-    return dx, parameters if weight is None else parameters.to(weight.dtype)
+    return dx, _in_type_of(weight, parameters)
+
+
+def _in_type_of(weight: Maybe, parameters: Tensor) -> Tensor:
+    return parameters if weight is None else parameters.to(weight.dtype)
 
 
 def batch_normalize(
@@ -507,7 +518,7 @@ def batch_step_(
     dx, _, _ = gradient(*given, *corrections, *rest, False)
     state = running_moment, running_mean, num_batches, diagnostics
     running_average_(*state, moment, mean, products, count, alpha, unbiased)
-    return dx, parameters if weight is None else parameters.to(weight.dtype)
+    return dx, _in_type_of(weight, parameters)
 
 
 def window_statistics(
@@ -547,9 +558,10 @@ def window_statistics(
         bound = psi2_window.to(dtype).sqrt().var() * rows
         skip = (window.mean(0) - average > bound).any() & ~early
     psi2 = torch.where(early | skip, batch_psi2, average)
-    ratio = ((psi2 + eps) / (running_psi2.to(dtype) + eps)).sqrt().clamp(1 / 5, 5)
-    ratio = torch.where(skip | (updates <= ratio_warmup), 1.0, ratio)
-    return psi2, ratio, torch.stack([early, skip])
+    squared_ratio = (psi2 + eps) / (running_psi2.to(dtype) + eps)
+    ratio = squared_ratio.sqrt().clamp(1 / 5, 5)
+    is_one = skip | (updates <= ratio_warmup)
+    return psi2, torch.where(is_one, 1.0, ratio), torch.stack([early, skip])
 
 
 def _next_row(window: Tensor, num_batches: Tensor) -> Tensor:
@@ -650,17 +662,18 @@ def standardize(
     """
     h = _grouped(x.to(acc_dtype(x)), groups)
     mean = h.mean(-1, keepdim=True) if centered else h.new_zeros(*h.shape[:-1], 1)
-    deviation = h - (mean if through_mean else mean.detach())
-    second = square_factor * (h - mean).square().mean(-1, keepdim=True) + eps_in_root
+    variance = (h - mean).square().mean(-1, keepdim=True)
+    second = square_factor * variance + eps_in_root
     tiny = torch.finfo(h.dtype).tiny  # the root has a derivative from here on
     root = second.clamp(min=tiny).sqrt()
-    divisor = (root + eps_outside).clamp(min=min_divisor)
-    share = torch.where(
-        (second > tiny) & (root + eps_outside >= min_divisor), square_factor * divisor / root, 0.0
-    )
+    outside = root + eps_outside
+    divisor = outside.clamp(min=min_divisor)
+    depends = (second > tiny) & (outside >= min_divisor)
+    share = torch.where(depends, square_factor * divisor / root, 0.0)
+    deviation = h - (mean if through_mean else mean.detach())
     z = deviation / (divisor if through_divisor else divisor.detach())
-    y = (z * (gain + gain_slope * z.detach())).flatten(-2)
-    y = _affine(y, weight, bias)
+    curved = z * (gain + gain_slope * z.detach())
+    y = _affine(curved.flatten(-2), weight, bias)
     return _result(y, x), torch.stack([mean, 1 / divisor, share]).squeeze(-1)
 
 
@@ -690,7 +703,7 @@ def standardize_gradient(
     z = (_grouped(x.to(stats.dtype), groups) - mean) * inverse
     curved = gain + gain_slope * z
     wide = dy.to(stats.dtype)
-    dz = _grouped(_affine(wide, weight, None), groups) * curved
+    dz = _grouped(_affine(wide, weight), groups) * curved
     dx = dz
     if through_mean:
         dx = dx - dz.mean(-1, keepdim=True)
@@ -715,17 +728,16 @@ def squash(
     """y = weight * f(alpha x + shift) + bias with f = tanh, or ``erf``; alpha and shift have one
     element.
     """
-    return _result(_squashed(x, alpha, shift, erf, weight, bias)[0], x)
+    value, _ = _squashed(x.to(acc_dtype(x)), alpha, shift, erf)
+    return _result(_affine(value, weight, bias), x)
 
 
-def _squashed(x, alpha, shift, erf, weight, bias) -> tuple[Tensor, Tensor, Tensor]:
-    """y, f and its argument, in the accumulation dtype."""
-    h = x.to(acc_dtype(x))
+def _squashed(h: Tensor, alpha: Tensor, shift: Maybe, erf: bool) -> tuple[Tensor, Tensor]:
+    """f and its argument."""
     argument = h * alpha.to(h.dtype)
     if shift is not None:
         argument = argument + shift.to(h.dtype)
-    value = torch.erf(argument) if erf else torch.tanh(argument)
-    return _affine(value, weight, bias), value, argument
+    return torch.erf(argument) if erf else torch.tanh(argument), argument
 
 
 def squash_gradient(
@@ -734,11 +746,13 @@ def squash_gradient(
     """Gradients of :func:`squash`: dx (..., C); of weight and bias (2, C); of alpha and shift
     (2,).
     """
-    x = _only(x.to(acc_dtype(x)), _used(dy))
-    _, value, argument = _squashed(x, alpha, shift, erf, None, None)
-    wide = dy.to(value.dtype)
-    slope = 2 / math.sqrt(math.pi) * torch.exp(-argument.square()) if erf else 1 - value.square()
-    inner = _affine(wide, weight, None) * slope
+    h = _only(x.to(acc_dtype(x)), _used(dy))
+    value, argument = _squashed(h, alpha, shift, erf)
+    wide = dy.to(h.dtype)
+    slope = 1 - value.square()
+    if erf:
+        slope = 2 / math.sqrt(math.pi) * torch.exp(-argument.square())
+    inner = _affine(wide, weight) * slope
     parameters = torch.stack([_sum_over_tokens(wide * value), _sum_over_tokens(wide)])
-    scalars = torch.stack([(inner * x.to(inner.dtype)).sum(), inner.sum()])
-    return _result(inner * alpha.to(inner.dtype), dy), parameters, scalars
+    scalars = torch.stack([(inner * h).sum(), inner.sum()])
+    return _result(inner * alpha.to(h.dtype), dy), parameters, scalars

@@ -52,8 +52,12 @@ def _divide(numerator, denominator):
 
 
 @triton.jit
-def _vector(pointer, channel, inside, default, ACC):
-    """A vector over channels in the accumulation dtype; ``default`` everywhere if there is none."""
+def _vector(pointer, at, default, ACC):
+    """A vector over channels in the accumulation dtype; ``default`` everywhere if there is none.
+
+    ``at``: the channels, and which of these there are.
+    """
+    channel, inside = at
     if pointer is None:
         return tl.full(channel.shape, default, ACC)
     else:
@@ -70,12 +74,19 @@ def _number(pointer, ACC):
 
 
 @triton.jit
-def _divisor(moment, channel, inside, EPS, ACC):
+def _divisor(moment, at, EPS, ACC):
     """D, or 1 without a moment."""
     if moment is None:
-        return tl.full(channel.shape, 1.0, ACC)
+        return tl.full(at[0].shape, 1.0, ACC)
     else:
-        return _sqrt(_vector(moment, channel, inside, 1.0, ACC) + EPS)
+        return _sqrt(_vector(moment, at, 1.0, ACC) + EPS)
+
+
+@triton.jit
+def _columns(first, C, BLOCK: constexpr):
+    """The channels from the ``first`` one on, and which of these there are."""
+    channel = first + tl.arange(0, BLOCK)
+    return channel, channel < C
 
 
 # The passes over the tokens.
@@ -96,11 +107,14 @@ def _tiles(BLOCK_N):
 
 
 @triton.jit
-def _tile(start, rows, inside, BLOCK_N: constexpr):
-    """The tokens of a tile, which of these there are, (BLOCK_N,), and which of its elements."""
+def _tile(start, rows, at, BLOCK_N: constexpr):
+    """The tokens of a tile, which of these there are, (BLOCK_N,), its channels, and which of its
+    elements there are.
+    """
+    channel, inside = at
     row = start + tl.arange(0, BLOCK_N)
     valid = row < rows
-    return row, valid, valid[:, None, None] & inside
+    return row, valid, channel, valid[:, None, None] & inside
 
 
 @triton.jit
@@ -117,22 +131,25 @@ def _starts(row, inner, outer_stride, inner_stride, C):
 
 
 @triton.jit
-def _read(tokens, row, channel, exists, inner, outer_stride, inner_stride, C, ACC):
+def _read(tokens, tile, inner, outer_stride, inner_stride, C, ACC):
     """A tile in the accumulation dtype, 0 where there is nothing."""
+    row, _, channel, exists = tile
     starts = _starts(row, inner, outer_stride, inner_stride, C)
     places = starts[:, None, None] + channel
     return tl.load(tokens + places, mask=exists, other=0.0).to(ACC)
 
 
 @triton.jit
-def _write(tokens, values, row, channel, exists, C):
+def _write(tokens, tile, values, C):
+    row, _, channel, exists = tile
     starts = row.to(tl.int64) * C
     tl.store(tokens + (starts[:, None, None] + channel), values, mask=exists)
 
 
 @triton.jit
-def _real(padding, row, valid, inner, outer_stride, inner_stride):
+def _real(padding, tile, inner, outer_stride, inner_stride):
     """Which tokens of a tile are real, (BLOCK_N,)."""
+    row, valid, _, _ = tile
     if padding is None:
         return valid
     else:
@@ -160,21 +177,22 @@ def _used(dy):
 
 
 @triton.jit
-def _of_groups(row, valid, GROUPS, BLOCK_G: constexpr):
+def _of_groups(tile, GROUPS, BLOCK_G: constexpr):
     """The places in (rows, GROUPS) of the groups of a tile, and which there are, (BLOCK_N,
     BLOCK_G).
     """
+    row, valid, _, _ = tile
     group = tl.arange(0, BLOCK_G)[None, :]
     places = row.to(tl.int64)[:, None] * GROUPS + group
     return places, valid[:, None] & (group < GROUPS)
 
 
 @triton.jit
-def _inv_rms(h, inv_rms, row, valid, GROUPS, GROUP_SIZE, BLOCK_G, EPS, GIVEN):
+def _inv_rms(h, inv_rms, tile, GROUPS, GROUP_SIZE, BLOCK_G, EPS, GIVEN):
     """1 / rms of each token and group of a tile, (BLOCK_N, BLOCK_G, 1): read if GIVEN, else
     computed and written.
     """
-    places, exists = _of_groups(row, valid, GROUPS, BLOCK_G)
+    places, exists = _of_groups(tile, GROUPS, BLOCK_G)
     if GIVEN:
         scales = tl.load(inv_rms + places, mask=exists, other=0.0)
     else:
@@ -205,16 +223,17 @@ def _add_tile(h, real, count, mean, squares):
 
 
 @triton.jit
-def _write_partial(partials, slot, channel, inside, total, C):
+def _write_partial(partials, slot, at, total, C):
+    channel, inside = at
     row = slot * tl.num_programs(0).to(tl.int64) + tl.program_id(0)
     tl.store(partials + row * C + channel, total, mask=inside)
 
 
 @triton.jit
-def _write_sums(partials, slot, channel, inside, products, plain, C):
+def _write_sums(partials, slot, at, products, plain, C):
     """What the gradients of weight and bias are made of."""
-    _write_partial(partials, slot, channel, inside, products, C)
-    _write_partial(partials, slot + 1, channel, inside, plain, C)
+    _write_partial(partials, slot, at, products, C)
+    _write_partial(partials, slot + 1, at, plain, C)
 
 
 @triton.jit
@@ -257,34 +276,34 @@ def norm_forward(
     mean.
     """
     C: constexpr = GROUPS * GROUP_SIZE
-    channel, inside = _channels(GROUPS, GROUP_SIZE, BLOCK_G, BLOCK_K)
+    at = _channels(GROUPS, GROUP_SIZE, BLOCK_G, BLOCK_K)
     first, stride = _tiles(BLOCK_N)
-    center = _vector(mean, channel, inside, 0.0, ACC)
-    shift = _vector(bias, channel, inside, 0.0, ACC)
-    scale = _vector(weight, channel, inside, 1.0, ACC)
-    scale = _divide(scale, _divisor(moment, channel, inside, EPS, ACC))
+    center = _vector(mean, at, 0.0, ACC)
+    shift = _vector(bias, at, 0.0, ACC)
+    scale = _vector(weight, at, 1.0, ACC)
+    scale = _divide(scale, _divisor(moment, at, EPS, ACC))
     count = tl.zeros([], ACC)
-    zeros = tl.zeros(channel.shape, ACC)
+    zeros = tl.zeros(at[0].shape, ACC)
     batch_mean = zeros
     squares = zeros
     for start in range(first, rows, stride):
-        row, valid, exists = _tile(start, rows, inside, BLOCK_N)
-        h = _read(x, row, channel, exists, inner, x_outer, x_inner, C, ACC)
+        tile = _tile(start, rows, at, BLOCK_N)
+        h = _read(x, tile, inner, x_outer, x_inner, C, ACC)
         if inv_rms is not None:
-            h = h * _inv_rms(h, inv_rms, row, valid, GROUPS, GROUP_SIZE, BLOCK_G, EPS, GIVEN)
+            h = h * _inv_rms(h, inv_rms, tile, GROUPS, GROUP_SIZE, BLOCK_G, EPS, GIVEN)
         if partials is not None:
-            real = _real(padding, row, valid, inner, padding_outer, padding_inner)
+            real = _real(padding, tile, inner, padding_outer, padding_inner)
             if CENTERED:
                 count, batch_mean, squares = _add_tile(h, real, count, batch_mean, squares)
             else:
                 count += tl.sum(real.to(ACC), 0)
                 squares += _over_tokens(tl.where(real[:, None, None], h * h, 0.0))
         if y is not None:
-            _write(y, (h - center) * scale + shift, row, channel, exists, C)
+            _write(y, tile, (h - center) * scale + shift, C)
     if partials is not None:
-        _write_partial(partials, 0, channel, inside, squares, C)
+        _write_partial(partials, 0, at, squares, C)
         if CENTERED:
-            _write_partial(partials, 1, channel, inside, batch_mean * count, C)
+            _write_partial(partials, 1, at, batch_mean * count, C)
         tl.store(_numbers(partials, 2 if CENTERED else 1, C) + tl.program_id(0), count)
 
 
@@ -326,27 +345,27 @@ def norm_backward(
     dh = scale dy - 1_M (slope (h - mean) + shift).
     """
     C: constexpr = GROUPS * GROUP_SIZE
-    channel, inside = _channels(GROUPS, GROUP_SIZE, BLOCK_G, BLOCK_K)
+    at = _channels(GROUPS, GROUP_SIZE, BLOCK_G, BLOCK_K)
     first, stride = _tiles(BLOCK_N)
-    center = _vector(mean, channel, inside, 0.0, ACC)
-    divisor = _divisor(moment, channel, inside, EPS, ACC)
-    scale = _divide(_vector(weight, channel, inside, 1.0, ACC), divisor)
+    center = _vector(mean, at, 0.0, ACC)
+    divisor = _divisor(moment, at, EPS, ACC)
+    scale = _divide(_vector(weight, at, 1.0, ACC), divisor)
     tokens = tl.maximum(_number(count, ACC), 1.0)
     factor = _divide(_divide(_number(loss_scale, ACC), tokens), divisor)
-    slope = _divide(_vector(nu, channel, inside, 0.0, ACC) * factor, divisor)
-    shift = _vector(offset, channel, inside, 0.0, ACC) * factor
-    zeros = tl.zeros(channel.shape, ACC)
+    slope = _divide(_vector(nu, at, 0.0, ACC) * factor, divisor)
+    shift = _vector(offset, at, 0.0, ACC) * factor
+    zeros = tl.zeros(at[0].shape, ACC)
     products = zeros
     plain = zeros
     real_products = zeros
     real_plain = zeros
     for start in range(first, rows, stride):
-        row, valid, exists = _tile(start, rows, inside, BLOCK_N)
-        real = _real(padding, row, valid, inner, padding_outer, padding_inner)[:, None, None]
-        dh = _read(dy, row, channel, exists, inner, dy_outer, dy_inner, C, ACC)
-        h = _read(x, row, channel, exists, inner, x_outer, x_inner, C, ACC)
+        tile = _tile(start, rows, at, BLOCK_N)
+        real = _real(padding, tile, inner, padding_outer, padding_inner)[:, None, None]
+        dh = _read(dy, tile, inner, dy_outer, dy_inner, C, ACC)
+        h = _read(x, tile, inner, x_outer, x_inner, C, ACC)
         if inv_rms is not None:
-            scales = _inv_rms(h, inv_rms, row, valid, GROUPS, GROUP_SIZE, BLOCK_G, EPS, True)
+            scales = _inv_rms(h, inv_rms, tile, GROUPS, GROUP_SIZE, BLOCK_G, EPS, True)
             h = h * scales
         used = _used(dh)
         if nu is not None:
@@ -365,11 +384,11 @@ def norm_backward(
             if inv_rms is not None:
                 projection = _group_mean(dh * h, GROUP_SIZE)
                 dh = (dh - h * projection) * scales
-            _write(dx, tl.where(used, dh, 0.0), row, channel, exists, C)
+            _write(dx, tile, tl.where(used, dh, 0.0), C)
     if partials is not None:
-        _write_sums(partials, 0, channel, inside, products, plain, C)
+        _write_sums(partials, 0, at, products, plain, C)
         if padding is not None:
-            _write_sums(partials, 2, channel, inside, real_products, real_plain, C)
+            _write_sums(partials, 2, at, real_products, real_plain, C)
         arrived = _numbers(partials, 2 if padding is None else 4, C)
         tl.store(arrived, 0.0, mask=tl.program_id(0) == 0)
 
@@ -402,31 +421,31 @@ def standardize(
     """y by the statistics of each group of a token, and these."""
     C: constexpr = GROUPS * GROUP_SIZE
     TINY: constexpr = TINY_64 if ACC == tl.float64 else TINY_32
-    channel, inside = _channels(GROUPS, GROUP_SIZE, BLOCK_G, BLOCK_K)
+    at = _channels(GROUPS, GROUP_SIZE, BLOCK_G, BLOCK_K)
     first, stride = _tiles(BLOCK_N)
-    scale = _vector(weight, channel, inside, 1.0, ACC)
-    shift = _vector(bias, channel, inside, 0.0, ACC)
+    scale = _vector(weight, at, 1.0, ACC)
+    shift = _vector(bias, at, 0.0, ACC)
     plane = rows.to(tl.int64) * GROUPS
     for start in range(first, rows, stride):
-        row, valid, exists = _tile(start, rows, inside, BLOCK_N)
-        z = _read(x, row, channel, exists, inner, x_outer, x_inner, C, ACC)
+        tile = _tile(start, rows, at, BLOCK_N)
+        z = _read(x, tile, inner, x_outer, x_inner, C, ACC)
         mean = tl.zeros([BLOCK_N, BLOCK_G], ACC)
         if CENTERED:
             mean = tl.sum(z, 2) / GROUP_SIZE
-            z = tl.where(inside, z - mean[:, :, None], 0.0)
+            z = tl.where(at[1], z - mean[:, :, None], 0.0)
         second = tl.sum(z * z, 2) / GROUP_SIZE * SQUARE_FACTOR + EPS_IN_ROOT
         root = _sqrt(tl.where(second < TINY, TINY, second))  # unlike tl.maximum, this keeps NaN
         divisor = root + EPS_OUTSIDE
         depends = (second > TINY) & (divisor >= MIN_DIVISOR)
         share = tl.where(depends, SQUARE_FACTOR * divisor / root, 0.0)
         inverse = 1.0 / tl.where(divisor < MIN_DIVISOR, MIN_DIVISOR, divisor)
-        places, there = _of_groups(row, valid, GROUPS, BLOCK_G)
+        places, there = _of_groups(tile, GROUPS, BLOCK_G)
         tl.store(stats + places, mean, mask=there)
         tl.store(stats + plane + places, inverse, mask=there)
         tl.store(stats + 2 * plane + places, share, mask=there)
         z = z * inverse[:, :, None]
         z = z * (GAIN + GAIN_SLOPE * z)
-        _write(y, z * scale + shift, row, channel, exists, C)
+        _write(y, tile, z * scale + shift, C)
 
 
 @triton.jit(do_not_specialize=["rows", "inner"])
@@ -458,18 +477,18 @@ def standardize_gradient(
     tokens.
     """
     C: constexpr = GROUPS * GROUP_SIZE
-    channel, inside = _channels(GROUPS, GROUP_SIZE, BLOCK_G, BLOCK_K)
+    at = _channels(GROUPS, GROUP_SIZE, BLOCK_G, BLOCK_K)
     first, stride = _tiles(BLOCK_N)
-    scale = _vector(weight, channel, inside, 1.0, ACC)
-    zeros = tl.zeros(channel.shape, ACC)
+    scale = _vector(weight, at, 1.0, ACC)
+    zeros = tl.zeros(at[0].shape, ACC)
     products = zeros
     plain = zeros
     plane = rows.to(tl.int64) * GROUPS
     for start in range(first, rows, stride):
-        row, valid, exists = _tile(start, rows, inside, BLOCK_N)
-        places, there = _of_groups(row, valid, GROUPS, BLOCK_G)
-        grad = _read(dy, row, channel, exists, inner, dy_outer, dy_inner, C, ACC)
-        h = _read(x, row, channel, exists, inner, x_outer, x_inner, C, ACC)
+        tile = _tile(start, rows, at, BLOCK_N)
+        places, there = _of_groups(tile, GROUPS, BLOCK_G)
+        grad = _read(dy, tile, inner, dy_outer, dy_inner, C, ACC)
+        h = _read(x, tile, inner, x_outer, x_inner, C, ACC)
         mean = tl.load(stats + places, mask=there, other=0.0)[:, :, None]
         inverse = tl.load(stats + plane + places, mask=there, other=0.0)[:, :, None]
         used = _used(grad)
@@ -486,9 +505,9 @@ def standardize_gradient(
             if THROUGH_DIVISOR:
                 share = tl.load(stats + 2 * plane + places, mask=there, other=0.0)[:, :, None]
                 through = through - z * (share * _group_mean(dz * z, GROUP_SIZE))
-            _write(dx, tl.where(used, through * inverse, 0.0), row, channel, exists, C)
+            _write(dx, tile, tl.where(used, through * inverse, 0.0), C)
     if partials is not None:
-        _write_sums(partials, 0, channel, inside, products, plain, C)
+        _write_sums(partials, 0, at, products, plain, C)
 
 
 @triton.jit
@@ -537,15 +556,15 @@ def squash(
 ):
     """y = weight f(alpha x + shift) + bias with f = tanh, or erf."""
     C: constexpr = GROUPS * GROUP_SIZE
-    channel, inside = _channels(GROUPS, GROUP_SIZE, BLOCK_G, BLOCK_K)
+    at = _channels(GROUPS, GROUP_SIZE, BLOCK_G, BLOCK_K)
     first, stride = _tiles(BLOCK_N)
-    scale = _vector(weight, channel, inside, 1.0, ACC)
-    offset = _vector(bias, channel, inside, 0.0, ACC)
+    scale = _vector(weight, at, 1.0, ACC)
+    offset = _vector(bias, at, 0.0, ACC)
     for start in range(first, rows, stride):
-        row, _, exists = _tile(start, rows, inside, BLOCK_N)
-        h = _read(x, row, channel, exists, inner, x_outer, x_inner, C, ACC)
+        tile = _tile(start, rows, at, BLOCK_N)
+        h = _read(x, tile, inner, x_outer, x_inner, C, ACC)
         value, _ = _squashed(h, alpha, shift, ERF)
-        _write(y, value * scale + offset, row, channel, exists, C)
+        _write(y, tile, value * scale + offset, C)
 
 
 @triton.jit(do_not_specialize=["rows", "inner"])
@@ -574,18 +593,18 @@ def squash_gradient(
 ):
     """dx, and each program's sums over its tokens."""
     C: constexpr = GROUPS * GROUP_SIZE
-    channel, inside = _channels(GROUPS, GROUP_SIZE, BLOCK_G, BLOCK_K)
+    at = _channels(GROUPS, GROUP_SIZE, BLOCK_G, BLOCK_K)
     first, stride = _tiles(BLOCK_N)
-    scale = _vector(weight, channel, inside, 1.0, ACC) * tl.load(alpha).to(ACC)
-    zeros = tl.zeros(channel.shape, ACC)
+    scale = _vector(weight, at, 1.0, ACC) * tl.load(alpha).to(ACC)
+    zeros = tl.zeros(at[0].shape, ACC)
     products = zeros
     plain = zeros
     stretched = zeros
     shifted = zeros
     for start in range(first, rows, stride):
-        row, _, exists = _tile(start, rows, inside, BLOCK_N)
-        grad = _read(dy, row, channel, exists, inner, dy_outer, dy_inner, C, ACC)
-        h = _read(x, row, channel, exists, inner, x_outer, x_inner, C, ACC)
+        tile = _tile(start, rows, at, BLOCK_N)
+        grad = _read(dy, tile, inner, dy_outer, dy_inner, C, ACC)
+        h = _read(x, tile, inner, x_outer, x_inner, C, ACC)
         h = tl.where(_used(grad), h, 0.0)
         value, argument = _squashed(h, alpha, shift, ERF)
         slope = 1.1283791670955126 * tl.exp(-argument * argument) if ERF else 1.0 - value * value
@@ -596,10 +615,10 @@ def squash_gradient(
             stretched += _over_tokens(dh * h)
             shifted += _over_tokens(dh)
         if dx is not None:
-            _write(dx, dh * scale, row, channel, exists, C)
+            _write(dx, tile, dh * scale, C)
     if partials is not None:
-        _write_sums(partials, 0, channel, inside, products, plain, C)
-        gain = _vector(weight, channel, inside, 1.0, ACC)  # only here, for its registers
+        _write_sums(partials, 0, at, products, plain, C)
+        gain = _vector(weight, at, 1.0, ACC)  # only here, for its registers
         numbers = _numbers(partials, 2, C) + tl.program_id(0)
         tl.store(numbers, tl.sum(tl.ravel(stretched * gain), 0))
         tl.store(numbers + tl.num_programs(0), tl.sum(tl.ravel(shifted * gain), 0))
@@ -610,8 +629,9 @@ def squash_gradient(
 
 
 @triton.jit
-def _total(partials, slot, channel, inside, programs, C, BLOCK_P: constexpr):
+def _total(partials, slot, at, programs, C, BLOCK_P: constexpr):
     """The sum of a slot over all programs, for the channels."""
+    channel, inside = at
     total = tl.zeros([BLOCK_P, channel.shape[0]], partials.dtype.element_ty)
     for start in range(0, programs, BLOCK_P):
         program = start + tl.arange(0, BLOCK_P)[:, None]
@@ -624,8 +644,7 @@ def _total(partials, slot, channel, inside, programs, C, BLOCK_P: constexpr):
 @triton.jit
 def _total_number(numbers, programs, BLOCK_P):
     """The sum of one number of every program."""
-    only = tl.arange(0, 1)
-    return tl.sum(_total(numbers, 0, only, only == 0, programs, 1, BLOCK_P), 0)
+    return tl.sum(_total(numbers, 0, _columns(0, 1, 1), programs, 1, BLOCK_P), 0)
 
 
 @triton.jit(do_not_specialize=["programs"])
@@ -640,15 +659,15 @@ def finish_moments(
     BLOCK_C: constexpr,
 ):
     """Mean, second moment about it, and number of the real tokens. Both are 0 if there is none."""
-    channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    inside = channel < C
+    at = _columns(tl.program_id(0) * BLOCK_C, C, BLOCK_C)
+    channel, inside = at
     SLOTS: constexpr = 1 if mean is None else 2
     counts = partials + SLOTS * C * programs.to(tl.int64)
     number = _total_number(counts, programs, BLOCK_P)
     divisor = tl.maximum(number, 1.0)
-    squares = _total(partials, 0, channel, inside, programs, C, BLOCK_P)
+    squares = _total(partials, 0, at, programs, C, BLOCK_P)
     if mean is not None:
-        center = _total(partials, 1, channel, inside, programs, C, BLOCK_P) / divisor
+        center = _total(partials, 1, at, programs, C, BLOCK_P) / divisor
         tl.store(mean + channel, center, mask=inside)
         # n_p (mean_p - mean)^2: Chan's formula for all programs at once
         between = tl.zeros([BLOCK_P, BLOCK_C], partials.dtype.element_ty)
@@ -684,12 +703,12 @@ def finish_gradient_sums(
     grid is their row.
     """
     ACC: constexpr = partials.dtype.element_ty
-    channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    inside = channel < C
+    at = _columns(tl.program_id(0) * BLOCK_C, C, BLOCK_C)
+    channel, inside = at
     slot = tl.program_id(1)
     row = slot * C + channel
-    divisor = tl.where(slot == 0, _divisor(moment, channel, inside, EPS, ACC), 1.0)
-    over_all = _total(partials, slot, channel, inside, programs, C, BLOCK_P)
+    divisor = tl.where(slot == 0, _divisor(moment, at, EPS, ACC), 1.0)
+    over_all = _total(partials, slot, at, programs, C, BLOCK_P)
     parameter = _divide(over_all, divisor)
     if parameters.dtype.element_ty.primitive_bitwidth == 16:
         parameter = parameter.to(tl.float32)  # not every triton rounds float64 to these
@@ -697,8 +716,8 @@ def finish_gradient_sums(
     if products is not None:
         product = over_all
         if MASKED:
-            product = _total(partials, slot + 2, channel, inside, programs, C, BLOCK_P)
-        product = _divide(product, divisor) * _vector(weight, channel, inside, 1.0, ACC)
+            product = _total(partials, slot + 2, at, programs, C, BLOCK_P)
+        product = _divide(product, divisor) * _vector(weight, at, 1.0, ACC)
         product = _divide(product, _number(loss_scale, ACC))
         tl.store(products + row, product, mask=inside)
     if scalars is not None:
@@ -726,18 +745,20 @@ def _log(values):
 
 
 @triton.jit
-def _products(products, channel, inside, C):
+def _products(products, at, C):
     """The sums of dx_hat * x_hat and of dx_hat. Other programs may just have written them."""
+    channel, inside = at
     product = tl.load(products + channel, mask=inside, other=0.0, cache_modifier=".cg")
     plain = tl.load(products + C + channel, mask=inside, other=0.0, cache_modifier=".cg")
     return product, plain
 
 
 @triton.jit
-def _enters(running, diagnostics, batch, tokens, finite, channel, inside, C):
+def _enters(running, diagnostics, batch, tokens, finite, at, C):
     """Whether a batch counts, and which channels of the state it moves. Notes the entries 0 and 2
     of the diagnostics: see :func:`.reference.running_average_`.
     """
+    channel, inside = at
     counted = (tokens > 0) & (tl.min(finite.to(tl.int32), 0) == 1)
     if diagnostics is not None:
         before = tl.load(running + channel, mask=inside, other=1.0)
@@ -771,17 +792,17 @@ def running_average_(
 ):
     """The operator of this name."""
     ACC: constexpr = batch_moment.dtype.element_ty
-    channel = tl.arange(0, BLOCK_C)
-    inside = channel < C
+    at = _columns(0, C, BLOCK_C)
+    channel, inside = at
     tokens = tl.load(count)
     batches = tl.load(num_batches)
-    batch = _vector(batch_moment, channel, inside, 0.0, ACC)
+    batch = _vector(batch_moment, at, 0.0, ACC)
     if UNBIASED:
         batch = tl.where(inside, batch * _divide(tokens, tokens - 1.0), 0.0)
-    center = _vector(batch_mean, channel, inside, 0.0, ACC)
-    product, plain = _products(products, channel, inside, C)
+    center = _vector(batch_mean, at, 0.0, ACC)
+    product, plain = _products(products, at, C)
     finite = _finite(batch) & _finite(center) & _finite(product) & _finite(plain)
-    counted, moves = _enters(moment, diagnostics, batch, tokens, finite, channel, inside, C)
+    counted, moves = _enters(moment, diagnostics, batch, tokens, finite, at, C)
     _average(moment, batch, 1.0 - ALPHA, channel, moves)
     if mean is not None:
         _average(mean, center, 1.0 - ALPHA, channel, moves)
@@ -808,15 +829,15 @@ def power_update_(
 ):
     """The operator of this name."""
     ACC: constexpr = batch_psi2.dtype.element_ty
-    channel = tl.arange(0, BLOCK_C)
-    inside = channel < C
+    at = _columns(0, C, BLOCK_C)
+    channel, inside = at
     tokens = tl.load(count)
     batches = tl.load(num_batches)
-    batch = _vector(batch_psi2, channel, inside, 0.0, ACC)
-    gamma = _divide(batch, _vector(used_psi2, channel, inside, 1.0, ACC) + EPS)
-    product, plain = _products(products, channel, inside, C)
+    batch = _vector(batch_psi2, at, 0.0, ACC)
+    gamma = _divide(batch, _vector(used_psi2, at, 1.0, ACC) + EPS)
+    product, plain = _products(products, at, C)
     finite = _finite(batch) & _finite(gamma) & _finite(product) & _finite(plain)
-    counted, moves = _enters(psi2, diagnostics, batch, tokens, finite, channel, inside, C)
+    counted, moves = _enters(psi2, diagnostics, batch, tokens, finite, at, C)
     if diagnostics is not None:
         not_numbers = tl.sum(tl.where(gamma == gamma, 0.0, gamma), 0)  # tl.max leaves them out
         largest = tl.max(gamma, 0) + not_numbers
@@ -903,9 +924,9 @@ def finish_power_step(
 
 
 @triton.jit
-def _with_step(window, number, own, batches, channel, inside, M, C):
+def _with_step(window, number, own, batches, at, M, C):
     """Row ``number`` of a window after a step with the value ``own``, and before it."""
-    before = _vector(window + number * C, channel, inside, 1.0, own.dtype)
+    before = _vector(window + number * C, at, 1.0, own.dtype)
     return tl.where(number == (batches + 1) % M, own, before), before
 
 
@@ -930,18 +951,18 @@ def window_statistics(
 ):
     """The operator of this name."""
     ACC: constexpr = batch_psi2.dtype.element_ty
-    channel = tl.arange(0, BLOCK_C)
-    inside = channel < C
+    at = _columns(0, C, BLOCK_C)
+    channel, inside = at
     batches = tl.load(num_batches)
     updates = batches if completed is None else tl.load(completed)
     early = (batches + 1 <= M) | (updates + 1 < WARMUP)
-    own = _vector(batch_psi2, channel, inside, 1.0, ACC)
+    own = _vector(batch_psi2, at, 1.0, ACC)
     zeros = tl.zeros(own.shape, ACC)
     average = zeros
     logarithms = zeros
     roots = zeros  # of the window before this step
     for number in range(M):
-        value, before = _with_step(psi2_window, number, own, batches, channel, inside, M, C)
+        value, before = _with_step(psi2_window, number, own, batches, at, M, C)
         average += value / M
         logarithms += tl.log(value) / M
         roots += tl.where(inside, tl.sqrt(before), 0.0)
@@ -953,13 +974,13 @@ def window_statistics(
         mean = tl.sum(roots, 0) / (M * C)
         squares = zeros
         for number in range(M):
-            root = tl.sqrt(_vector(psi2_window + number * C, channel, inside, 1.0, ACC)) - mean
+            root = tl.sqrt(_vector(psi2_window + number * C, at, 1.0, ACC)) - mean
             squares += tl.where(inside, root * root, 0.0)
         variance = tl.sum(squares, 0) / (M * C - 1)
         excess = tl.max(tl.where(inside, average - geometric, 0.0), 0)
         skip = (early == 0) & (excess > variance * M)
     used = tl.where(early | skip, own, geometric if GEOMETRIC else average)
-    running = _vector(running_psi2, channel, inside, 1.0, ACC)
+    running = _vector(running_psi2, at, 1.0, ACC)
     root = _sqrt(_divide(used + EPS, running + EPS))
     # unlike tl.clamp, this keeps NaN
     clipped = tl.where(root < 0.2, 0.2, tl.where(root > 5.0, 5.0, root))
@@ -997,36 +1018,36 @@ def window_update_(
 ):
     """The operator of this name."""
     ACC: constexpr = psi2.dtype.element_ty
-    channel = tl.arange(0, BLOCK_C)
-    inside = channel < C
+    at = _columns(0, C, BLOCK_C)
+    channel, inside = at
     tokens = tl.load(count)
     batches = tl.load(num_batches)
     seen = tl.load(seen_batches)
     early = tl.load(marks) != 0
     skip = tl.load(marks + 1) != 0
-    product, plain = _products(products, channel, inside, C)
+    product, plain = _products(products, at, C)
     own = _divide(product, tl.maximum(tl.load(counted_tokens), 1.0))  # lambda_B
     average = tl.zeros(own.shape, ACC)
     for number in range(M):
-        average += _with_step(seen_lambda, number, own, seen, channel, inside, M, C)[0] / M
+        average += _with_step(seen_lambda, number, own, seen, at, M, C)[0] / M
     average = tl.where(early | skip, own, average)
     step = average
     if nu is not None:
-        old = _vector(seen_nu, channel, inside, 0.0, ACC)
+        old = _vector(seen_nu, at, 0.0, ACC)
         step = tl.where(skip, own, ALPHA_BWD * old + (1.0 - ALPHA_BWD) * average)
     tl.store(correction + channel, step, mask=inside)
-    batch = _vector(batch_psi2, channel, inside, 1.0, ACC)
-    used = _vector(psi2, channel, inside, 1.0, ACC)
+    batch = _vector(batch_psi2, at, 1.0, ACC)
+    used = _vector(psi2, at, 1.0, ACC)
     finite = _finite(batch) & _finite(used) & _finite(average) & _finite(product) & _finite(plain)
-    counted, moves = _enters(running_psi2, diagnostics, batch, tokens, finite, channel, inside, C)
+    counted, moves = _enters(running_psi2, diagnostics, batch, tokens, finite, at, C)
     row = (batches + 1) % M * C + channel
-    entering = tl.where(skip, _vector(running_psi2, channel, inside, 1.0, ACC), batch)
+    entering = tl.where(skip, _vector(running_psi2, at, 1.0, ACC), batch)
     tl.store(psi2_window + row, entering, mask=moves)
     _average(running_psi2, used, 1.0 - ALPHA_FWD, channel, moves)
     if HAS_GRADIENT:
         entering = own
         if nu is not None:
-            entering = tl.where(skip, _vector(nu, channel, inside, 0.0, ACC), own)
+            entering = tl.where(skip, _vector(nu, at, 0.0, ACC), own)
             _average(nu, average, 1.0 - ALPHA_BWD, channel, moves)
         tl.store(lambda_window + row, entering, mask=moves)
     tl.store(num_batches, batches + counted.to(tl.int64))

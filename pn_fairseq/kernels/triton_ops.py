@@ -12,7 +12,6 @@ on the CPU, slowly: tests do that.
 """
 
 import inspect
-import warnings
 from functools import cache, lru_cache, wraps
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 
 from pn_fairseq.kernels import triton_kernels as kernels
-from pn_fairseq.kernels.ops import ARGUMENTS, CHANGED, OPERATORS
+from pn_fairseq.kernels.ops import ARGUMENTS, CHANGED, OPERATORS, warn_by_reference
 
 #: Channels that one program can hold, with groups and their number rounded up to powers of two.
 MAX_CHANNELS = 8192
@@ -85,13 +84,6 @@ def _strides(*tensors: Tensor | None) -> tuple[int | None, ...]:
     return inner, *strides
 
 
-@cache
-def _warn_without_triton(reason: str) -> None:
-    warnings.warn(
-        f"pn_fairseq computes by plain PyTorch, which is slow on a GPU: {reason}", stacklevel=4
-    )
-
-
 def _operator(function):
     """Call ``function`` on the device of the first argument, x or dy; if it cannot, the
     reference.
@@ -114,7 +106,7 @@ def _operator(function):
             with torch.cuda.device(x.device):  # Triton launches on the current one
                 return function(*readable)
         except _DoesNotFit as error:
-            _warn_without_triton(str(error))
+            warn_by_reference(str(error))
             return OPERATORS[function.__name__](*args)
 
     return operator

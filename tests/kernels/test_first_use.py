@@ -54,9 +54,9 @@ def test_where_one_operator_is_off_the_reference_computes_with_one_warning(gpu, 
         assert len(broken.normalize()) == FIRST - 1
         assert broken.normalize() == []
     (warning,) = record
-    assert f"differs from it in float32: {wrong} by" in str(warning.message) and "pn check" in str(
-        warning.message
-    )
+    message = str(warning.message)
+    assert f"differs from it in float32: {wrong} by" in message
+    assert "pn check" in message
 
 
 def test_what_is_off_is_compared_again_by_the_next_process(gpu, folder):

@@ -57,7 +57,7 @@ def test_what_does_not_fit_is_computed_by_the_reference_with_one_warning(monkeyp
         if name in warned:
             continue
         warned.add(name)
-        triton_ops._warn_without_triton.cache_clear()
+        triton_ops.warn_by_reference.cache_clear()
         with pytest.warns(
             UserWarning, match="plain PyTorch.*: 18 channels .*a row of 32"
         ) as record:
