@@ -93,7 +93,8 @@ Calls = Iterator[tuple[str, dict[str, Any]]]
 
 def _of_batches(values: dict) -> Calls:
     """Norms with statistics of a batch, by passes and by whole steps."""
-    of_batch, scale = values["batch_moment"], values["loss_scale"]
+    of_batch = values["batch_moment"]
+    scale = values["loss_scale"]
     for absent in ((), ("padding", "loss_scale", "diagnostics", "running_mean")):
         given = dict.fromkeys(absent)
         yield "normalize", given | {"mean": None, "inv_rms": None}
@@ -115,8 +116,10 @@ def _of_batches(values: dict) -> Calls:
 
 def _of_tokens(values: dict) -> Calls:
     """Norms that take each token by itself."""
-    x, bias = values["x"], values["bias"]
-    channels, groups = x.size(-1), max(values["groups"], 1)
+    x = values["x"]
+    bias = values["bias"]
+    channels = x.size(-1)
+    groups = max(values["groups"], 1)
     plain = {"groups": groups, "gain": 1.0, "gain_slope": 0.0}
     plain |= {"weight": None, "bias": None, "sums": False}
     curved = {"groups": groups, "gain": 2.0, "gain_slope": -0.2}
@@ -143,9 +146,11 @@ def _of_tokens(values: dict) -> Calls:
 
 def _of_state(values: dict) -> Calls:
     """What reads or moves the state."""
-    batch, number = values["batch_psi2"], values["num_batches"]
+    batch = values["batch_psi2"]
+    number = values["num_batches"]
     marks = torch.tensor([False, batch.numel() % 2 == 1], device=batch.device)
-    of_un, of_mabn = {"completed": number * 466}, {"completed": None, "nu": None, "seen_nu": None}
+    of_un = {"completed": number * 466}
+    of_mabn = {"completed": None, "nu": None, "seen_nu": None}
     for unified, given in ((True, of_un), (False, of_mabn)):
         kind = {"geometric": unified, "filtration": unified, "warmup": 2}
         yield "window_statistics", given | kind
@@ -190,6 +195,16 @@ def difference(result: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> floa
     return worst
 
 
+def errors(module: ModuleType, calls: Iterable[tuple[str, tuple]]) -> dict[str, float]:
+    """Operator -> the largest :func:`difference` of what ``module`` and the reference compute."""
+    worst: dict[str, float] = {}
+    for name, arguments in calls:
+        expected = results_of(OPERATORS[name], name, arguments)
+        results = results_of(getattr(module, name), name, arguments)
+        worst[name] = max(worst.get(name, 0.0), difference(results, expected))
+    return worst
+
+
 def first_use(module: ModuleType, dtype: torch.dtype, device: torch.device) -> str:
     """Which operators of ``module`` give wrong results on ``device``, in one line; empty if none
     does.
@@ -205,12 +220,9 @@ def first_use(module: ModuleType, dtype: torch.dtype, device: torch.device) -> s
     first_arguments: dict[str, tuple] = {}
     for name, arguments in samples(dtype, device):
         first_arguments.setdefault(name, arguments)
+    errors(module, first_arguments.items())
     off = []
-    for name, arguments in first_arguments.items():
-        function = getattr(module, name)
-        results_of(function, name, arguments)
-        expected = results_of(OPERATORS[name], name, arguments)
-        error = difference(results_of(function, name, arguments), expected)
+    for name, error in errors(module, first_arguments.items()).items():
         if error > TOLERANCE[dtype]:
             off.append(f"{name} by {error:.0e}")
     if off:

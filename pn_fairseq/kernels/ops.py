@@ -191,7 +191,8 @@ class _Standardize(torch.autograd.Function):
         *divisor_and_gains, through_mean, through_divisor = rest
         y, stats = standardize(x, weight, bias, groups, *divisor_and_gains)
         ctx.save_for_backward(x, weight, stats)
-        centered, gains = rest[0], rest[5:7]
+        centered = rest[0]
+        gains = rest[5:7]
         ctx.rest = groups, *gains, centered and through_mean, through_divisor
         return y
 

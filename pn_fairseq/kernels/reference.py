@@ -53,7 +53,7 @@ def _layer_scaled(
     """h, in the accumulation dtype, and ``inv_rms``, which may be given."""
     h = x.to(acc_dtype(x))
     if groups == 0:
-        return h, torch.empty_like(h[..., :0])
+        return h, torch.empty_like(h[..., :0]) if inv_rms is None else inv_rms
     grouped = _grouped(h, groups)
     if inv_rms is None:
         mean_square = grouped.square().mean(-1)
@@ -247,7 +247,8 @@ def gradient_sums(
 
 
 def _gradient_sums(dy, centered, padding, corrected, weight, moment, loss_scale, eps) -> tuple:
-    dy, real = dy.to(centered.dtype), _real(padding)
+    dy = dy.to(centered.dtype)
+    real = _real(padding)
     products = dy * centered
     slope = _finite_sum(products)
     if slope is None:
@@ -302,8 +303,10 @@ def gradient(
     mean_k(dh_k h_k)) * inv_rms.
     """
     h, _ = _layer_scaled(x, groups, eps, inv_rms)
-    centered, dtype = _centered(h, mean), h.dtype
-    corrected, correction = nu is not None, None
+    centered = _centered(h, mean)
+    dtype = h.dtype
+    corrected = nu is not None
+    correction = None
     if corrected:
         factors = _factors(None, moment, eps, dtype)
         slope = _affine(_correction(nu, count, loss_scale, factors, dtype), factors)
@@ -511,7 +514,8 @@ def batch_step_(
     Returns:
         dx; the gradients of weight and bias (2, C), in the type of ``weight``.
     """
-    given, rest = (dy, x, padding, weight, mean, moment), (inv_rms, groups, eps)
+    given = (dy, x, padding, weight, mean, moment)
+    rest = (inv_rms, groups, eps)
     parameters, products = gradient_sums(*given, loss_scale, *rest)
     nu, offset = products.unbind()
     corrections = nu, None if mean is None else offset, count, loss_scale
@@ -546,7 +550,8 @@ def window_statistics(
         psi^2 in D; r, which is 1 if the step is skipped; both (C,) in the accumulation dtype; and
         whether the step is early and whether it is skipped, (2,) bool.
     """
-    dtype, rows = batch_psi2.dtype, len(psi2_window)
+    dtype = batch_psi2.dtype
+    rows = len(psi2_window)
     updates = (num_batches if completed is None else completed) + 1
     early = (num_batches + 1 <= rows) | (updates < warmup)
     window = _with_row(psi2_window, batch_psi2, num_batches)

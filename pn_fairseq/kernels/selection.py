@@ -256,7 +256,8 @@ def _choose(name: str | None) -> None:
     _chosen = name, None
     if name not in ("triton", "reference"):  # torch has the compiled kernels
         return
-    functions, on_cpu = OPERATORS, True
+    functions = OPERATORS
+    on_cpu = True
     if name == "triton":
         module = _triton_operators()
         functions = {operator: getattr(module, operator) for operator in OPERATORS}

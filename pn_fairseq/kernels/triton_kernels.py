@@ -164,6 +164,11 @@ def _over_tokens(values):
 
 
 @triton.jit
+def _sum_of_all(values):
+    return tl.sum(tl.ravel(values), 0)
+
+
+@triton.jit
 def _group_mean(values, GROUP_SIZE):
     """The mean over the channels of each group of a tile, (BLOCK_N, BLOCK_G, 1)."""
     return tl.sum(values, 2, keep_dims=True) / GROUP_SIZE
@@ -173,32 +178,47 @@ def _group_mean(values, GROUP_SIZE):
 def _used(dy):
     """Which tokens of a tile the loss depends on, (BLOCK_N, 1, 1)."""
     different = (dy != 0).to(tl.int32)
-    return (tl.sum(tl.sum(different, 2), 1) != 0)[:, None, None]
+    number = tl.sum(tl.sum(different, 2), 1)
+    return (number != 0)[:, None, None]
 
 
 @triton.jit
-def _of_groups(tile, GROUPS, BLOCK_G: constexpr):
-    """The places in (rows, GROUPS) of the groups of a tile, and which there are, (BLOCK_N,
-    BLOCK_G).
+def _of_groups(number, rows, tile, GROUPS, BLOCK_G: constexpr):
+    """The places of the groups of a tile in statistic ``number`` of several, (rows, GROUPS) each,
+    and which there are, (BLOCK_N, BLOCK_G).
     """
     row, valid, _, _ = tile
     group = tl.arange(0, BLOCK_G)[None, :]
-    places = row.to(tl.int64)[:, None] * GROUPS + group
-    return places, valid[:, None] & (group < GROUPS)
+    plane_and_row = number * rows.to(tl.int64) + row[:, None]
+    return plane_and_row * GROUPS + group, valid[:, None] & (group < GROUPS)
 
 
 @triton.jit
-def _inv_rms(h, inv_rms, tile, GROUPS, GROUP_SIZE, BLOCK_G, EPS, GIVEN):
+def _read_statistic(statistics, number, rows, tile, GROUPS, BLOCK_G):
+    """A number of each group of a tile, (BLOCK_N, BLOCK_G, 1)."""
+    places, exists = _of_groups(number, rows, tile, GROUPS, BLOCK_G)
+    return tl.load(statistics + places, mask=exists, other=0.0)[:, :, None]
+
+
+@triton.jit
+def _write_statistic(statistics, number, rows, tile, values, GROUPS, BLOCK_G):
+    """The same, (BLOCK_N, BLOCK_G)."""
+    places, exists = _of_groups(number, rows, tile, GROUPS, BLOCK_G)
+    tl.store(statistics + places, values, mask=exists)
+
+
+@triton.jit
+def _inv_rms(h, inv_rms, rows, tile, GROUPS, GROUP_SIZE, BLOCK_G, EPS, GIVEN):
     """1 / rms of each token and group of a tile, (BLOCK_N, BLOCK_G, 1): read if GIVEN, else
     computed and written.
     """
-    places, exists = _of_groups(tile, GROUPS, BLOCK_G)
     if GIVEN:
-        scales = tl.load(inv_rms + places, mask=exists, other=0.0)
+        return _read_statistic(inv_rms, 0, rows, tile, GROUPS, BLOCK_G)
     else:
-        scales = tl.rsqrt(tl.sum(h * h, 2) / GROUP_SIZE + EPS)
-        tl.store(inv_rms + places, scales, mask=exists)
-    return scales[:, :, None]
+        mean_square = tl.sum(h * h, 2) / GROUP_SIZE
+        scales = tl.rsqrt(mean_square + EPS)
+        _write_statistic(inv_rms, 0, rows, tile, scales, GROUPS, BLOCK_G)
+        return scales[:, :, None]
 
 
 @triton.jit
@@ -211,7 +231,8 @@ def _add_tile(h, real, count, mean, squares):
     """
     keep = real[:, None, None]
     added = tl.sum(real.to(h.dtype), 0)
-    tile_mean = _over_tokens(tl.where(keep, h, 0.0)) / tl.maximum(added, 1.0)
+    total = _over_tokens(tl.where(keep, h, 0.0))
+    tile_mean = total / tl.maximum(added, 1.0)
     deviation = tl.where(keep, h - tile_mean, 0.0)
     share = added / tl.maximum(count + added, 1.0)
     difference = tile_mean - mean
@@ -225,7 +246,8 @@ def _add_tile(h, real, count, mean, squares):
 @triton.jit
 def _write_partial(partials, slot, at, total, C):
     channel, inside = at
-    row = slot * tl.num_programs(0).to(tl.int64) + tl.program_id(0)
+    programs = tl.num_programs(0).to(tl.int64)
+    row = slot * programs + tl.program_id(0)
     tl.store(partials + row * C + channel, total, mask=inside)
 
 
@@ -290,21 +312,23 @@ def norm_forward(
         tile = _tile(start, rows, at, BLOCK_N)
         h = _read(x, tile, inner, x_outer, x_inner, C, ACC)
         if inv_rms is not None:
-            h = h * _inv_rms(h, inv_rms, tile, GROUPS, GROUP_SIZE, BLOCK_G, EPS, GIVEN)
+            h *= _inv_rms(h, inv_rms, rows, tile, GROUPS, GROUP_SIZE, BLOCK_G, EPS, GIVEN)
         if partials is not None:
             real = _real(padding, tile, inner, padding_outer, padding_inner)
             if CENTERED:
                 count, batch_mean, squares = _add_tile(h, real, count, batch_mean, squares)
             else:
                 count += tl.sum(real.to(ACC), 0)
-                squares += _over_tokens(tl.where(real[:, None, None], h * h, 0.0))
+                counted = tl.where(real[:, None, None], h * h, 0.0)
+                squares += _over_tokens(counted)
         if y is not None:
             _write(y, tile, (h - center) * scale + shift, C)
     if partials is not None:
         _write_partial(partials, 0, at, squares, C)
         if CENTERED:
             _write_partial(partials, 1, at, batch_mean * count, C)
-        tl.store(_numbers(partials, 2 if CENTERED else 1, C) + tl.program_id(0), count)
+        SLOTS: constexpr = 2 if CENTERED else 1
+        tl.store(_numbers(partials, SLOTS, C) + tl.program_id(0), count)
 
 
 @triton.jit(do_not_specialize=["rows", "inner"])
@@ -365,8 +389,8 @@ def norm_backward(
         dh = _read(dy, tile, inner, dy_outer, dy_inner, C, ACC)
         h = _read(x, tile, inner, x_outer, x_inner, C, ACC)
         if inv_rms is not None:
-            scales = _inv_rms(h, inv_rms, tile, GROUPS, GROUP_SIZE, BLOCK_G, EPS, True)
-            h = h * scales
+            scales = _read_statistic(inv_rms, 0, rows, tile, GROUPS, BLOCK_G)
+            h *= scales
         used = _used(dh)
         if nu is not None:
             used = used | real
@@ -378,9 +402,10 @@ def norm_backward(
                 real_products += _over_tokens(tl.where(real, product, 0.0))
                 real_plain += _over_tokens(tl.where(real, dh, 0.0))
         if dx is not None:
-            dh = dh * scale
+            dh *= scale
             if nu is not None:
-                dh = dh - tl.where(real, slope * (h - center) + shift, 0.0)
+                correction = slope * (h - center) + shift
+                dh -= tl.where(real, correction, 0.0)
             if inv_rms is not None:
                 projection = _group_mean(dh * h, GROUP_SIZE)
                 dh = (dh - h * projection) * scales
@@ -425,7 +450,6 @@ def standardize(
     first, stride = _tiles(BLOCK_N)
     scale = _vector(weight, at, 1.0, ACC)
     shift = _vector(bias, at, 0.0, ACC)
-    plane = rows.to(tl.int64) * GROUPS
     for start in range(first, rows, stride):
         tile = _tile(start, rows, at, BLOCK_N)
         z = _read(x, tile, inner, x_outer, x_inner, C, ACC)
@@ -433,16 +457,16 @@ def standardize(
         if CENTERED:
             mean = tl.sum(z, 2) / GROUP_SIZE
             z = tl.where(at[1], z - mean[:, :, None], 0.0)
-        second = tl.sum(z * z, 2) / GROUP_SIZE * SQUARE_FACTOR + EPS_IN_ROOT
+        mean_square = tl.sum(z * z, 2) / GROUP_SIZE
+        second = mean_square * SQUARE_FACTOR + EPS_IN_ROOT
         root = _sqrt(tl.where(second < TINY, TINY, second))  # unlike tl.maximum, this keeps NaN
         divisor = root + EPS_OUTSIDE
         depends = (second > TINY) & (divisor >= MIN_DIVISOR)
         share = tl.where(depends, SQUARE_FACTOR * divisor / root, 0.0)
         inverse = 1.0 / tl.where(divisor < MIN_DIVISOR, MIN_DIVISOR, divisor)
-        places, there = _of_groups(tile, GROUPS, BLOCK_G)
-        tl.store(stats + places, mean, mask=there)
-        tl.store(stats + plane + places, inverse, mask=there)
-        tl.store(stats + 2 * plane + places, share, mask=there)
+        _write_statistic(stats, 0, rows, tile, mean, GROUPS, BLOCK_G)
+        _write_statistic(stats, 1, rows, tile, inverse, GROUPS, BLOCK_G)
+        _write_statistic(stats, 2, rows, tile, share, GROUPS, BLOCK_G)
         z = z * inverse[:, :, None]
         z = z * (GAIN + GAIN_SLOPE * z)
         _write(y, tile, z * scale + shift, C)
@@ -483,14 +507,12 @@ def standardize_gradient(
     zeros = tl.zeros(at[0].shape, ACC)
     products = zeros
     plain = zeros
-    plane = rows.to(tl.int64) * GROUPS
     for start in range(first, rows, stride):
         tile = _tile(start, rows, at, BLOCK_N)
-        places, there = _of_groups(tile, GROUPS, BLOCK_G)
         grad = _read(dy, tile, inner, dy_outer, dy_inner, C, ACC)
         h = _read(x, tile, inner, x_outer, x_inner, C, ACC)
-        mean = tl.load(stats + places, mask=there, other=0.0)[:, :, None]
-        inverse = tl.load(stats + plane + places, mask=there, other=0.0)[:, :, None]
+        mean = _read_statistic(stats, 0, rows, tile, GROUPS, BLOCK_G)
+        inverse = _read_statistic(stats, 1, rows, tile, GROUPS, BLOCK_G)
         used = _used(grad)
         z = tl.where(used, (h - mean) * inverse, 0.0)
         curve = GAIN + GAIN_SLOPE * z
@@ -501,11 +523,13 @@ def standardize_gradient(
             dz = grad * scale * curve  # 0 beyond the channels
             through = dz
             if THROUGH_MEAN:
-                through = through - _group_mean(dz, GROUP_SIZE)
+                through -= _group_mean(dz, GROUP_SIZE)
             if THROUGH_DIVISOR:
-                share = tl.load(stats + 2 * plane + places, mask=there, other=0.0)[:, :, None]
-                through = through - z * (share * _group_mean(dz * z, GROUP_SIZE))
-            _write(dx, tile, tl.where(used, through * inverse, 0.0), C)
+                share = _read_statistic(stats, 2, rows, tile, GROUPS, BLOCK_G)
+                projection = share * _group_mean(dz * z, GROUP_SIZE)
+                through -= z * projection
+            dh = tl.where(used, through * inverse, 0.0)
+            _write(dx, tile, dh, C)
     if partials is not None:
         _write_sums(partials, 0, at, products, plain, C)
 
@@ -521,7 +545,8 @@ def _tanh(value):
     numerator = ((square + 378.0) * square + 17325.0) * square + 135135.0
     denominator = ((28.0 * square + 3150.0) * square + 62370.0) * square + 135135.0
     far = 1.0 - 2.0 / (tl.exp(2.0 * size) + 1.0)
-    return tl.where(near, value * (numerator / denominator), tl.where(value < 0, -far, far))
+    signed = tl.where(value < 0, -far, far)
+    return tl.where(near, value * (numerator / denominator), signed)
 
 
 @triton.jit
@@ -607,7 +632,9 @@ def squash_gradient(
         h = _read(x, tile, inner, x_outer, x_inner, C, ACC)
         h = tl.where(_used(grad), h, 0.0)
         value, argument = _squashed(h, alpha, shift, ERF)
-        slope = 1.1283791670955126 * tl.exp(-argument * argument) if ERF else 1.0 - value * value
+        slope = 1.0 - value * value
+        if ERF:
+            slope = 1.1283791670955126 * tl.exp(-argument * argument)  # 2 / sqrt(pi)
         dh = grad * slope
         if partials is not None:
             products += _over_tokens(grad * value)
@@ -620,8 +647,8 @@ def squash_gradient(
         _write_sums(partials, 0, at, products, plain, C)
         gain = _vector(weight, at, 1.0, ACC)  # only here, for its registers
         numbers = _numbers(partials, 2, C) + tl.program_id(0)
-        tl.store(numbers, tl.sum(tl.ravel(stretched * gain), 0))
-        tl.store(numbers + tl.num_programs(0), tl.sum(tl.ravel(shifted * gain), 0))
+        tl.store(numbers, _sum_of_all(stretched * gain))
+        tl.store(numbers + tl.num_programs(0), _sum_of_all(shifted * gain))
 
 
 # The sums that the programs of a pass have left, added up for BLOCK_C channels, BLOCK_P programs at
@@ -635,7 +662,8 @@ def _total(partials, slot, at, programs, C, BLOCK_P: constexpr):
     total = tl.zeros([BLOCK_P, channel.shape[0]], partials.dtype.element_ty)
     for start in range(0, programs, BLOCK_P):
         program = start + tl.arange(0, BLOCK_P)[:, None]
-        places = (slot * programs.to(tl.int64) + program) * C + channel[None, :]
+        row = slot * programs.to(tl.int64) + program
+        places = row * C + channel[None, :]
         exists = (program < programs) & inside[None, :]
         total += tl.load(partials + places, mask=exists, other=0.0)
     return tl.sum(total, 0)
@@ -674,8 +702,10 @@ def finish_moments(
         for start in range(0, programs, BLOCK_P):
             program = start + tl.arange(0, BLOCK_P)[:, None]
             added = tl.load(counts + program, mask=program < programs, other=0.0)
-            sums = partials + (programs.to(tl.int64) + program) * C + channel[None, :]
-            total = tl.load(sums, mask=(added > 0) & inside[None, :], other=0.0)
+            row = programs.to(tl.int64) + program
+            places = row * C + channel[None, :]
+            exists = (added > 0) & inside[None, :]
+            total = tl.load(partials + places, mask=exists, other=0.0)
             difference = total / tl.maximum(added, 1.0) - center[None, :]
             between += added * difference * difference
         squares += tl.sum(between, 0)
@@ -754,25 +784,34 @@ def _products(products, at, C):
 
 
 @triton.jit
-def _enters(running, diagnostics, batch, tokens, finite, at, C):
+def _add_to(diagnostic, condition):
+    tl.store(diagnostic, tl.load(diagnostic) + condition.to(tl.float32))
+
+
+@triton.jit
+def _enters(running, diagnostics, batch, finite, sums, tokens, at, C):
     """Whether a batch counts, and which channels of the state it moves. Notes the entries 0 and 2
     of the diagnostics: see :func:`.reference.running_average_`.
     """
     channel, inside = at
-    counted = (tokens > 0) & (tl.min(finite.to(tl.int32), 0) == 1)
+    product, plain = sums
+    finite &= _finite(batch) & _finite(product) & _finite(plain)
+    all_finite = tl.min(finite.to(tl.int32), 0) == 1
+    counted = (tokens > 0) & all_finite
     if diagnostics is not None:
         before = tl.load(running + channel, mask=inside, other=1.0)
-        distance = tl.where(inside, tl.abs(_log(batch) - _log(before)), 0.0)
-        fault = (tokens > 0) & (counted == 0)
-        tl.store(diagnostics, tl.load(diagnostics) + fault.to(tl.float32))
-        tl.store(diagnostics + 2, 0.5 * tl.sum(distance, 0) / C)
+        distance = tl.abs(_log(batch) - _log(before))
+        total = tl.sum(tl.where(inside, distance, 0.0), 0)
+        tl.store(diagnostics + 2, 0.5 * total / C)
+        _add_to(diagnostics, (tokens > 0) & (all_finite == 0))
     return counted, tl.where(counted, channel, C) < C  # the interpreter has no scalar & vector
 
 
 @triton.jit
 def _average(running, batch, share, channel, moves):
     old = tl.load(running + channel, mask=moves, other=0.0)
-    tl.store(running + channel, old + share * (batch - old), mask=moves)
+    moved = old + share * (batch - old)
+    tl.store(running + channel, moved, mask=moves)
 
 
 @triton.jit
@@ -800,9 +839,9 @@ def running_average_(
     if UNBIASED:
         batch = tl.where(inside, batch * _divide(tokens, tokens - 1.0), 0.0)
     center = _vector(batch_mean, at, 0.0, ACC)
-    product, plain = _products(products, at, C)
-    finite = _finite(batch) & _finite(center) & _finite(product) & _finite(plain)
-    counted, moves = _enters(moment, diagnostics, batch, tokens, finite, at, C)
+    sums = _products(products, at, C)
+    finite = _finite(center)
+    counted, moves = _enters(moment, diagnostics, batch, finite, sums, tokens, at, C)
     _average(moment, batch, 1.0 - ALPHA, channel, moves)
     if mean is not None:
         _average(mean, center, 1.0 - ALPHA, channel, moves)
@@ -829,29 +868,29 @@ def power_update_(
 ):
     """The operator of this name."""
     ACC: constexpr = batch_psi2.dtype.element_ty
+    SHARE_BWD: constexpr = 1.0 - ALPHA_BWD
     at = _columns(0, C, BLOCK_C)
     channel, inside = at
     tokens = tl.load(count)
     batches = tl.load(num_batches)
     batch = _vector(batch_psi2, at, 0.0, ACC)
     gamma = _divide(batch, _vector(used_psi2, at, 1.0, ACC) + EPS)
-    product, plain = _products(products, at, C)
-    finite = _finite(batch) & _finite(gamma) & _finite(product) & _finite(plain)
-    counted, moves = _enters(psi2, diagnostics, batch, tokens, finite, at, C)
+    sums = _products(products, at, C)
+    finite = _finite(gamma)
+    counted, moves = _enters(psi2, diagnostics, batch, finite, sums, tokens, at, C)
     if diagnostics is not None:
         not_numbers = tl.sum(tl.where(gamma == gamma, 0.0, gamma), 0)  # tl.max leaves them out
         largest = tl.max(gamma, 0) + not_numbers
-        guarded = counted & ((1.0 - ALPHA_BWD) * largest > 1.0)
-        tl.store(diagnostics + 1, tl.load(diagnostics + 1) + guarded.to(tl.float32))
         tl.store(diagnostics + 3, largest)
+        _add_to(diagnostics + 1, counted & (SHARE_BWD * largest > 1.0))
     cumulative = _divide(tl.full([], 1.0, ACC), (batches + 1).to(ACC))
     share = tl.where(batches < WARMUP, cumulative, tl.full([], 1.0 - ALPHA_FWD, ACC))
     _average(psi2, batch, share, channel, moves)
     if HAS_GRADIENT:
-        lambda_ = _divide(product, tl.maximum(tokens, 1.0))
+        lambda_ = _divide(sums[0], tl.maximum(tokens, 1.0))
         old = tl.load(nu + channel, mask=moves, other=0.0)
-        kept = old * tl.maximum(1.0 - (1.0 - ALPHA_BWD) * gamma, 0.0)
-        tl.store(nu + channel, kept + (1.0 - ALPHA_BWD) * lambda_, mask=moves)
+        kept = old * tl.maximum(1.0 - SHARE_BWD * gamma, 0.0)
+        tl.store(nu + channel, kept + SHARE_BWD * lambda_, mask=moves)
     tl.store(num_batches, batches + counted.to(tl.int64))
 
 
@@ -974,8 +1013,9 @@ def window_statistics(
         mean = tl.sum(roots, 0) / (M * C)
         squares = zeros
         for number in range(M):
-            root = tl.sqrt(_vector(psi2_window + number * C, at, 1.0, ACC)) - mean
-            squares += tl.where(inside, root * root, 0.0)
+            _, before = _with_step(psi2_window, number, own, batches, at, M, C)
+            deviation = tl.sqrt(before) - mean
+            squares += tl.where(inside, deviation * deviation, 0.0)
         variance = tl.sum(squares, 0) / (M * C - 1)
         excess = tl.max(tl.where(inside, average - geometric, 0.0), 0)
         skip = (early == 0) & (excess > variance * M)
@@ -1025,21 +1065,23 @@ def window_update_(
     seen = tl.load(seen_batches)
     early = tl.load(marks) != 0
     skip = tl.load(marks + 1) != 0
-    product, plain = _products(products, at, C)
-    own = _divide(product, tl.maximum(tl.load(counted_tokens), 1.0))  # lambda_B
+    sums = _products(products, at, C)
+    own = _divide(sums[0], tl.maximum(tl.load(counted_tokens), 1.0))  # lambda_B
     average = tl.zeros(own.shape, ACC)
     for number in range(M):
-        average += _with_step(seen_lambda, number, own, seen, at, M, C)[0] / M
+        value, _ = _with_step(seen_lambda, number, own, seen, at, M, C)
+        average += value / M
     average = tl.where(early | skip, own, average)
     step = average
     if nu is not None:
         old = _vector(seen_nu, at, 0.0, ACC)
-        step = tl.where(skip, own, ALPHA_BWD * old + (1.0 - ALPHA_BWD) * average)
+        moved = ALPHA_BWD * old + (1.0 - ALPHA_BWD) * average
+        step = tl.where(skip, own, moved)
     tl.store(correction + channel, step, mask=inside)
     batch = _vector(batch_psi2, at, 1.0, ACC)
     used = _vector(psi2, at, 1.0, ACC)
-    finite = _finite(batch) & _finite(used) & _finite(average) & _finite(product) & _finite(plain)
-    counted, moves = _enters(running_psi2, diagnostics, batch, tokens, finite, at, C)
+    finite = _finite(used) & _finite(average)
+    counted, moves = _enters(running_psi2, diagnostics, batch, finite, sums, tokens, at, C)
     row = (batches + 1) % M * C + channel
     entering = tl.where(skip, _vector(running_psi2, at, 1.0, ACC), batch)
     tl.store(psi2_window + row, entering, mask=moves)

@@ -34,7 +34,8 @@ ELEMENTS = 16
 
 #: Threads that a multiprocessor has registers for: 72 of each forward; 128 backward, with two
 #: tensors and more sums.
-FORWARD_THREADS, BACKWARD_THREADS = 896, 512
+FORWARD_THREADS = 896
+BACKWARD_THREADS = 512
 
 #: Channels for which one backward pass has registers for dx and the sums over tokens; for more
 #: there are two passes.
@@ -45,7 +46,8 @@ MAX_FUSED_CHANNELS = 4096
 MIN_TILES = 4
 
 #: Programs, and channels, that a program of a finishing kernel adds up at a time.
-BLOCK_P, BLOCK_C = 128, 32
+BLOCK_P = 128
+BLOCK_C = 32
 
 #: Whether the kernels compute on the CPU.
 INTERPRETED = not isinstance(kernels.norm_forward, triton.runtime.JITFunction)
@@ -71,7 +73,8 @@ def _strides(*tensors: Tensor | None) -> tuple[int | None, ...]:
     """How the kernels find the tokens of tensors and of masks: ``inner``, and ``outer_stride`` and
     ``inner_stride`` of each. None where all, or this one, are contiguous.
     """
-    inner, strides = None, []
+    inner = None
+    strides = []
     for values in tensors:
         if values is None or values.is_contiguous():
             strides += (None, None)
@@ -93,7 +96,8 @@ def _operator(function):
 
     @wraps(function)
     def operator(*args):
-        x, readable = args[0], list(args)
+        x = args[0]
+        readable = list(args)
         if changes:
             state = [args[place] for place in changes if args[place] is not None]
             torch.autograd.graph.increment_version(state)
@@ -126,7 +130,8 @@ def _launch(
     It compiles other code for a tensor whose memory is not aligned, so only what is aligned is
     launched from here.
     """
-    kinds, places = [name, *key, *flags.values()], 0
+    kinds = [name, *key, *flags.values()]
+    places = 0
     for tensor in tensors:
         if tensor is None:
             kinds.append(None)
@@ -189,7 +194,8 @@ class _Tokens:
     def __init__(
         self, shape: torch.Size, dtype: torch.dtype, device: torch.device, groups: int, threads: int
     ):
-        self.channels, self.device = shape[-1], device
+        self.channels = shape[-1]
+        self.device = device
         self.acc = torch.float64 if dtype is torch.float64 else torch.float32
         self.rows = shape[:-1].numel()
         if self.rows > MAX_TOKENS:
@@ -239,7 +245,8 @@ class _Tokens:
         """Launch a kernel that reads the tokens: tensors and masks, of any strides."""
         strides = _strides(*read)
         tensors = *written, *read, *vectors
-        grid, numbers = (self.programs, 1, 1), (self.rows, *strides)
+        grid = (self.programs, 1, 1)
+        numbers = (self.rows, *strides)
         _launch(name, grid, tensors, numbers, self.tile, flags, self.key, strides[1:])
 
     def launch_gradient(self, name: str, dx, partials, read, vectors, flags: dict) -> None:
@@ -254,7 +261,8 @@ class _Tokens:
 
     def finish(self, name: str, rows: int, tensors, flags: dict) -> None:
         """Launch a kernel that adds up what the programs have left."""
-        grid, numbers = (self.blocks, rows, 1), (self.programs,)
+        grid = (self.blocks, rows, 1)
+        numbers = (self.programs,)
         _launch(name, grid, tensors, numbers, self.finishing, flags, self.key)
 
     def finish_sums(
@@ -302,24 +310,28 @@ def _forward(x, y, padding, inv_rms, vectors, groups, eps, slots):
         ``inv_rms``, mean, moment and count, empty where there is none.
     """
     tokens = _tokens(x, groups, FORWARD_THREADS)
-    given, nothing = inv_rms is not None, tokens.new(0)
+    given = inv_rms is not None
+    nothing = tokens.new(0)
     scales = inv_rms if given else tokens.new(*x.shape[:-1], groups)
     partials = tokens.partials(slots) if slots else None
-    written, vectors = (y, partials), (scales if groups else None, *vectors)
+    written = (y, partials)
+    vectors = (scales if groups else None, *vectors)
     flags = {"EPS": eps, "GIVEN": given, "CENTERED": slots == 2}
     tokens.launch("norm_forward", written, (x, padding), vectors, flags)
     new_scales = nothing if given else scales
     if not slots:
         return new_scales, nothing, nothing, nothing
     mean = tokens.new(tokens.channels) if slots == 2 else None
-    moment, count = tokens.new(tokens.channels), tokens.new()
+    moment = tokens.new(tokens.channels)
+    count = tokens.new()
     tokens.finish("finish_moments", 1, (partials, mean, moment, count), {})
     return new_scales, nothing if mean is None else mean, moment, count
 
 
 @_operator
 def normalize(x, weight, bias, mean, moment, padding, inv_rms, groups, eps, sums):
-    y, vectors = _like(x), (weight, bias, mean, moment)
+    y = _like(x)
+    vectors = (weight, bias, mean, moment)
     padding = padding if sums else None
     inv_rms, _, moment, count = _forward(x, y, padding, inv_rms, vectors, groups, eps, int(sums))
     return y, inv_rms, moment, count
@@ -335,14 +347,16 @@ def moments(x, padding, groups, eps, centered):
 def batch_normalize(x, weight, bias, padding, groups, eps, centered):
     statistics = moments.__wrapped__(x, padding, groups, eps, centered)
     inv_rms, mean, moment, _ = statistics
-    y, vectors = _like(x), (weight, bias, mean if centered else None, moment)
+    y = _like(x)
+    vectors = (weight, bias, mean if centered else None, moment)
     _forward(x, y, None, inv_rms, vectors, groups, eps, 0)
     return y, *statistics
 
 
 def _backward(tokens, dx, partials, dy, x, padding, inv_rms, vectors, eps) -> None:
     """``norm_backward``. ``vectors``: weight, mean, moment, nu, offset, count and loss scale."""
-    read, flags = (dy, x, padding), {"EPS": eps}
+    read = (dy, x, padding)
+    flags = {"EPS": eps}
     vectors = inv_rms if inv_rms.size(-1) else None, *vectors
     tokens.launch_gradient("norm_backward", dx, partials, read, vectors, flags)
 
@@ -363,7 +377,8 @@ def _gradient_sums(dy, x, padding, inv_rms, vectors, groups, eps, dx=None, like=
 def gradient(
     dy, x, padding, weight, mean, moment, nu, offset, count, loss_scale, inv_rms, groups, eps, sums
 ):
-    dx, vectors = _like(x), (weight, mean, moment, nu, offset, count, loss_scale)
+    dx = _like(x)
+    vectors = (weight, mean, moment, nu, offset, count, loss_scale)
     if sums:
         return dx, *_gradient_sums(dy, x, padding, inv_rms, vectors, groups, eps, dx)
     tokens = _tokens(x, groups, BACKWARD_THREADS)
@@ -381,7 +396,8 @@ def gradient_sums(dy, x, padding, weight, mean, moment, loss_scale, inv_rms, gro
 @_operator
 def standardize(x, weight, bias, groups, *numbers):
     tokens = _tokens(x, groups, FORWARD_THREADS)
-    y, stats = _like(x), tokens.new(3, *x.shape[:-1], groups)
+    y = _like(x)
+    stats = tokens.new(3, *x.shape[:-1], groups)
     flags = _flags("standardize", (groups, *numbers))
     tokens.launch("standardize", (y, stats), (x,), (weight, bias), flags)
     return y, stats
@@ -389,7 +405,8 @@ def standardize(x, weight, bias, groups, *numbers):
 
 @_operator
 def standardize_gradient(dy, x, weight, stats, groups, *numbers):
-    tokens, dx = _tokens(x, groups, BACKWARD_THREADS), _like(x)
+    tokens = _tokens(x, groups, BACKWARD_THREADS)
+    dx = _like(x)
     *numbers, sums = numbers
     partials = tokens.partials(2) if sums else None
     flags = _flags("standardize_gradient", (groups, *numbers))
@@ -399,16 +416,20 @@ def standardize_gradient(dy, x, weight, stats, groups, *numbers):
 
 @_operator
 def squash(x, weight, bias, alpha, shift, erf):
-    tokens, y = _tokens(x, 1, FORWARD_THREADS), _like(x)
+    tokens = _tokens(x, 1, FORWARD_THREADS)
+    y = _like(x)
     tokens.launch("squash", (y,), (x,), (weight, bias, alpha, shift), {"ERF": erf})
     return y
 
 
 @_operator
 def squash_gradient(dy, x, weight, alpha, shift, erf):
-    tokens, dx = _tokens(x, 1, BACKWARD_THREADS), _like(x)
-    partials, scalars = tokens.partials(2), tokens.new(2)
-    vectors, flags = (weight, alpha, shift), {"ERF": erf}
+    tokens = _tokens(x, 1, BACKWARD_THREADS)
+    dx = _like(x)
+    partials = tokens.partials(2)
+    scalars = tokens.new(2)
+    vectors = (weight, alpha, shift)
+    flags = {"ERF": erf}
     tokens.launch_gradient("squash_gradient", dx, partials, (dy, x), vectors, flags)
     return dx, tokens.finish_sums(partials, scalars=scalars), scalars
 
@@ -417,15 +438,16 @@ def _on_state(name: str, arguments, *results: Tensor, **window: int) -> None:
     """Launch the kernel of an operator on the state; ``window``: the rows ``M`` of its ring
     buffers.
     """
-    numbers = len(_numbers_of(name))
-    tensors = *arguments[:-numbers], *results
+    names = _numbers_of(name)
+    tensors = arguments[: -len(names)]
+    numbers = arguments[-len(names) :]
     channels = tensors[0].size(-1)
     width = triton.next_power_of_2(channels)
     _check_width(width, f"{channels} channels")
     constants = {"C": channels, "BLOCK_C": width, "num_warps": _warps(width), "num_stages": 1}
-    flags = _flags(name, arguments[-numbers:])
+    flags = dict(zip(names, numbers, strict=True))
     key = tensors[0].device, channels, *window.values()
-    _launch(name, (1, 1, 1), tensors, (), constants | window, flags, *key)
+    _launch(name, (1, 1, 1), (*tensors, *results), (), constants | window, flags, *key)
 
 
 @_operator
@@ -440,8 +462,10 @@ def power_update_(*arguments):
 
 @_operator
 def window_statistics(*arguments):
-    window, batch_psi2 = arguments[0], arguments[4]
-    psi2, ratio = torch.empty_like(batch_psi2), torch.empty_like(batch_psi2)
+    window = arguments[0]
+    batch_psi2 = arguments[4]
+    psi2 = torch.empty_like(batch_psi2)
+    ratio = torch.empty_like(batch_psi2)
     marks = torch.empty(2, dtype=torch.bool, device=window.device)
     _on_state("window_statistics", arguments, psi2, ratio, marks, M=len(window))
     return psi2, ratio, marks
@@ -449,7 +473,8 @@ def window_statistics(*arguments):
 
 @_operator
 def window_update_(*arguments):
-    window, correction = arguments[2], torch.empty_like(arguments[9])
+    window = arguments[2]
+    correction = torch.empty_like(arguments[9])
     _on_state("window_update_", arguments, correction, M=len(window))
     return correction
 
@@ -474,7 +499,8 @@ def power_step_(
     eps,
     *numbers,
 ):
-    tokens, dx = _tokens(x, groups, BACKWARD_THREADS), _like(x)
+    tokens = _tokens(x, groups, BACKWARD_THREADS)
+    dx = _like(x)
     masked = padding is not None
     partials = tokens.partials(4 if masked else 2, 1 + 2 * tokens.channels)
     vectors = weight, None, used_psi2, nu, None, None, loss_scale
@@ -507,7 +533,9 @@ def batch_step_(
     eps,
     *numbers,
 ):
-    given, rest, statistics = (dy, x, padding, inv_rms), (groups, eps), (weight, mean, moment)
+    given = (dy, x, padding, inv_rms)
+    rest = (groups, eps)
+    statistics = (weight, mean, moment)
     vectors = *statistics, None, None, None, loss_scale
     parameters, products = _gradient_sums(*given, vectors, *rest, like=weight)
     nu, offset = products.unbind()

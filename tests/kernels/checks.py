@@ -49,7 +49,8 @@ def terms_of(name: str, arguments: tuple) -> tuple[float, ...]:
     """
     given = dict(zip(ARGUMENTS[name], arguments, strict=True))
     x = arguments[0]  # or dy
-    tokens, size = x.shape[:-1].numel(), 4 * largest(x)
+    tokens = x.shape[:-1].numel()
+    size = 4 * largest(x)
     total = size * max(tokens, 1) ** 0.5
     if name in ("moments", "batch_normalize"):
         terms = 1.0 if given["groups"] else largest(x)
@@ -85,10 +86,12 @@ def assert_close(
     if not actual.is_floating_point():
         assert torch.equal(actual, expected), what
         return
-    wide, expected = actual.double(), expected.double()
+    wide = actual.double()
+    expected = expected.double()
     finite = expected.to(actual.dtype).isfinite()
     assert torch.equal(finite, wide.isfinite()), f"{what}: not finite in other places"
-    ulp, size = ulp or ULP[actual.dtype], max(largest(expected), terms, 1e-30)
+    ulp = ulp or ULP[actual.dtype]
+    size = max(largest(expected), terms, 1e-30)
     allowed = torch.full_like(expected, ulp * size)
     if actual.dtype in (torch.float16, torch.bfloat16):
         allowed = ulp * expected.abs() + CLOSE * size
@@ -213,7 +216,8 @@ def check_faults(channels: int, device: str) -> None:
     """Neither a number that is not finite nor a batch without a token moves the state;
     diagnostics tell the first.
     """
-    ones, number = torch.ones(channels, device=device), torch.tensor(3, device=device)
+    ones = torch.ones(channels, device=device)
+    number = torch.tensor(3, device=device)
     state = {"num_batches": number, "diagnostics": torch.zeros(4, device=device)}
     state |= dict.fromkeys(("moment", "mean", "psi2", "nu"), ones)
     fine = torch.ones(2, channels, device=device)

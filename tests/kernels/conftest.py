@@ -94,7 +94,8 @@ class Gpu:
         arguments = x, None, None, None, torch.full((2,), 4.0), None, None, 0, 0.0, False
         y, *_ = selection._by_triton("normalize")(*arguments)
         torch.testing.assert_close(y, reference.normalize(*arguments)[0], rtol=0, atol=0)
-        calls, self.calls = self.calls, []
+        calls = self.calls
+        self.calls = []
         return calls
 
 

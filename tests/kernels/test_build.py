@@ -37,7 +37,8 @@ def build(tmp_path):
     """Runs setup.py of a copy of this project: arguments, what the compiler does first -> its
     lines, calls made.
     """
-    checkout, log = tmp_path / "checkout", tmp_path / "log"
+    checkout = tmp_path / "checkout"
+    log = tmp_path / "log"
     sources = ROOT / "pn_fairseq/kernels"
     others = ("setup.py", "README.md", "pn_fairseq/__init__.py", sources / "selection.py")
     for file in (*others, *sources.glob("cpp/*")):

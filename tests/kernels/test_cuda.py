@@ -93,7 +93,8 @@ def test_every_element_is_written():
 def test_two_streams():
     calls, expected = calls_of(2**13, 512, 4)
     torch.cuda.synchronize()
-    streams, found = [torch.cuda.Stream() for _ in range(2)], []
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    found = []
     for turn in range(20):
         with torch.cuda.stream(streams[turn % 2]):
             found.append(results(calls))
@@ -107,10 +108,12 @@ def test_more_elements_than_32_bits_count(masked):
     """2^31 + 2^21 elements: the last tokens are as in a batch of their own."""
     if torch.cuda.get_device_properties(0).total_memory < 40 * 2**30:
         pytest.skip("needs 40 GiB of GPU memory")
-    channels, tokens = 1024, 2**21 + 2**11
+    channels = 1024
+    tokens = 2**21 + 2**11
     x = torch.randn(tokens, channels, device="cuda", dtype=torch.bfloat16)
     padding = torch.zeros(tokens, dtype=torch.bool, device="cuda") if masked else None
-    weight, ones = torch.randn(channels, device="cuda"), torch.ones(channels, device="cuda")
+    weight = torch.randn(channels, device="cuda")
+    ones = torch.ones(channels, device="cuda")
     vectors = dict(weight=weight, moment=ones, groups=4)
     y, inv_rms, moment, count = call("normalize", x=x, bias=ones - 1, padding=padding, **vectors)
     assert count == tokens
@@ -148,7 +151,8 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("name", NORMS)
 def test_norms_give_what_the_reference_gives(name):
-    norm, other = NORMS[name]().cuda(), NORMS[name]().cuda()
+    norm = NORMS[name]().cuda()
+    other = NORMS[name]().cuda()
     x, dy, mask = inputs()
     copy = x.detach().clone().requires_grad_()
     for _ in range(3):
@@ -223,7 +227,8 @@ def test_replays_of_a_training_step_move_the_state(name):
     """A captured step, forward and backward, moves the state and gives dx at every replay as
     eager steps do.
     """
-    norm, twin = NORMS[name]().cuda(), NORMS[name]().cuda()
+    norm = NORMS[name]().cuda()
+    twin = NORMS[name]().cuda()
     batches = [inputs() for _ in range(4)]
     x, dy, mask = batches[0]
     side = torch.cuda.Stream()

@@ -103,7 +103,9 @@ def test_nothing_is_compared_in_a_cuda_graph(gpu, monkeypatch):
 
 def test_defaults_of_the_caller_do_not_matter(gpu):
     """A default device and type, and the random state."""
-    healthy, state, x = gpu(), torch.get_rng_state(), torch.ones(1)
+    healthy = gpu()
+    state = torch.get_rng_state()
+    x = torch.ones(1)
     torch.set_default_dtype(torch.float64)
     try:
         with torch.device("meta"):

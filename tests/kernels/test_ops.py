@@ -54,7 +54,8 @@ def make(shape, mask, dtype, seed=0, **more) -> dict:
 def assert_close(actual, expected, dtype, what, factor=1.0):
     """Relative to the largest of ``expected``."""
     assert actual.shape == expected.shape, what
-    actual, expected = actual.double().numpy(), expected.numpy()
+    actual = actual.double().numpy()
+    expected = expected.numpy()
     if dtype in (torch.float16, torch.bfloat16):
         actual = unrounded(actual, expected, dtype)
     close = factor * TOLERANCE[dtype] * abs(expected).max()
@@ -107,7 +108,8 @@ def test_half_types_are_rounded_once():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_special_values(dtype):
     """Infinities, NaN, subnormal numbers and both zeros pass as through a multiplication by 1."""
-    smallest, largest = torch.finfo(dtype).tiny, torch.finfo(dtype).max
+    smallest = torch.finfo(dtype).tiny
+    largest = torch.finfo(dtype).max
     special = [
         0.0,
         -0.0,
@@ -135,7 +137,8 @@ def test_what_is_not_finite_at_padding_enters_no_statistic():
     inv_rms = call("moments", **given)[0]
     products = call("gradient", **given, inv_rms=inv_rms)[2]
     padding = given["padding"]
-    given["x"][padding], given["dy"][padding] = float("nan"), float("inf")
+    given["x"][padding] = float("nan")
+    given["dy"][padding] = float("inf")
     for centered in (True, False):
         for statistic in call("moments", **given, centered=centered)[1:]:
             assert statistic.isfinite().all()
@@ -152,14 +155,16 @@ def test_what_is_not_finite_in_a_token_that_the_loss_does_not_depend_on_reaches_
 ):
     channels = 6 if INTERPRETED else 12  # more than one vector of each implementation
     given = make((4, 3, channels), "some", dtype)
-    padding, dy = given.pop("padding"), given["dy"]
+    padding = given.pop("padding")
+    dy = given["dy"]
     dy[padding] = 0.0
     dy[0, 0, :-4] = 0.0  # a token with some zeros counts
     faulty = given["x"].clone()
     at_padding = torch.tensor([float("nan"), float("inf"), -0.0]).to(dtype)
     faulty[padding] = at_padding.repeat(channels // 3)
     zeros = torch.zeros_like(dy).masked_fill(padding.unsqueeze(-1), -0.0)
-    bias, nu = given["bias"], given.pop("nu")
+    bias = given["bias"]
+    nu = given.pop("nu")
 
     def gradients(**tokens):
         by_token = given | tokens | {"groups": 3}
@@ -178,7 +183,8 @@ def test_what_is_not_finite_in_a_token_that_the_loss_does_not_depend_on_reaches_
             *call("squash_gradient", **squashed),
         )
 
-    clean, with_faults = gradients(), gradients(x=faulty, dy=dy + zeros)
+    clean = gradients()
+    with_faults = gradients(x=faulty, dy=dy + zeros)
     for one, other in zip(clean, with_faults, strict=True):
         assert torch.equal(one, other)
 
@@ -205,7 +211,8 @@ def test_the_same_threads_give_the_same_bits():
         y, inv_rms, *sums = call("normalize", **given)
         return y, *sums, *call("gradient", **given, inv_rms=inv_rms)
 
-    threads, results = torch.get_num_threads(), []
+    threads = torch.get_num_threads()
+    results = []
     try:
         for number in (1, 2):
             torch.set_num_threads(number)
@@ -221,7 +228,8 @@ def test_in_evaluation_an_infinity_in_x_is_none_in_dx():
     """A norm is linear in h there, also BN, which subtracts a mean."""
     given = make((4, 3, 21), "some", torch.float32)
     given["inv_rms"] = given["x"].new_empty(4, 3, 0)
-    x, mean = given["x"], given.pop("nu")
+    x = given["x"]
+    mean = given.pop("nu")
     x[1, 1, 3] = float("inf")
     expected = given["dy"] * given["weight"] / (given["moment"] + EPS).sqrt()
     for center in (None, mean):
@@ -303,7 +311,8 @@ def test_the_state_of_pn(warmup, has_gradient):
     tokens = 7.0
     state = state_of(9)
     psi2, nu, number, noted = state
-    batch, used = psi2.flip(0) * 2, psi2 * 0.7
+    batch = psi2.flip(0) * 2
+    used = psi2 * 0.7
     batch[0] = 0.0  # its logarithm is that of the smallest normal number
     products = torch.stack([nu.flip(0), nu]) * tokens
     old_psi2, old_nu = doubles(psi2, nu)
@@ -328,7 +337,8 @@ def test_running_averages(unbiased):
     tokens = 7.0
     state = state_of(9)
     moment, mean, number, noted = state
-    batch, batch_mean = moment.flip(0), mean - 3
+    batch = moment.flip(0)
+    batch_mean = mean - 3
     old_moment, old_mean = doubles(moment, mean)
     given = dict(batch_moment=batch, batch_mean=batch_mean, products=torch.ones(2, 9))
     given |= dict(count=torch.tensor(tokens), alpha=0.8, unbiased=unbiased)
@@ -356,7 +366,8 @@ def test_autograd_sees_that_state_has_changed():
 def test_a_loss_scale_changes_no_state_and_scales_every_gradient():
     """By a power of two, which multiplies without rounding."""
     given = make((5, 3, 12), "some", torch.float32, groups=3)
-    dy, used = given.pop("dy"), given["moment"]
+    dy = given.pop("dy")
+    used = given["moment"]
     names = ("inv_rms", "mean", "moment", "count")
     given |= zip(names, call("batch_normalize", **given)[1:], strict=True)
     given |= {"batch_psi2": given["moment"], "used_psi2": used}
@@ -391,15 +402,19 @@ def ratio_from_the_fourth_step(oracle):
 )
 def test_the_state_of_norms_with_windows(filtration):
     """Steps of which one is an outlier, against the oracle of the norms."""
-    channels, rows, unified = 4, 2, filtration is not None
+    channels = 4
+    rows = 2
+    unified = filtration is not None
     if unified:
         oracle = UnifiedOracle(channels, window=rows, filtration=filtration)
     else:
         oracle = MovingAverageOracle(channels, alpha=0.9, window=rows)
     oracle.ratio = ratio_from_the_fourth_step(oracle)
-    running, number = torch.ones(channels), torch.tensor(0)
+    running = torch.ones(channels)
+    number = torch.tensor(0)
     nu = torch.zeros(channels) if unified else None
-    windows, noted = torch.zeros(2, rows, channels), torch.zeros(4)
+    windows = torch.zeros(2, rows, channels)
+    noted = torch.zeros(4)
     state = {"running_psi2": running, "nu": nu, "num_batches": number, "diagnostics": noted}
     state |= {"psi2_window": windows[0], "lambda_window": windows[1]}
     kind = {"ratio_warmup": 3, "geometric": unified, "filtration": bool(filtration)}
@@ -466,7 +481,8 @@ class _InPlace(torch.autograd.Function):
         else:
             y, inv_rms, kept, moment, count = call("batch_normalize", **given)
         ctx.save_for_backward(x, weight, inv_rms, moment, count, kept)
-        ctx.state, ctx.is_pn = state, is_pn
+        ctx.state = state
+        ctx.is_pn = is_pn
         return y
 
     @staticmethod

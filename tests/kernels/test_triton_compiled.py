@@ -71,7 +71,8 @@ class _Compiling:
     """Stands for a kernel, and compiles it for the arguments that it is launched with."""
 
     def __init__(self, kernel: JITFunction, compiled: list):
-        self.kernel, self.compiled = kernel, compiled
+        self.kernel = kernel
+        self.compiled = compiled
 
     def __getitem__(self, grid):
         def compile(*args, **kwargs):
@@ -141,7 +142,9 @@ def train(
     ``parameters``: the type of weight and bias; None: there are none. ``turned``: x is (T, B, C) of
     (B, T, C).
     """
-    x, vector, count = empty(rows, channels, dtype=dtype), empty(channels), empty(dtype=torch.int64)
+    x = empty(rows, channels, dtype=dtype)
+    vector = empty(channels)
+    count = empty(dtype=torch.int64)
     if turned:
         x = empty(8, rows // 8, channels, dtype=dtype).transpose(0, 1)
     given = dict.fromkeys(("x", "dy"), x) | dict.fromkeys(("num_batches", "seen_batches"), count)
@@ -236,7 +239,8 @@ class _Runs:
     """Stands for the launches of compiled kernels on a GPU that is not there: notes them."""
 
     def __init__(self, monkeypatch):
-        self.seen, self.searched = [], []
+        self.seen = []
+        self.searched = []
         monkeypatch.setattr(driver, "_active", _NoGpu(90))
         monkeypatch.setattr(triton_ops, "_multiprocessors", lambda device: 132)
         monkeypatch.setattr(triton_ops, "_compiled", {})
@@ -246,7 +250,8 @@ class _Runs:
 
         def load(kernel):
             kernel._run = lambda *arguments: runs.note(kernel.name, arguments)
-            kernel.module, kernel.function = 1, 0
+            kernel.module = 1
+            kernel.function = 0
 
         monkeypatch.setattr(CompiledKernel, "_init_handles", load)
         triton_ops._tokens_of.cache_clear()
@@ -270,7 +275,9 @@ class _Searched:
     """Stands for a kernel, and notes that triton is asked for it."""
 
     def __init__(self, kernel: JITFunction, searched: list):
-        self.kernel, self.searched, self.arg_names = kernel, searched, kernel.arg_names
+        self.kernel = kernel
+        self.searched = searched
+        self.arg_names = kernel.arg_names
 
     def __getitem__(self, grid):
         self.searched.append(self.kernel.__name__)
