@@ -37,8 +37,9 @@ NAMESPACE = "pn_fairseq"
 #: Operator -> its reference implementation.
 OPERATORS: dict[str, Callable] = {}
 
-#: Operator -> the names of its arguments.
+#: Operator -> the names of its arguments, and of those that are numbers, which come last.
 ARGUMENTS: dict[str, list[str]] = {}
+NUMBERS: dict[str, list[str]] = {}
 
 #: Operator -> the places of the arguments that it changes.
 CHANGED: dict[str, tuple[int, ...]] = {}
@@ -53,8 +54,8 @@ def _operator(function: Callable, *state: str) -> Callable:
     have a default. ``state`` names the arguments that it changes.
     """
     name = function.__name__
-    arguments = torch.library.infer_schema(function, mutates_args=state).replace("SymInt", "int")
-    _library.define(name + re.sub(r", \w+ \w+=\w+", "", arguments))
+    schema = torch.library.infer_schema(function, mutates_args=state).replace("SymInt", "int")
+    _library.define(name + re.sub(r", \w+ \w+=\w+", "", schema))
     _library.impl(name, function, "CompositeExplicitAutograd")
     # Every call whose result needs a gradient is inside a torch.autograd.Function, which defines
     # the gradient. A fallthrough skips autograd's dispatch key, whose default (warn in a backward
@@ -62,7 +63,9 @@ def _operator(function: Callable, *state: str) -> Callable:
     _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
     operator = getattr(torch.ops.pn_fairseq, name).default
     OPERATORS[name] = function
-    ARGUMENTS[name] = [argument.name for argument in operator._schema.arguments]
+    arguments = operator._schema.arguments
+    ARGUMENTS[name] = [argument.name for argument in arguments]
+    NUMBERS[name] = [each.name for each in arguments if "Tensor" not in str(each.type)]
     CHANGED[name] = tuple(ARGUMENTS[name].index(argument) for argument in state)
     return operator
 

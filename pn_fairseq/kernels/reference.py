@@ -140,10 +140,8 @@ def _finite_sum(values: Tensor, tokens: Maybe = None) -> Maybe:
         return None
     flat = values.flatten(0, -2)
     weights = flat.new_ones(len(flat)) if tokens is None else tokens.flatten().to(flat.dtype)
-    sums = []
-    for start in range(0, len(flat), _ADDED_AT_ONCE):
-        some = slice(start, start + _ADDED_AT_ONCE)
-        sums.append(torch.mv(flat[some].t(), weights[some]))
+    parts = zip(flat.split(_ADDED_AT_ONCE), weights.split(_ADDED_AT_ONCE), strict=True)
+    sums = [torch.mv(part.t(), part_weights) for part, part_weights in parts]
     total = torch.stack(sums).sum(0)
     return total if total.isfinite().all() else None
 
@@ -337,23 +335,30 @@ def share_of_batch(num_batches: Tensor, warmup: int, alpha: float, dtype: torch.
     return torch.where(num_batches < warmup, 1.0 / (num_batches + 1).to(dtype), 1.0 - alpha)
 
 
-def _all_finite(*values: Tensor) -> Tensor:
-    """Whether all numbers are finite in float32, the type of the state; 0-d."""
-    return torch.cat([value.float().flatten() for value in values]).isfinite().all()
-
-
-def _note(
-    diagnostics: Tensor, running: Tensor, batch: Tensor, count: Tensor, counted: Tensor
-) -> None:
-    """The entries 0 and 2 of ``diagnostics``; see :func:`running_average_`."""
-    tiny = torch.finfo(torch.float32).tiny
-    distance = batch.float().clamp(min=tiny).log() - running.clamp(min=tiny).log()
-    diagnostics[0].add_((count > 0) & ~counted)
-    diagnostics[2].copy_(0.5 * distance.abs().mean())
+def _enters(
+    running: Tensor, diagnostics: Maybe, batch: Tensor, count: Tensor, *others: Tensor
+) -> Tensor:
+    """Whether a batch counts, 0-d: it has a token, and all its numbers, ``others`` among them, are
+    finite in float32, the type of the state. Notes the entries 0 and 2 of ``diagnostics``; see
+    :func:`running_average_`.
+    """
+    numbers = [values.float().flatten() for values in (batch, *others)]
+    has_token = count > 0
+    counted = has_token & torch.cat(numbers).isfinite().all()
+    if diagnostics is not None:
+        tiny = torch.finfo(torch.float32).tiny
+        distance = batch.float().clamp(min=tiny).log() - running.clamp(min=tiny).log()
+        diagnostics[0].add_(has_token & ~counted)
+        diagnostics[2].copy_(0.5 * distance.abs().mean())
+    return counted
 
 
 def _move(state: Tensor, after: Tensor, counted: Tensor) -> None:
     state.copy_(torch.where(counted, after.to(state.dtype), state))
+
+
+def _average(running: Tensor, batch: Tensor, share: float | Tensor, counted: Tensor) -> None:
+    _move(running, running + share * (batch - running), counted)
 
 
 def running_average_(
@@ -383,12 +388,11 @@ def running_average_(
     """
     if unbiased:
         batch_moment = batch_moment * (count / (count - 1.0))
-    of_batch = (batch_moment,) if mean is None else (batch_moment, batch_mean)
-    counted = (count > 0) & _all_finite(products, *of_batch)
-    if diagnostics is not None:
-        _note(diagnostics, moment, batch_moment, count, counted)
-    for running, batch in zip((moment, mean), of_batch, strict=False):
-        _move(running, running + (1.0 - alpha) * (batch - running), counted)
+    of_batch = (products,) if mean is None else (products, batch_mean)
+    counted = _enters(moment, diagnostics, batch_moment, count, *of_batch)
+    _average(moment, batch_moment, 1.0 - alpha, counted)
+    if mean is not None:
+        _average(mean, batch_mean, 1.0 - alpha, counted)
     num_batches.add_(counted)
 
 
@@ -415,13 +419,12 @@ def power_update_(
     is the psi^2 in D, and ``products`` (2, C) are the sums over M of dx_hat * x_hat and of dx_hat.
     """
     gamma = batch_psi2 / (used_psi2.to(batch_psi2.dtype) + eps)
-    counted = (count > 0) & _all_finite(batch_psi2, products, gamma)
+    counted = _enters(psi2, diagnostics, batch_psi2, count, products, gamma)
     if diagnostics is not None:
-        _note(diagnostics, psi2, batch_psi2, count, counted)
         diagnostics[1].add_(((1.0 - alpha_bwd) * gamma > 1.0).any() & counted)
         diagnostics[3].copy_(gamma.max())
     share = share_of_batch(num_batches, warmup, alpha_fwd, batch_psi2.dtype)
-    _move(psi2, psi2 + share * (batch_psi2 - psi2), counted)
+    _average(psi2, batch_psi2, share, counted)
     if has_gradient:
         lambda_ = products[0] / count.clamp(min=1.0)
         kept = (1.0 - (1.0 - alpha_bwd) * gamma).clamp(min=0.0)
@@ -624,12 +627,10 @@ def window_update_(
     if nu is not None:
         moved = alpha_bwd * seen_nu.to(own.dtype) + (1.0 - alpha_bwd) * average
         correction = torch.where(skip, own, moved)
-    counted = (count > 0) & _all_finite(psi2, batch_psi2, products, average)
-    if diagnostics is not None:
-        _note(diagnostics, running_psi2, batch_psi2, count, counted)
+    counted = _enters(running_psi2, diagnostics, batch_psi2, count, psi2, products, average)
     row_moves = _next_row(psi2_window, num_batches) & counted
     _move(psi2_window, torch.where(skip, running_psi2.to(own.dtype), batch_psi2), row_moves)
-    _move(running_psi2, running_psi2 + (1.0 - alpha_fwd) * (psi2 - running_psi2), counted)
+    _average(running_psi2, psi2, 1.0 - alpha_fwd, counted)
     if has_gradient:
         entering = own if nu is None else torch.where(skip, nu.to(own.dtype), own)
         _move(lambda_window, entering, row_moves)

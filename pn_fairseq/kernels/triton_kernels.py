@@ -656,16 +656,21 @@ def squash_gradient(
 
 
 @triton.jit
+def _some(partials, slot, start, at, programs, C, BLOCK_P: constexpr):
+    """A slot of BLOCK_P programs from ``start`` on, (BLOCK_P, channels), 0 beyond the last one."""
+    channel, inside = at
+    program = start + tl.arange(0, BLOCK_P)[:, None]
+    row = slot * programs.to(tl.int64) + program
+    exists = (program < programs) & inside[None, :]
+    return tl.load(partials + row * C + channel[None, :], mask=exists, other=0.0)
+
+
+@triton.jit
 def _total(partials, slot, at, programs, C, BLOCK_P: constexpr):
     """The sum of a slot over all programs, for the channels."""
-    channel, inside = at
-    total = tl.zeros([BLOCK_P, channel.shape[0]], partials.dtype.element_ty)
+    total = tl.zeros([BLOCK_P, at[0].shape[0]], partials.dtype.element_ty)
     for start in range(0, programs, BLOCK_P):
-        program = start + tl.arange(0, BLOCK_P)[:, None]
-        row = slot * programs.to(tl.int64) + program
-        places = row * C + channel[None, :]
-        exists = (program < programs) & inside[None, :]
-        total += tl.load(partials + places, mask=exists, other=0.0)
+        total += _some(partials, slot, start, at, programs, C, BLOCK_P)
     return tl.sum(total, 0)
 
 
@@ -700,12 +705,8 @@ def finish_moments(
         # n_p (mean_p - mean)^2: Chan's formula for all programs at once
         between = tl.zeros([BLOCK_P, BLOCK_C], partials.dtype.element_ty)
         for start in range(0, programs, BLOCK_P):
-            program = start + tl.arange(0, BLOCK_P)[:, None]
-            added = tl.load(counts + program, mask=program < programs, other=0.0)
-            row = programs.to(tl.int64) + program
-            places = row * C + channel[None, :]
-            exists = (added > 0) & inside[None, :]
-            total = tl.load(partials + places, mask=exists, other=0.0)
+            added = _some(counts, 0, start, _columns(0, 1, 1), programs, 1, BLOCK_P)
+            total = _some(partials, 1, start, at, programs, C, BLOCK_P)
             difference = total / tl.maximum(added, 1.0) - center[None, :]
             between += added * difference * difference
         squares += tl.sum(between, 0)

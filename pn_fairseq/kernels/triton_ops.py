@@ -11,7 +11,6 @@ With ``TRITON_INTERPRET=1`` in the environment before triton is imported, the sa
 on the CPU, slowly: tests do that.
 """
 
-import inspect
 from functools import cache, lru_cache, wraps
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 
 from pn_fairseq.kernels import triton_kernels as kernels
-from pn_fairseq.kernels.ops import ARGUMENTS, CHANGED, OPERATORS, warn_by_reference
+from pn_fairseq.kernels.ops import CHANGED, NUMBERS, OPERATORS, warn_by_reference
 
 #: Channels that one program can hold, with groups and their number rounded up to powers of two.
 MAX_CHANNELS = 8192
@@ -241,6 +240,11 @@ class _Tokens:
         """Room for the sums of the programs, for one or two numbers of each, and for ``more``."""
         return self.new(self.programs * (slots * self.channels + 2) + more)
 
+    def parameters(self, like: Tensor | None) -> Tensor:
+        """Room for the gradients of weight and bias, in the type of ``like``, if it is given."""
+        dtype = self.acc if like is None else like.dtype
+        return torch.empty((2, self.channels), dtype=dtype, device=self.device)
+
     def launch(self, name: str, written, read, vectors, flags: dict) -> None:
         """Launch a kernel that reads the tokens: tensors and masks, of any strides."""
         strides = _strides(*read)
@@ -271,8 +275,7 @@ class _Tokens:
         """``parameters`` (2, C), in the type of ``like``; also writes ``products`` and ``scalars``,
         if there is memory for them.
         """
-        dtype = self.acc if like is None else like.dtype
-        parameters = torch.empty((2, self.channels), dtype=dtype, device=self.device)
+        parameters = self.parameters(like)
         flags = {"EPS": 0.0, "MASKED": False} | flags
         tensors = partials, *vectors, parameters, products, scalars
         self.finish("finish_gradient_sums", 2, tensors, flags)
@@ -293,9 +296,7 @@ def _like(x: Tensor) -> Tensor:
 @cache
 def _numbers_of(name: str) -> list[str]:
     """The arguments of an operator that are numbers, as its kernel names them; they come last."""
-    annotations = inspect.get_annotations(OPERATORS[name])
-    numbers = [each for each, kind in annotations.items() if kind in (int, float, bool)]
-    return [each.upper() for each in numbers if each in ARGUMENTS[name]]
+    return [number.upper() for number in NUMBERS[name]]
 
 
 def _flags(name: str, numbers) -> dict:
@@ -505,8 +506,7 @@ def power_step_(
     partials = tokens.partials(4 if masked else 2, 1 + 2 * tokens.channels)
     vectors = weight, None, used_psi2, nu, None, None, loss_scale
     _backward(tokens, dx, partials, dy, x, padding, inv_rms, vectors, eps)
-    dtype = tokens.acc if weight is None else weight.dtype
-    parameters = torch.empty((2, tokens.channels), dtype=dtype, device=x.device)
+    parameters = tokens.parameters(weight)
     state = psi2, running_nu, num_batches, diagnostics
     tensors = partials, weight, loss_scale, parameters, *state, batch_psi2, used_psi2, count
     flags = _flags("power_update_", (eps, *numbers)) | {"MASKED": masked, "BLOCK": tokens.width}
