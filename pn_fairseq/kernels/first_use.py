@@ -28,10 +28,9 @@ TOLERANCE = {
 #: divides.
 SHAPES = ((96, 512, 8), (37, 67, 0))
 
-
 #: Arguments that are numbers, and those that are vectors in the accumulation dtype and windows of
 #: such vectors; tensors that are not named here are vectors over channels in float32.
-NUMBERS = dict(
+SETTINGS = dict(
     eps=1e-5,
     centered=True,
     sums=True,
@@ -69,9 +68,9 @@ def _values(dtype, device, tokens: int, channels: int, groups: int) -> dict[str,
     x, dy = torch.randn((2, tokens, channels), **like).to(device, dtype)
     acc = acc_dtype(x)
     values = {name: uniform(channels) for names in ARGUMENTS.values() for name in names}
-    values |= NUMBERS | {"x": x, "dy": dy, "groups": groups}
+    values |= SETTINGS | {"x": x, "dy": dy, "groups": groups}
     values["padding"] = (torch.rand(tokens, **like) < 0.2).to(device)
-    values["inv_rms"] = OPERATORS["moments"](x, None, groups, NUMBERS["eps"], False)[0]
+    values["inv_rms"] = OPERATORS["moments"](x, None, groups, SETTINGS["eps"], False)[0]
     values["loss_scale"] = torch.full((1,), 8.0, device=device)
     values["products"] = torch.randn((2, channels), **like).to(device, acc)
     for name in OF_BATCH:
