@@ -7,11 +7,12 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pn_fairseq.kernels.ops import CHANGED, OPERATORS
+from pn_fairseq.kernels.ops import ARGUMENTS, CHANGED, OPERATORS
 from pn_fairseq.kernels.reference import acc_dtype
 
 #: Largest difference that is allowed, relative to the largest value of a result: sums in another
@@ -27,101 +28,139 @@ TOLERANCE = {
 #: divides.
 SHAPES = ((96, 512, 8), (37, 67, 0))
 
+#: Arguments that are numbers, and those that are vectors in the accumulation dtype and windows of
+#: such vectors; tensors that are not named here are vectors over channels in float32.
+SETTINGS = dict(
+    eps=1e-5,
+    centered=True,
+    sums=True,
+    alpha=0.9,
+    alpha_fwd=0.9,
+    alpha_bwd=0.8,
+    warmup=0,
+    ratio_warmup=1000,
+    unbiased=True,
+    has_gradient=True,
+)
+OF_BATCH = ("batch_moment", "batch_mean", "batch_psi2")
+WINDOWS = ("psi2_window", "lambda_window", "seen_lambda")
+
 
 def samples(
     dtype: torch.dtype, device: torch.device, shapes: Iterable[tuple[int, int, int]] = SHAPES
 ) -> Iterator[tuple[str, tuple]]:
     """Arguments of every operator, with and without what may be left out."""
-    # Whatever defaults the caller has set.
+    for shape in shapes:
+        values = _values(dtype, device, *shape)
+        for name, changes in (*_of_batches(values), *_of_tokens(values), *_of_state(values)):
+            given = values | changes
+            yield name, tuple(given[argument] for argument in ARGUMENTS[name])
+
+
+def _values(dtype, device, tokens: int, channels: int, groups: int) -> dict[str, Any]:
+    """Name of an argument -> a value."""
+    # whatever defaults the caller has set
     like = {"generator": torch.Generator().manual_seed(0), "device": "cpu", "dtype": torch.float32}
-    for tokens, channels, groups in shapes:
-        x, dy = torch.randn((2, tokens, channels), **like).to(device, dtype)
-        padding = (torch.rand(tokens, **like) < 0.2).to(device)
-        weight, bias, mean, moment, nu, offset = (torch.rand((6, channels), **like) + 0.5).to(
-            device
-        )
-        inv_rms = OPERATORS["moments"](x, None, groups, 1e-5, False)[0]
-        acc = acc_dtype(x)
-        count, number = torch.tensor(7.0, dtype=acc, device=device), torch.tensor(3, device=device)
-        scale, diagnostics = torch.full((1,), 8.0, device=device), torch.zeros(4, device=device)
-        # the diagnostics are float32, and compared with float64's tolerance
-        if acc == torch.float64:
-            diagnostics = None
-        products = torch.randn((2, channels), **like).to(device, acc)
-        batch = (moment.to(acc), mean.to(acc), products, count)
-        for mask, center, loss_scale, noted in (
-            (padding, mean, scale, diagnostics),
-            (None, None, None, None),
-        ):
-            yield "normalize", (x, weight, bias, None, moment, mask, None, groups, 1e-5, True)
-            for centered in (False, True):
-                yield "moments", (x, mask, groups, 1e-5, centered)
-            vectors = (weight, mean, moment)
-            yield (
-                "gradient",
-                (dy, x, mask, weight, None, moment, nu, *[None] * 3, inv_rms, groups, 1e-5, True),
-            )
-            yield (
-                "gradient",
-                (dy, x, mask, *vectors, nu, offset, count, scale, inv_rms, groups, 1e-5, False),
-            )
-            yield "gradient_sums", (dy, x, mask, *vectors, loss_scale, inv_rms, groups, 1e-5)
-            state, of_batch = (moment, nu, number, noted), (batch[0], count)
-            of_forward = (weight, moment, nu, loss_scale, inv_rms)
-            yield (
-                "power_step_",
-                (dy, x, mask, *of_forward, *state, *of_batch, groups, 1e-5, 0, 0.9, 0.9),
-            )
-            centered = center is not None
-            yield "batch_normalize", (x, weight, bias, mask, groups, 1e-5, centered)
-            state, of_forward = (
-                (moment, center, number, noted),
-                (weight, center, batch[0], count, loss_scale, inv_rms),
-            )
-            yield "batch_step_", (dy, x, mask, *of_forward, *state, groups, 1e-5, 0.9, centered)
-        yield "normalize", (x, None, None, mean, moment, None, inv_rms, groups, 1e-5, False)
-        yield "normalize", (x, *[None] * 6, groups, 1e-5, False)  # layer-scale by itself
-        yield "gradient", (dy, x, *[None] * 8, inv_rms, groups, 1e-5, False)
-        spans = max(groups, 1)
-        for divisor in (
-            (True, 1.0, 1e-5, 0.0, 0.0),
-            (True, 1.1, 0.0, 1e-5, 0.0),
-            # of which half the tokens are below the bound
-            (False, float(channels), 0.0, 0.0, channels**0.5),
-        ):
-            stats = OPERATORS["standardize"](x, None, None, spans, *divisor, 1.0, 0.0)[1]
-            yield "standardize", (x, weight, bias, spans, *divisor, 2.0, -0.2)
-            yield "standardize", (x, None, None, spans, *divisor, 1.0, 0.0)
-            for through in ((True, True), (False, True), (True, False)):
-                yield (
-                    "standardize_gradient",
-                    (dy, x, weight, stats, spans, 2.0, -0.2, *through, True),
-                )
-                yield "standardize_gradient", (dy, x, None, stats, spans, 1.0, 0.0, *through, False)
-        for erf, shift in ((True, bias[:1]), (False, None)):
-            yield "squash", (x, weight, bias, nu[:1], shift, erf)
-            yield "squash_gradient", (dy, x, weight, nu[:1], shift, erf)
-        windows = torch.rand((2, 2, channels), **like).to(device) + 0.5
-        for geometric, filtration, seen in ((True, True, nu), (False, False, None)):
-            state = windows[0], moment, number, count.long() * 200 if filtration else None
-            yield (
-                "window_statistics",
-                (*state, batch[0] * 1.5, weight, 2, 1000, 1e-5, geometric, filtration),
-            )
-            state = moment, seen, windows[0], windows[1], number, diagnostics
-            marks = torch.tensor([False, channels % 2 == 1], device=device)
-            of_step = seen, windows[1], number, batch[0], batch[1], marks, products, count, count
-            yield "window_update_", (*state, *of_step, 0.9, 0.8, geometric)
-        state = moment, mean, number, diagnostics
-        yield "running_average_", (*state, *batch, 0.9, True)
-        yield (
-            "running_average_",
-            (moment, None, number, None, batch[0], None, *batch[2:], 0.9, False),
-        )
-        for warmup, has_gradient in ((0, True), (9, True), (0, False)):
-            state = moment, nu, number, diagnostics if warmup else None
-            of_batch = batch[0], moment, products, count
-            yield "power_update_", (*state, *of_batch, 1e-5, warmup, 0.9, 0.9, has_gradient)
+
+    def uniform(*shape: int) -> Tensor:
+        return (torch.rand(shape, **like) + 0.5).to(device)
+
+    x, dy = torch.randn((2, tokens, channels), **like).to(device, dtype)
+    acc = acc_dtype(x)
+    values = {name: uniform(channels) for names in ARGUMENTS.values() for name in names}
+    values |= SETTINGS | {"x": x, "dy": dy, "groups": groups}
+    values["padding"] = (torch.rand(tokens, **like) < 0.2).to(device)
+    values["inv_rms"] = OPERATORS["moments"](x, None, groups, SETTINGS["eps"], False)[0]
+    values["loss_scale"] = torch.full((1,), 8.0, device=device)
+    values["products"] = torch.randn((2, channels), **like).to(device, acc)
+    for name in OF_BATCH:
+        values[name] = values[name].to(acc)
+    for name in WINDOWS:
+        values[name] = uniform(2, channels)
+    for name in ("num_batches", "seen_batches"):
+        values[name] = torch.tensor(3, device=device)
+    for name in ("count", "counted_tokens"):
+        values[name] = torch.tensor(7.0, dtype=acc, device=device)
+    # the diagnostics are float32, and compared with float64's tolerance
+    values["diagnostics"] = None if acc == torch.float64 else torch.zeros(4, device=device)
+    return values
+
+
+#: The arguments of a call, as far as they differ from :func:`_values`.
+Calls = Iterator[tuple[str, dict[str, Any]]]
+
+
+def _of_batches(values: dict) -> Calls:
+    """Norms with statistics of a batch, by passes and by whole steps."""
+    of_batch = values["batch_moment"]
+    scale = values["loss_scale"]
+    for absent in ((), ("padding", "loss_scale", "diagnostics", "running_mean")):
+        given = dict.fromkeys(absent)
+        yield "normalize", given | {"mean": None, "inv_rms": None}
+        yield "moments", given | {"centered": False}
+        yield "moments", given
+        yield "gradient", given | dict.fromkeys(("mean", "offset", "count", "loss_scale"))
+        yield "gradient", given | {"loss_scale": scale, "sums": False}
+        yield "gradient_sums", given
+        yield "power_step_", given
+        yield "batch_normalize", given | {"centered": not absent}
+        mean = None if absent else values["mean"]
+        yield "batch_step_", given | {"mean": mean, "moment": of_batch, "unbiased": not absent}
+    plain = {"padding": None, "weight": None, "bias": None, "sums": False}
+    yield "normalize", plain
+    nothing = plain | dict.fromkeys(("mean", "moment", "nu", "offset", "count", "loss_scale"))
+    yield "normalize", nothing | {"inv_rms": None}  # layer-scale by itself
+    yield "gradient", nothing
+
+
+def _of_tokens(values: dict) -> Calls:
+    """Norms that take each token by itself."""
+    x = values["x"]
+    bias = values["bias"]
+    channels = x.size(-1)
+    groups = max(values["groups"], 1)
+    plain = {"groups": groups, "gain": 1.0, "gain_slope": 0.0}
+    plain |= {"weight": None, "bias": None, "sums": False}
+    curved = {"groups": groups, "gain": 2.0, "gain_slope": -0.2}
+    names = ARGUMENTS["standardize"][4:9]
+    for divisor in (
+        (True, 1.0, 1e-5, 0.0, 0.0),
+        (True, 1.1, 0.0, 1e-5, 0.0),
+        # of which half the tokens are below the bound
+        (False, float(channels), 0.0, 0.0, channels**0.5),
+    ):
+        given = dict(zip(names, divisor, strict=True))
+        yield "standardize", given | curved
+        yield "standardize", given | plain
+        stats = OPERATORS["standardize"](x, None, None, groups, *divisor, 1.0, 0.0)[1]
+        for through_mean, through_divisor in ((True, True), (False, True), (True, False)):
+            given = dict(stats=stats, through_mean=through_mean, through_divisor=through_divisor)
+            yield "standardize_gradient", given | curved
+            yield "standardize_gradient", given | plain
+    for erf, shift in ((True, bias[:1]), (False, None)):
+        given = {"alpha": values["nu"][:1], "shift": shift, "erf": erf}
+        yield "squash", given
+        yield "squash_gradient", given
+
+
+def _of_state(values: dict) -> Calls:
+    """What reads or moves the state."""
+    batch = values["batch_psi2"]
+    number = values["num_batches"]
+    marks = torch.tensor([False, batch.numel() % 2 == 1], device=batch.device)
+    of_un = {"completed": number * 466}
+    of_mabn = {"completed": None, "nu": None, "seen_nu": None}
+    for unified, given in ((True, of_un), (False, of_mabn)):
+        kind = {"geometric": unified, "filtration": unified, "warmup": 2}
+        yield "window_statistics", given | kind
+        of_step = {"psi2": batch, "marks": marks, "has_gradient": unified}
+        yield "window_update_", given | of_step
+    yield "running_average_", {}
+    absent = dict.fromkeys(("mean", "diagnostics", "batch_mean"))
+    yield "running_average_", absent | {"unbiased": False}
+    yield "power_update_", {"diagnostics": None}
+    yield "power_update_", {"warmup": 9}
+    yield "power_update_", {"diagnostics": None, "has_gradient": False}
 
 
 def results_of(function: Callable, name: str, arguments: Sequence) -> tuple[Tensor, ...]:
@@ -129,13 +168,15 @@ def results_of(function: Callable, name: str, arguments: Sequence) -> tuple[Tens
     the arguments that it changes: of copies, so that those that are given stay as they are.
     """
     given = list(arguments)
+    changed = []
     for place in CHANGED[name]:
-        given[place] = None if given[place] is None else given[place].clone()
+        if given[place] is not None:
+            given[place] = given[place].clone()
+            changed.append(given[place])
     results = function(*given)
-    if isinstance(results, Tensor):
-        results = (results,)
-    changed = [given[place] for place in CHANGED[name]]
-    return *(results or ()), *(value for value in changed if value is not None)
+    if results is None:
+        return tuple(changed)
+    return *((results,) if isinstance(results, Tensor) else results), *changed
 
 
 def difference(result: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
@@ -147,10 +188,19 @@ def difference(result: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> floa
         if ours.shape != wanted.shape or ours.dtype != wanted.dtype:
             return float("inf")
         if wanted.numel():
-            error = (
-                ours.double() - wanted.double()
-            ).abs().max() / wanted.double().abs().max().clamp(min=1e-30)
+            exact = wanted.double()
+            error = (ours.double() - exact).abs().max() / exact.abs().max().clamp(min=1e-30)
             worst = max(worst, float(error.nan_to_num(float("inf"))))
+    return worst
+
+
+def errors(module: ModuleType, calls: Iterable[tuple[str, tuple]]) -> dict[str, float]:
+    """Operator -> the largest :func:`difference` of what ``module`` and the reference compute."""
+    worst: dict[str, float] = {}
+    for name, arguments in calls:
+        expected = results_of(OPERATORS[name], name, arguments)
+        results = results_of(getattr(module, name), name, arguments)
+        worst[name] = max(worst.get(name, 0.0), difference(results, expected))
     return worst
 
 
@@ -169,11 +219,9 @@ def first_use(module: ModuleType, dtype: torch.dtype, device: torch.device) -> s
     first_arguments: dict[str, tuple] = {}
     for name, arguments in samples(dtype, device):
         first_arguments.setdefault(name, arguments)
+    errors(module, first_arguments.items())
     off = []
-    for name, arguments in first_arguments.items():
-        results_of(getattr(module, name), name, arguments)
-        expected = results_of(OPERATORS[name], name, arguments)
-        error = difference(results_of(getattr(module, name), name, arguments), expected)
+    for name, error in errors(module, first_arguments.items()).items():
         if error > TOLERANCE[dtype]:
             off.append(f"{name} by {error:.0e}")
     if off:
@@ -188,21 +236,13 @@ def first_use(module: ModuleType, dtype: torch.dtype, device: torch.device) -> s
 
 def cache_file(module: ModuleType, dtype: torch.dtype, device: torch.device) -> Path:
     """The file that says that nothing is off."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "pn_fairseq")
-    sources = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("triton_*.py"))]
-    versions = [
-        torch.__version__,
-        module.triton.__version__,
-        dtype,
-        torch.cuda.get_device_name(device),
-        driver(),
-    ]
-    return (
-        folder
-        / hashlib.sha256(
-            b"\n".join([*sources, *(str(version).encode() for version in versions)])
-        ).hexdigest()[:16]
-    )
+    sources = sorted(Path(__file__).parent.glob("triton_*.py"))
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources))
+    gpu = torch.cuda.get_device_name(device)
+    versions = (torch.__version__, module.triton.__version__, dtype, gpu, driver())
+    digest.update("\n".join(map(str, versions)).encode())
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(cache, "pn_fairseq", digest.hexdigest()[:16])
 
 
 def driver() -> str:
@@ -212,8 +252,5 @@ def driver() -> str:
     try:
         return Path("/proc/driver/nvidia/version").read_text("utf-8")
     except OSError:
-        return (
-            str(torch._C._cuda_getDriverVersion())
-            if hasattr(torch._C, "_cuda_getDriverVersion")
-            else ""
-        )
+        supported = getattr(torch._C, "_cuda_getDriverVersion", None)
+        return str(supported()) if supported else ""

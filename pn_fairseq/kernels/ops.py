@@ -22,9 +22,10 @@ operator whose name ends in ``_`` changes state, which is contiguous, in place; 
 - ``squash``: y by tanh or erf, channel by channel; ``squash_gradient`` is its backward
 """
 
-import inspect
 import re
+import warnings
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -35,6 +36,10 @@ NAMESPACE = "pn_fairseq"
 
 #: Operator -> its reference implementation.
 OPERATORS: dict[str, Callable] = {}
+
+#: Operator -> the names of its arguments, and of those that are numbers, which come last.
+ARGUMENTS: dict[str, list[str]] = {}
+NUMBERS: dict[str, list[str]] = {}
 
 #: Operator -> the places of the arguments that it changes.
 CHANGED: dict[str, tuple[int, ...]] = {}
@@ -49,16 +54,20 @@ def _operator(function: Callable, *state: str) -> Callable:
     have a default. ``state`` names the arguments that it changes.
     """
     name = function.__name__
-    arguments = torch.library.infer_schema(function, mutates_args=state).replace("SymInt", "int")
-    _library.define(name + re.sub(r", \w+ \w+=\w+", "", arguments))
+    schema = torch.library.infer_schema(function, mutates_args=state).replace("SymInt", "int")
+    _library.define(name + re.sub(r", \w+ \w+=\w+", "", schema))
     _library.impl(name, function, "CompositeExplicitAutograd")
     # Every call whose result needs a gradient is inside a torch.autograd.Function, which defines
     # the gradient. A fallthrough skips autograd's dispatch key, whose default (warn in a backward
     # that these operators have no gradient) costs time in every call.
     _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
-    names = list(inspect.signature(function).parameters)
-    OPERATORS[name], CHANGED[name] = function, tuple(names.index(argument) for argument in state)
-    return getattr(torch.ops.pn_fairseq, name).default
+    operator = getattr(torch.ops.pn_fairseq, name).default
+    OPERATORS[name] = function
+    arguments = operator._schema.arguments
+    ARGUMENTS[name] = [argument.name for argument in arguments]
+    NUMBERS[name] = [each.name for each in arguments if "Tensor" not in str(each.type)]
+    CHANGED[name] = tuple(ARGUMENTS[name].index(argument) for argument in state)
+    return operator
 
 
 normalize = _operator(reference.normalize)
@@ -109,6 +118,14 @@ def by_reference() -> bool:
     )
 
 
+@cache
+def warn_by_reference(reason: str) -> None:
+    """That a GPU computes by the reference, once for each ``reason``."""
+    warnings.warn(
+        f"pn_fairseq computes by plain PyTorch on CUDA, which is slow: {reason}", stacklevel=4
+    )
+
+
 def refuse_second_derivative() -> None:
     """Called in a backward pass."""
     if torch.is_grad_enabled():
@@ -119,9 +136,8 @@ def _parameters(sums: Tensor, needed: tuple[bool, ...], like: Tensor | None) -> 
     """The rows of ``sums`` in the type of ``like``; None for a parameter that needs no gradient."""
     if not any(needed):
         return [None, None]
-    if sums.dtype != like.dtype:
-        sums = sums.to(like.dtype)
-    return [row if needs else None for row, needs in zip(sums.unbind(), needed, strict=True)]
+    rows = sums.to(like.dtype).unbind()
+    return [row if needs else None for row, needs in zip(rows, needed, strict=True)]
 
 
 class _Normalize(torch.autograd.Function):
@@ -130,11 +146,10 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, mean, moment, groups, eps):
         y, inv_rms, _, _ = normalize(x, weight, bias, mean, moment, None, None, groups, eps, False)
-        if moment is not None:
-            # The running statistics may change before the backward pass, which needs their values
-            # in this forward.
-            mean, moment = (value if value is None else value.clone() for value in (mean, moment))
-        ctx.save_for_backward(x, weight, mean, moment, inv_rms)
+        # The running statistics may change before the backward pass, which needs their values in
+        # this forward.
+        kept = [None if value is None else value.clone() for value in (mean, moment)]
+        ctx.save_for_backward(x, weight, *kept, inv_rms)
         ctx.rest = groups, eps
         return y
 
@@ -179,7 +194,8 @@ class _Standardize(torch.autograd.Function):
         *divisor_and_gains, through_mean, through_divisor = rest
         y, stats = standardize(x, weight, bias, groups, *divisor_and_gains)
         ctx.save_for_backward(x, weight, stats)
-        centered, gains = rest[0], rest[5:7]
+        centered = rest[0]
+        gains = rest[5:7]
         ctx.rest = groups, *gains, centered and through_mean, through_divisor
         return y
 

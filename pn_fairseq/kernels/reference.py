@@ -47,17 +47,18 @@ def _grouped(h: Tensor, groups: int) -> Tensor:
     return h.unflatten(-1, (groups, h.size(-1) // groups))
 
 
-def _inverse_rms(x: Tensor, groups: int, eps: float) -> Tensor:
+def _layer_scaled(
+    x: Tensor, groups: int, eps: float, inv_rms: Maybe = None
+) -> tuple[Tensor, Tensor]:
+    """h, in the accumulation dtype, and ``inv_rms``, which may be given."""
     h = x.to(acc_dtype(x))
     if groups == 0:
-        return torch.empty_like(h[..., :0])
-    return torch.rsqrt(_grouped(h, groups).square().mean(-1) + eps).contiguous()
-
-
-def _layer_scaled(x: Tensor, inv_rms: Tensor, groups: int) -> Tensor:
-    """h, in the accumulation dtype."""
-    h = x.to(acc_dtype(x))
-    return h if groups == 0 else (_grouped(h, groups) * inv_rms.unsqueeze(-1)).flatten(-2)
+        return h, torch.empty_like(h[..., :0]) if inv_rms is None else inv_rms
+    grouped = _grouped(h, groups)
+    if inv_rms is None:
+        mean_square = grouped.square().mean(-1)
+        inv_rms = torch.rsqrt(mean_square + eps).contiguous()
+    return (grouped * inv_rms.unsqueeze(-1)).flatten(-2), inv_rms
 
 
 def _centered(h: Tensor, mean: Maybe) -> Tensor:
@@ -66,19 +67,21 @@ def _centered(h: Tensor, mean: Maybe) -> Tensor:
 
 def _factors(weight: Maybe, moment: Maybe, eps: float, dtype: torch.dtype) -> Maybe:
     """weight / D, (C,); None: 1."""
-    return weight if moment is None else _affine(torch.rsqrt(moment.to(dtype) + eps), weight, None)
+    if moment is None:
+        return weight
+    return _affine(torch.rsqrt(moment.to(dtype) + eps), weight)
 
 
-def _affine(values: Tensor, factors: Maybe, shift: Maybe, out: Maybe = None) -> Tensor:
+def _affine(values: Tensor, factors: Maybe, shift: Maybe = None, out: Maybe = None) -> Tensor:
     """factors * values + shift, in one pass; in the memory of ``out``, if it is given."""
-    if factors is not None:
-        factors = factors.to(values.dtype)
+    dtype = values.dtype
+    if factors is None and shift is None:
+        return values
     if shift is None:
-        return values if factors is None else torch.mul(values, factors, out=out)
-    shift = shift.to(values.dtype)
+        return torch.mul(values, factors.to(dtype), out=out)
     if factors is None:
-        return torch.add(values, shift, out=out)
-    return torch.addcmul(shift, values, factors, out=out)
+        return torch.add(values, shift.to(dtype), out=out)
+    return torch.addcmul(shift.to(dtype), values, factors.to(dtype), out=out)
 
 
 def _result(values: Tensor, like: Tensor) -> Tensor:
@@ -137,10 +140,8 @@ def _finite_sum(values: Tensor, tokens: Maybe = None) -> Maybe:
         return None
     flat = values.flatten(0, -2)
     weights = flat.new_ones(len(flat)) if tokens is None else tokens.flatten().to(flat.dtype)
-    sums = []
-    parts = flat.split(_ADDED_AT_ONCE)
-    for part, of_part in zip(parts, weights.split(_ADDED_AT_ONCE), strict=True):
-        sums.append(torch.mv(part.t(), of_part))
+    parts = zip(flat.split(_ADDED_AT_ONCE), weights.split(_ADDED_AT_ONCE), strict=True)
+    sums = [torch.mv(part.t(), part_weights) for part, part_weights in parts]
     total = torch.stack(sums).sum(0)
     return total if total.isfinite().all() else None
 
@@ -148,7 +149,14 @@ def _finite_sum(values: Tensor, tokens: Maybe = None) -> Maybe:
 def _sum_over_tokens(values: Tensor, tokens: Maybe = None) -> Tensor:
     """The sum over ``tokens``; None: over all."""
     total = _finite_sum(values, tokens)
-    return _only(values, tokens).flatten(0, -2).sum(0) if total is None else total
+    if total is not None:
+        return total
+    return _only(values, tokens).flatten(0, -2).sum(0)
+
+
+def _mean_over_tokens(values: Tensor, padding: Maybe, count: Tensor) -> Tensor:
+    """The mean over the real tokens, of which there are ``count``."""
+    return _sum_over_tokens(values, _real(padding)) / count.clamp(min=1.0)
 
 
 def _count(h: Tensor, padding: Maybe) -> Tensor:
@@ -178,15 +186,15 @@ def normalize(
         about 0 of the batch, mean_M(h^2) (C,), 0 if N = 0, and N (0-d). Without ``sums`` these two
         are empty and ``padding`` is unused.
     """
-    scales = _inverse_rms(x, groups, eps) if inv_rms is None else inv_rms
-    h = _layer_scaled(x, scales, groups)
+    h, new_inv_rms = _layer_scaled(x, groups, eps, inv_rms)
     factors = _factors(weight, moment, eps, h.dtype)
-    y = _affine(_centered(h, mean), factors, bias)
-    batch_moment, count = h.new_empty(0), h.new_empty(0)
-    if sums:
-        count = _count(h, padding)
-        batch_moment = _sum_over_tokens(h.square(), _real(padding)) / count.clamp(min=1.0)
-    return _result(y, x), scales if inv_rms is None else h.new_empty(0), batch_moment, count
+    y = _result(_affine(_centered(h, mean), factors, bias), x)
+    if inv_rms is not None:
+        new_inv_rms = h.new_empty(0)
+    if not sums:
+        return y, new_inv_rms, h.new_empty(0), h.new_empty(0)
+    count = _count(h, padding)
+    return y, new_inv_rms, _mean_over_tokens(h.square(), padding, count), count
 
 
 def moments(
@@ -204,15 +212,13 @@ def moments(
 
 def _moments(x, padding, groups, eps, centered) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The results of :func:`moments`, with h - mean in the middle."""
-    inv_rms = _inverse_rms(x, groups, eps)
-    h = _layer_scaled(x, inv_rms, groups)
+    h, inv_rms = _layer_scaled(x, groups, eps)
     count = _count(h, padding)
     mean = h.new_empty(0)
     if centered:
-        mean = _sum_over_tokens(h, _real(padding)) / count.clamp(min=1.0)
+        mean = _mean_over_tokens(h, padding, count)
         h = h - mean
-    moment = _sum_over_tokens(h.square(), _real(padding)) / count.clamp(min=1.0)
-    return inv_rms, mean, h, moment, count
+    return inv_rms, mean, h, _mean_over_tokens(h.square(), padding, count), count
 
 
 def gradient_sums(
@@ -234,12 +240,13 @@ def gradient_sums(
         weight and bias; ``products`` (2, C): the sums of dx_hat * x_hat and of dx_hat over the
         *real* tokens, over the loss scale.
     """
-    centered = _centered(_layer_scaled(x, inv_rms, groups), mean)
-    return _gradient_sums(dy, centered, padding, False, weight, moment, loss_scale, eps)
+    h, _ = _layer_scaled(x, groups, eps, inv_rms)
+    return _gradient_sums(dy, _centered(h, mean), padding, False, weight, moment, loss_scale, eps)
 
 
 def _gradient_sums(dy, centered, padding, corrected, weight, moment, loss_scale, eps) -> tuple:
-    dy, real = dy.to(centered.dtype), _real(padding)
+    dy = dy.to(centered.dtype)
+    real = _real(padding)
     products = dy * centered
     slope = _finite_sum(products)
     if slope is None:
@@ -250,9 +257,10 @@ def _gradient_sums(dy, centered, padding, corrected, weight, moment, loss_scale,
     if padding is not None:
         over_real = _sum_over_tokens(products, real), _sum_over_tokens(dy, real)
     factors = _factors(None, moment, eps, dy.dtype)
-    parameters = torch.stack([_affine(over_all[0], factors, None), over_all[1]])
-    products = torch.stack([_affine(over_real[0], factors, None), over_real[1]])
-    products = _affine(products, weight, None)
+    parameters, products = (
+        torch.stack([_affine(slope, factors), shift]) for slope, shift in (over_all, over_real)
+    )
+    products = _affine(products, weight)
     return parameters, products if loss_scale is None else products / loss_scale.to(dy.dtype)
 
 
@@ -265,7 +273,7 @@ def _correction(
         vector = vector / count.clamp(min=1.0)
     if loss_scale is not None:
         vector = vector * loss_scale.to(dtype)
-    return _affine(vector, factors, None)
+    return _affine(vector, factors)
 
 
 def gradient(
@@ -292,12 +300,14 @@ def gradient(
     and multiplied by the loss scale. Through layer-scale, per token and group, dx = (dh - h
     mean_k(dh_k h_k)) * inv_rms.
     """
-    h = _layer_scaled(x, inv_rms, groups)
-    centered, dtype = _centered(h, mean), h.dtype
-    corrected, correction = nu is not None, None
+    h, _ = _layer_scaled(x, groups, eps, inv_rms)
+    centered = _centered(h, mean)
+    dtype = h.dtype
+    corrected = nu is not None
+    correction = None
     if corrected:
         factors = _factors(None, moment, eps, dtype)
-        slope = _affine(_correction(nu, count, loss_scale, factors, dtype), factors, None)
+        slope = _affine(_correction(nu, count, loss_scale, factors, dtype), factors)
         shift = None if offset is None else _correction(offset, count, loss_scale, factors, dtype)
         no_longer_needed = None if mean is None or sums else centered
         correction = _affine(centered, slope, shift, out=no_longer_needed)
@@ -325,23 +335,30 @@ def share_of_batch(num_batches: Tensor, warmup: int, alpha: float, dtype: torch.
     return torch.where(num_batches < warmup, 1.0 / (num_batches + 1).to(dtype), 1.0 - alpha)
 
 
-def _all_finite(*values: Tensor) -> Tensor:
-    """Whether all numbers are finite in float32, the type of the state; 0-d."""
-    return torch.cat([value.float().flatten() for value in values]).isfinite().all()
-
-
-def _note(
-    diagnostics: Tensor, running: Tensor, batch: Tensor, count: Tensor, counted: Tensor
-) -> None:
-    """The entries 0 and 2 of ``diagnostics``; see :func:`running_average_`."""
-    tiny = torch.finfo(torch.float32).tiny
-    distance = batch.float().clamp(min=tiny).log() - running.clamp(min=tiny).log()
-    diagnostics[0].add_((count > 0) & ~counted)
-    diagnostics[2].copy_(0.5 * distance.abs().mean())
+def _enters(
+    running: Tensor, diagnostics: Maybe, batch: Tensor, count: Tensor, *others: Tensor
+) -> Tensor:
+    """Whether a batch counts, 0-d: it has a token, and all its numbers, ``others`` among them, are
+    finite in float32, the type of the state. Notes the entries 0 and 2 of ``diagnostics``; see
+    :func:`running_average_`.
+    """
+    numbers = [values.float().flatten() for values in (batch, *others)]
+    has_token = count > 0
+    counted = has_token & torch.cat(numbers).isfinite().all()
+    if diagnostics is not None:
+        tiny = torch.finfo(torch.float32).tiny
+        distance = batch.float().clamp(min=tiny).log() - running.clamp(min=tiny).log()
+        diagnostics[0].add_(has_token & ~counted)
+        diagnostics[2].copy_(0.5 * distance.abs().mean())
+    return counted
 
 
 def _move(state: Tensor, after: Tensor, counted: Tensor) -> None:
     state.copy_(torch.where(counted, after.to(state.dtype), state))
+
+
+def _average(running: Tensor, batch: Tensor, share: float | Tensor, counted: Tensor) -> None:
+    _move(running, running + share * (batch - running), counted)
 
 
 def running_average_(
@@ -371,12 +388,11 @@ def running_average_(
     """
     if unbiased:
         batch_moment = batch_moment * (count / (count - 1.0))
-    of_batch = (batch_moment,) if mean is None else (batch_moment, batch_mean)
-    counted = (count > 0) & _all_finite(products, *of_batch)
-    if diagnostics is not None:
-        _note(diagnostics, moment, batch_moment, count, counted)
-    for running, batch in zip((moment, mean), of_batch, strict=False):
-        _move(running, running + (1.0 - alpha) * (batch - running), counted)
+    of_batch = (products,) if mean is None else (products, batch_mean)
+    counted = _enters(moment, diagnostics, batch_moment, count, *of_batch)
+    _average(moment, batch_moment, 1.0 - alpha, counted)
+    if mean is not None:
+        _average(mean, batch_mean, 1.0 - alpha, counted)
     num_batches.add_(counted)
 
 
@@ -403,13 +419,12 @@ def power_update_(
     is the psi^2 in D, and ``products`` (2, C) are the sums over M of dx_hat * x_hat and of dx_hat.
     """
     gamma = batch_psi2 / (used_psi2.to(batch_psi2.dtype) + eps)
-    counted = (count > 0) & _all_finite(batch_psi2, products, gamma)
+    counted = _enters(psi2, diagnostics, batch_psi2, count, products, gamma)
     if diagnostics is not None:
-        _note(diagnostics, psi2, batch_psi2, count, counted)
         diagnostics[1].add_(((1.0 - alpha_bwd) * gamma > 1.0).any() & counted)
         diagnostics[3].copy_(gamma.max())
     share = share_of_batch(num_batches, warmup, alpha_fwd, batch_psi2.dtype)
-    _move(psi2, psi2 + share * (batch_psi2 - psi2), counted)
+    _average(psi2, batch_psi2, share, counted)
     if has_gradient:
         lambda_ = products[0] / count.clamp(min=1.0)
         kept = (1.0 - (1.0 - alpha_bwd) * gamma).clamp(min=0.0)
@@ -446,12 +461,14 @@ def power_step_(
     """
     given = dy, x, padding, weight, None, used_psi2, nu, None, None, loss_scale, inv_rms
     dx, parameters, products = gradient(*given, groups, eps, True)
-    state, batch = (
-        (psi2, running_nu, num_batches, diagnostics),
-        (batch_psi2, used_psi2, products, count),
-    )
+    state = psi2, running_nu, num_batches, diagnostics
+    batch = batch_psi2, used_psi2, products, count
     power_update_(*state, *batch, eps, warmup, alpha_fwd, alpha_bwd, True)
-    return dx, parameters if weight is None else parameters.to(weight.dtype)
+    return dx, _in_type_of(weight, parameters)
+
+
+def _in_type_of(weight: Maybe, parameters: Tensor) -> Tensor:
+    return parameters if weight is None else parameters.to(weight.dtype)
 
 
 def batch_normalize(
@@ -500,14 +517,15 @@ def batch_step_(
     Returns:
         dx; the gradients of weight and bias (2, C), in the type of ``weight``.
     """
-    given, rest = (dy, x, padding, weight, mean, moment), (inv_rms, groups, eps)
+    given = (dy, x, padding, weight, mean, moment)
+    rest = (inv_rms, groups, eps)
     parameters, products = gradient_sums(*given, loss_scale, *rest)
     nu, offset = products.unbind()
     corrections = nu, None if mean is None else offset, count, loss_scale
     dx, _, _ = gradient(*given, *corrections, *rest, False)
     state = running_moment, running_mean, num_batches, diagnostics
     running_average_(*state, moment, mean, products, count, alpha, unbiased)
-    return dx, parameters if weight is None else parameters.to(weight.dtype)
+    return dx, _in_type_of(weight, parameters)
 
 
 def window_statistics(
@@ -516,7 +534,6 @@ def window_statistics(
     num_batches: Tensor,
     completed: Maybe,
     batch_psi2: Tensor,
-    weight: Maybe,
     warmup: int,
     ratio_warmup: int,
     eps: float,
@@ -533,10 +550,11 @@ def window_statistics(
     otherwise only with ``filtration``.
 
     Returns:
-        psi^2 in D; r * weight, r being 1 if the step is skipped; both (C,) in the accumulation
-        dtype; and whether the step is early and whether it is skipped, (2,) bool.
+        psi^2 in D; r, which is 1 if the step is skipped; both (C,) in the accumulation dtype; and
+        whether the step is early and whether it is skipped, (2,) bool.
     """
-    dtype, rows = batch_psi2.dtype, len(psi2_window)
+    dtype = batch_psi2.dtype
+    rows = len(psi2_window)
     updates = (num_batches if completed is None else completed) + 1
     early = (num_batches + 1 <= rows) | (updates < warmup)
     window = _with_row(psi2_window, batch_psi2, num_batches)
@@ -548,9 +566,10 @@ def window_statistics(
         bound = psi2_window.to(dtype).sqrt().var() * rows
         skip = (window.mean(0) - average > bound).any() & ~early
     psi2 = torch.where(early | skip, batch_psi2, average)
-    ratio = ((psi2 + eps) / (running_psi2.to(dtype) + eps)).sqrt().clamp(1 / 5, 5)
-    gain = torch.where(skip | (updates <= ratio_warmup), 1.0, ratio)
-    return psi2, _affine(gain, weight, None), torch.stack([early, skip])
+    squared_ratio = (psi2 + eps) / (running_psi2.to(dtype) + eps)
+    ratio = squared_ratio.sqrt().clamp(1 / 5, 5)
+    is_one = skip | (updates <= ratio_warmup)
+    return psi2, torch.where(is_one, 1.0, ratio), torch.stack([early, skip])
 
 
 def _next_row(window: Tensor, num_batches: Tensor) -> Tensor:
@@ -608,12 +627,10 @@ def window_update_(
     if nu is not None:
         moved = alpha_bwd * seen_nu.to(own.dtype) + (1.0 - alpha_bwd) * average
         correction = torch.where(skip, own, moved)
-    counted = (count > 0) & _all_finite(psi2, batch_psi2, products, average)
-    if diagnostics is not None:
-        _note(diagnostics, running_psi2, batch_psi2, count, counted)
+    counted = _enters(running_psi2, diagnostics, batch_psi2, count, psi2, products, average)
     row_moves = _next_row(psi2_window, num_batches) & counted
     _move(psi2_window, torch.where(skip, running_psi2.to(own.dtype), batch_psi2), row_moves)
-    _move(running_psi2, running_psi2 + (1.0 - alpha_fwd) * (psi2 - running_psi2), counted)
+    _average(running_psi2, psi2, 1.0 - alpha_fwd, counted)
     if has_gradient:
         entering = own if nu is None else torch.where(skip, nu.to(own.dtype), own)
         _move(lambda_window, entering, row_moves)
@@ -651,17 +668,18 @@ def standardize(
     """
     h = _grouped(x.to(acc_dtype(x)), groups)
     mean = h.mean(-1, keepdim=True) if centered else h.new_zeros(*h.shape[:-1], 1)
-    deviation = h - (mean if through_mean else mean.detach())
-    second = square_factor * (h - mean).square().mean(-1, keepdim=True) + eps_in_root
+    variance = (h - mean).square().mean(-1, keepdim=True)
+    second = square_factor * variance + eps_in_root
     tiny = torch.finfo(h.dtype).tiny  # the root has a derivative from here on
     root = second.clamp(min=tiny).sqrt()
-    divisor = (root + eps_outside).clamp(min=min_divisor)
-    share = torch.where(
-        (second > tiny) & (root + eps_outside >= min_divisor), square_factor * divisor / root, 0.0
-    )
+    outside = root + eps_outside
+    divisor = outside.clamp(min=min_divisor)
+    depends = (second > tiny) & (outside >= min_divisor)
+    share = torch.where(depends, square_factor * divisor / root, 0.0)
+    deviation = h - (mean if through_mean else mean.detach())
     z = deviation / (divisor if through_divisor else divisor.detach())
-    y = (z * (gain + gain_slope * z.detach())).flatten(-2)
-    y = _affine(y, weight, bias)
+    curved = z * (gain + gain_slope * z.detach())
+    y = _affine(curved.flatten(-2), weight, bias)
     return _result(y, x), torch.stack([mean, 1 / divisor, share]).squeeze(-1)
 
 
@@ -691,7 +709,7 @@ def standardize_gradient(
     z = (_grouped(x.to(stats.dtype), groups) - mean) * inverse
     curved = gain + gain_slope * z
     wide = dy.to(stats.dtype)
-    dz = _grouped(_affine(wide, weight, None), groups) * curved
+    dz = _grouped(_affine(wide, weight), groups) * curved
     dx = dz
     if through_mean:
         dx = dx - dz.mean(-1, keepdim=True)
@@ -716,17 +734,16 @@ def squash(
     """y = weight * f(alpha x + shift) + bias with f = tanh, or ``erf``; alpha and shift have one
     element.
     """
-    return _result(_squashed(x, alpha, shift, erf, weight, bias)[0], x)
+    value, _ = _squashed(x.to(acc_dtype(x)), alpha, shift, erf)
+    return _result(_affine(value, weight, bias), x)
 
 
-def _squashed(x, alpha, shift, erf, weight, bias) -> tuple[Tensor, Tensor, Tensor]:
-    """y, f and its argument, in the accumulation dtype."""
-    h = x.to(acc_dtype(x))
+def _squashed(h: Tensor, alpha: Tensor, shift: Maybe, erf: bool) -> tuple[Tensor, Tensor]:
+    """f and its argument."""
     argument = h * alpha.to(h.dtype)
     if shift is not None:
         argument = argument + shift.to(h.dtype)
-    value = torch.erf(argument) if erf else torch.tanh(argument)
-    return _affine(value, weight, bias), value, argument
+    return torch.erf(argument) if erf else torch.tanh(argument), argument
 
 
 def squash_gradient(
@@ -735,11 +752,13 @@ def squash_gradient(
     """Gradients of :func:`squash`: dx (..., C); of weight and bias (2, C); of alpha and shift
     (2,).
     """
-    x = _only(x.to(acc_dtype(x)), _used(dy))
-    _, value, argument = _squashed(x, alpha, shift, erf, None, None)
-    wide = dy.to(value.dtype)
-    slope = 2 / math.sqrt(math.pi) * torch.exp(-argument.square()) if erf else 1 - value.square()
-    inner = _affine(wide, weight, None) * slope
+    h = _only(x.to(acc_dtype(x)), _used(dy))
+    value, argument = _squashed(h, alpha, shift, erf)
+    wide = dy.to(h.dtype)
+    slope = 1 - value.square()
+    if erf:
+        slope = 2 / math.sqrt(math.pi) * torch.exp(-argument.square())
+    inner = _affine(wide, weight) * slope
     parameters = torch.stack([_sum_over_tokens(wide * value), _sum_over_tokens(wide)])
-    scalars = torch.stack([(inner * x.to(inner.dtype)).sum(), inner.sum()])
-    return _result(inner * alpha.to(inner.dtype), dy), parameters, scalars
+    scalars = torch.stack([(inner * h).sum(), inner.sum()])
+    return _result(inner * alpha.to(h.dtype), dy), parameters, scalars

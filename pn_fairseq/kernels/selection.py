@@ -13,7 +13,7 @@ import torch
 
 from pn_fairseq.common.errors import Unavailable
 from pn_fairseq.kernels.first_use import first_use
-from pn_fairseq.kernels.ops import COMPILED, NAMESPACE, OPERATORS
+from pn_fairseq.kernels.ops import COMPILED, NAMESPACE, OPERATORS, warn_by_reference
 
 #: Environment variable that forces an implementation.
 VARIABLE = "PN_FAIRSEQ_KERNELS"
@@ -40,8 +40,7 @@ def _load_cpp() -> str | None:
     if spec is None:
         missing = (
             f"they are not compiled for torch {torch.__version__} and this version of pn_fairseq; "
-            "install it again "
-            "(pip install --no-build-isolation) where there is a C++ compiler"
+            "install it again (pip install --no-build-isolation) where there is a C++ compiler"
         )
     else:
         try:
@@ -83,9 +82,8 @@ def _no_triton_on(device: torch.device) -> str:
     try:
         capability = torch.cuda.get_device_capability(device)
         if torch.version.cuda and capability < LOWEST_CAPABILITY:
-            needed, offered = (
-                ".".join(map(str, version)) for version in (LOWEST_CAPABILITY, capability)
-            )
+            needed = "{}.{}".format(*LOWEST_CAPABILITY)
+            offered = "{}.{}".format(*capability)
             name = torch.cuda.get_device_name(device)
             return f"the kernels need compute capability {needed}, and {name} has {offered}"
         # Some versions of triton cannot compile bfloat16 for older GPUs.
@@ -123,13 +121,6 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-@cache
-def _warn_without_triton(reason: str) -> None:
-    warnings.warn(
-        f"pn_fairseq computes by plain PyTorch on CUDA, which is slow: {reason}", stacklevel=4
-    )
-
-
 def _by_triton(name: str) -> Callable:
     def implementation(*args):
         reason = _compared.get(args[0].device)
@@ -139,7 +130,7 @@ def _by_triton(name: str) -> Callable:
             return getattr(_triton_operators(), name)(*args)
         if FORCED == "triton":
             raise Unavailable(f"{VARIABLE}=triton: {reason}")
-        _warn_without_triton(reason)
+        warn_by_reference(reason)
         return OPERATORS[name](*args)
 
     return implementation
@@ -164,11 +155,10 @@ def _select() -> tuple[str | None, str | None]:
     missing = _load_cpp() if forced in (None, "cpp") else f"{VARIABLE}={forced}"
     if forced == "cpp" and missing:
         raise Unavailable(f"{VARIABLE}=cpp, but there are no C++ kernels: {missing}")
+    devices = {None: ["CUDA"], "triton": ["CUDA", "CPU"]}.get(forced, [])
     for name in OPERATORS:
-        if forced in (None, "triton"):
-            _others.impl(name, _by_triton(name), "CUDA")
-        if forced == "triton":
-            _others.impl(name, _by_triton(name), "CPU")
+        for device in devices:
+            _others.impl(name, _by_triton(name), device)
         if forced == "cpp":
             _others.impl(name, _refuse_cuda, "CUDA")
     return forced, missing
@@ -187,10 +177,10 @@ def missing(name: str) -> str:
         return "" if name == "reference" else f"not one of {', '.join(IMPLEMENTATIONS)}"
     if FORCED not in (None, "triton"):
         return f"{VARIABLE}={FORCED}"
-    gpu = torch.cuda.is_available()
-    return _no_triton_on(
-        torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
-    )
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    return _no_triton_on(device)
 
 
 def available() -> list[str]:
@@ -201,41 +191,37 @@ def available() -> list[str]:
 def describe() -> dict[str, tuple[str, str]]:
     """Device -> the implementation in use there, and why."""
     why = f"{VARIABLE}={FORCED}" if FORCED else "automatically"
-    if FORCED == "reference":
-        return dict.fromkeys(("CPU", "CUDA", *_without_kernels()), ("reference", why))
-    return _with_kernels(why) | dict.fromkeys(
-        _without_kernels(), ("reference", "there are no kernels for this device")
-    )
+    devices = {"CPU": _on_cpu(why), "CUDA": _on_cuda(why)}
+    for name, kind in (("MPS", torch.backends.mps), ("XPU", torch.xpu)):
+        if kind.is_available():
+            no_kernels = "there are no kernels for this device"
+            devices[name] = "reference", why if FORCED == "reference" else no_kernels
+    return devices
 
 
-def _without_kernels() -> list[str]:
-    """The kinds of device of this machine that only the reference computes on."""
-    kinds = {"MPS": torch.backends.mps, "XPU": torch.xpu}
-    return [name for name, kind in kinds.items() if kind.is_available()]
-
-
-def _with_kernels(why: str) -> dict[str, tuple[str, str]]:
+def _on_cpu(why: str) -> tuple[str, str]:
     if FORCED == "triton":
-        cpu = (
-            ("none", why)
-            if _no_triton_on(torch.device("cpu"))
-            else ("triton", f"{why}, interpreted")
-        )
-    elif CPP_MISSING:
-        cpu = ("reference", f"no C++ kernels: {CPP_MISSING}")
-    else:
-        cpu = ("cpp", f"{why}; compiled for {torch.ops.pn_fairseq.cpu_capability()}")
+        if _no_triton_on(torch.device("cpu")):
+            return "none", why
+        return "triton", f"{why}, interpreted"
+    if FORCED == "reference":
+        return "reference", why
+    if CPP_MISSING:
+        return "reference", f"no C++ kernels: {CPP_MISSING}"
+    return "cpp", f"{why}; compiled for {torch.ops.pn_fairseq.cpu_capability()}"
+
+
+def _on_cuda(why: str) -> tuple[str, str]:
+    if FORCED == "reference":
+        return "reference", why
     if FORCED == "cpp":
-        return {"CPU": cpu, "CUDA": ("none", why)}
+        return "none", why
     if not torch.cuda.is_available():
-        return {"CPU": cpu, "CUDA": ("none", "no CUDA device")}
+        return "none", "no CUDA device"
     reason = missing("triton") or _wrong_on(torch.empty(0, device="cuda"))
     if not reason:
-        return {"CPU": cpu, "CUDA": ("triton", why)}
-    return {
-        "CPU": cpu,
-        "CUDA": ("none", f"{why}, but {reason}") if FORCED else ("reference", reason),
-    }
+        return "triton", why
+    return ("none", f"{why}, but {reason}") if FORCED else ("reference", reason)
 
 
 #: The implementation that :func:`using` has chosen, and its registration.
@@ -249,7 +235,8 @@ def using(name: str) -> Iterator[None]:
     Raises:
         Unavailable: it cannot run here.
     """
-    if reason := missing(name):
+    reason = missing(name)
+    if reason:
         raise Unavailable(f"kernels {name!r} cannot run here: {reason}")
     before = _chosen[0]
     _choose(name)
@@ -267,16 +254,17 @@ def _choose(name: str | None) -> None:
     if _chosen[1] is not None:
         _chosen[1]._destroy()
     _chosen = name, None
-    devices = ["CUDA"] if torch.cuda.is_available() else []
-    functions: dict[str, Callable] = OPERATORS
+    if name not in ("triton", "reference"):  # torch has the compiled kernels
+        return
+    functions = OPERATORS
+    on_cpu = True
     if name == "triton":
         module = _triton_operators()
         functions = {operator: getattr(module, operator) for operator in OPERATORS}
-        devices += ["CPU"] if module.INTERPRETED else []
-    elif name == "reference":
-        devices += ["CPU"]
-    else:  # torch has the compiled kernels
-        return
+        on_cpu = module.INTERPRETED
+    devices = ["CPU"] if on_cpu else []
+    if torch.cuda.is_available():
+        devices.append("CUDA")
     library = torch.library.Library(NAMESPACE, "IMPL")
     _chosen = name, library
     with warnings.catch_warnings():  # of replacing, which is what is wanted here

@@ -52,8 +52,12 @@ def _divide(numerator, denominator):
 
 
 @triton.jit
-def _vector(pointer, channel, inside, default, ACC):
-    """A vector over channels in the accumulation dtype; ``default`` everywhere if there is none."""
+def _vector(pointer, at, default, ACC):
+    """A vector over channels in the accumulation dtype; ``default`` everywhere if there is none.
+
+    ``at``: the channels, and which of these there are.
+    """
+    channel, inside = at
     if pointer is None:
         return tl.full(channel.shape, default, ACC)
     else:
@@ -70,12 +74,19 @@ def _number(pointer, ACC):
 
 
 @triton.jit
-def _divisor(moment, channel, inside, EPS, ACC):
+def _divisor(moment, at, EPS, ACC):
     """D, or 1 without a moment."""
     if moment is None:
-        return tl.full(channel.shape, 1.0, ACC)
+        return tl.full(at[0].shape, 1.0, ACC)
     else:
-        return _sqrt(_vector(moment, channel, inside, 1.0, ACC) + EPS)
+        return _sqrt(_vector(moment, at, 1.0, ACC) + EPS)
+
+
+@triton.jit
+def _columns(first, C, BLOCK: constexpr):
+    """The channels from the ``first`` one on, and which of these there are."""
+    channel = first + tl.arange(0, BLOCK)
+    return channel, channel < C
 
 
 # The passes over the tokens.
@@ -96,11 +107,14 @@ def _tiles(BLOCK_N):
 
 
 @triton.jit
-def _tile(start, rows, inside, BLOCK_N: constexpr):
-    """The tokens of a tile, which of these there are, (BLOCK_N,), and which of its elements."""
+def _tile(start, rows, at, BLOCK_N: constexpr):
+    """The tokens of a tile, which of these there are, (BLOCK_N,), its channels, and which of its
+    elements there are.
+    """
+    channel, inside = at
     row = start + tl.arange(0, BLOCK_N)
     valid = row < rows
-    return row, valid, valid[:, None, None] & inside
+    return row, valid, channel, valid[:, None, None] & inside
 
 
 @triton.jit
@@ -117,22 +131,25 @@ def _starts(row, inner, outer_stride, inner_stride, C):
 
 
 @triton.jit
-def _read(tokens, row, channel, exists, inner, outer_stride, inner_stride, C, ACC):
+def _read(tokens, tile, inner, outer_stride, inner_stride, C, ACC):
     """A tile in the accumulation dtype, 0 where there is nothing."""
+    row, _, channel, exists = tile
     starts = _starts(row, inner, outer_stride, inner_stride, C)
     places = starts[:, None, None] + channel
     return tl.load(tokens + places, mask=exists, other=0.0).to(ACC)
 
 
 @triton.jit
-def _write(tokens, values, row, channel, exists, C):
+def _write(tokens, tile, values, C):
+    row, _, channel, exists = tile
     starts = row.to(tl.int64) * C
     tl.store(tokens + (starts[:, None, None] + channel), values, mask=exists)
 
 
 @triton.jit
-def _real(padding, row, valid, inner, outer_stride, inner_stride):
+def _real(padding, tile, inner, outer_stride, inner_stride):
     """Which tokens of a tile are real, (BLOCK_N,)."""
+    row, valid, _, _ = tile
     if padding is None:
         return valid
     else:
@@ -147,6 +164,11 @@ def _over_tokens(values):
 
 
 @triton.jit
+def _sum_of_all(values):
+    return tl.sum(tl.ravel(values), 0)
+
+
+@triton.jit
 def _group_mean(values, GROUP_SIZE):
     """The mean over the channels of each group of a tile, (BLOCK_N, BLOCK_G, 1)."""
     return tl.sum(values, 2, keep_dims=True) / GROUP_SIZE
@@ -156,31 +178,47 @@ def _group_mean(values, GROUP_SIZE):
 def _used(dy):
     """Which tokens of a tile the loss depends on, (BLOCK_N, 1, 1)."""
     different = (dy != 0).to(tl.int32)
-    return (tl.sum(tl.sum(different, 2), 1) != 0)[:, None, None]
+    number = tl.sum(tl.sum(different, 2), 1)
+    return (number != 0)[:, None, None]
 
 
 @triton.jit
-def _of_groups(row, valid, GROUPS, BLOCK_G: constexpr):
-    """The places in (rows, GROUPS) of the groups of a tile, and which there are, (BLOCK_N,
-    BLOCK_G).
+def _of_groups(number, rows, tile, GROUPS, BLOCK_G: constexpr):
+    """The places of the groups of a tile in statistic ``number`` of several, (rows, GROUPS) each,
+    and which there are, (BLOCK_N, BLOCK_G).
     """
+    row, valid, _, _ = tile
     group = tl.arange(0, BLOCK_G)[None, :]
-    places = row.to(tl.int64)[:, None] * GROUPS + group
-    return places, valid[:, None] & (group < GROUPS)
+    plane_and_row = number * rows.to(tl.int64) + row[:, None]
+    return plane_and_row * GROUPS + group, valid[:, None] & (group < GROUPS)
 
 
 @triton.jit
-def _inv_rms(h, inv_rms, row, valid, GROUPS, GROUP_SIZE, BLOCK_G, EPS, GIVEN):
+def _read_statistic(statistics, number, rows, tile, GROUPS, BLOCK_G):
+    """A number of each group of a tile, (BLOCK_N, BLOCK_G, 1)."""
+    places, exists = _of_groups(number, rows, tile, GROUPS, BLOCK_G)
+    return tl.load(statistics + places, mask=exists, other=0.0)[:, :, None]
+
+
+@triton.jit
+def _write_statistic(statistics, number, rows, tile, values, GROUPS, BLOCK_G):
+    """The same, (BLOCK_N, BLOCK_G)."""
+    places, exists = _of_groups(number, rows, tile, GROUPS, BLOCK_G)
+    tl.store(statistics + places, values, mask=exists)
+
+
+@triton.jit
+def _inv_rms(h, inv_rms, rows, tile, GROUPS, GROUP_SIZE, BLOCK_G, EPS, GIVEN):
     """1 / rms of each token and group of a tile, (BLOCK_N, BLOCK_G, 1): read if GIVEN, else
     computed and written.
     """
-    places, exists = _of_groups(row, valid, GROUPS, BLOCK_G)
     if GIVEN:
-        scales = tl.load(inv_rms + places, mask=exists, other=0.0)
+        return _read_statistic(inv_rms, 0, rows, tile, GROUPS, BLOCK_G)
     else:
-        scales = tl.rsqrt(tl.sum(h * h, 2) / GROUP_SIZE + EPS)
-        tl.store(inv_rms + places, scales, mask=exists)
-    return scales[:, :, None]
+        mean_square = tl.sum(h * h, 2) / GROUP_SIZE
+        scales = tl.rsqrt(mean_square + EPS)
+        _write_statistic(inv_rms, 0, rows, tile, scales, GROUPS, BLOCK_G)
+        return scales[:, :, None]
 
 
 @triton.jit
@@ -193,7 +231,8 @@ def _add_tile(h, real, count, mean, squares):
     """
     keep = real[:, None, None]
     added = tl.sum(real.to(h.dtype), 0)
-    tile_mean = _over_tokens(tl.where(keep, h, 0.0)) / tl.maximum(added, 1.0)
+    total = _over_tokens(tl.where(keep, h, 0.0))
+    tile_mean = total / tl.maximum(added, 1.0)
     deviation = tl.where(keep, h - tile_mean, 0.0)
     share = added / tl.maximum(count + added, 1.0)
     difference = tile_mean - mean
@@ -205,9 +244,18 @@ def _add_tile(h, real, count, mean, squares):
 
 
 @triton.jit
-def _write_partial(partials, slot, channel, inside, total, C):
-    row = slot * tl.num_programs(0).to(tl.int64) + tl.program_id(0)
+def _write_partial(partials, slot, at, total, C):
+    channel, inside = at
+    programs = tl.num_programs(0).to(tl.int64)
+    row = slot * programs + tl.program_id(0)
     tl.store(partials + row * C + channel, total, mask=inside)
+
+
+@triton.jit
+def _write_sums(partials, slot, at, products, plain, C):
+    """What the gradients of weight and bias are made of."""
+    _write_partial(partials, slot, at, products, C)
+    _write_partial(partials, slot + 1, at, plain, C)
 
 
 @triton.jit
@@ -218,15 +266,15 @@ def _numbers(partials, SLOTS, C):
 
 @triton.jit(do_not_specialize=["rows", "inner"])
 def norm_forward(
-    x,  # (rows, C)
     y,  # (rows, C), type of x, written; None: only the sums
+    partials,  # slots 0: squares, 1: sum (if CENTERED); counts; written. None: only y
+    x,  # (rows, C)
+    padding,  # (rows) bool, or None: all tokens are real
     inv_rms,  # (rows, GROUPS) ACC, read if GIVEN and written otherwise; None: no layer-scale
     weight,  # (C,) or None, as the next three
     bias,
     mean,
     moment,
-    padding,  # (rows) bool, or None: all tokens are real
-    partials,  # slots 0: squares, 1: sum (if CENTERED); counts; written. None: only y
     rows,
     inner,  # rows that an index of the first axis of x has; None: what is read is contiguous
     x_outer,  # stride of the first axis of x, in elements; None: x is contiguous
@@ -250,42 +298,48 @@ def norm_forward(
     mean.
     """
     C: constexpr = GROUPS * GROUP_SIZE
-    channel, inside = _channels(GROUPS, GROUP_SIZE, BLOCK_G, BLOCK_K)
+    at = _channels(GROUPS, GROUP_SIZE, BLOCK_G, BLOCK_K)
     first, stride = _tiles(BLOCK_N)
-    center = _vector(mean, channel, inside, 0.0, ACC)
-    shift = _vector(bias, channel, inside, 0.0, ACC)
-    scale = _vector(weight, channel, inside, 1.0, ACC)
-    scale = _divide(scale, _divisor(moment, channel, inside, EPS, ACC))
+    center = _vector(mean, at, 0.0, ACC)
+    shift = _vector(bias, at, 0.0, ACC)
+    scale = _vector(weight, at, 1.0, ACC)
+    scale = _divide(scale, _divisor(moment, at, EPS, ACC))
     count = tl.zeros([], ACC)
-    zeros = tl.zeros(channel.shape, ACC)
+    zeros = tl.zeros(at[0].shape, ACC)
     batch_mean = zeros
     squares = zeros
     for start in range(first, rows, stride):
-        row, valid, exists = _tile(start, rows, inside, BLOCK_N)
-        h = _read(x, row, channel, exists, inner, x_outer, x_inner, C, ACC)
+        tile = _tile(start, rows, at, BLOCK_N)
+        h = _read(x, tile, inner, x_outer, x_inner, C, ACC)
         if inv_rms is not None:
-            h = h * _inv_rms(h, inv_rms, row, valid, GROUPS, GROUP_SIZE, BLOCK_G, EPS, GIVEN)
+            h *= _inv_rms(h, inv_rms, rows, tile, GROUPS, GROUP_SIZE, BLOCK_G, EPS, GIVEN)
         if partials is not None:
-            real = _real(padding, row, valid, inner, padding_outer, padding_inner)
+            real = _real(padding, tile, inner, padding_outer, padding_inner)
             if CENTERED:
                 count, batch_mean, squares = _add_tile(h, real, count, batch_mean, squares)
             else:
                 count += tl.sum(real.to(ACC), 0)
-                squares += _over_tokens(tl.where(real[:, None, None], h * h, 0.0))
+                counted = tl.where(real[:, None, None], h * h, 0.0)
+                squares += _over_tokens(counted)
         if y is not None:
-            _write(y, (h - center) * scale + shift, row, channel, exists, C)
+            _write(y, tile, (h - center) * scale + shift, C)
     if partials is not None:
-        _write_partial(partials, 0, channel, inside, squares, C)
+        _write_partial(partials, 0, at, squares, C)
         if CENTERED:
-            _write_partial(partials, 1, channel, inside, batch_mean * count, C)
-        tl.store(_numbers(partials, 2 if CENTERED else 1, C) + tl.program_id(0), count)
+            _write_partial(partials, 1, at, batch_mean * count, C)
+        SLOTS: constexpr = 2 if CENTERED else 1
+        tl.store(_numbers(partials, SLOTS, C) + tl.program_id(0), count)
 
 
 @triton.jit(do_not_specialize=["rows", "inner"])
 def norm_backward(
+    dx,  # (rows, C), type of x, written; None: only the sums
+    # slots 0: dy (h - mean), 1: dy; with padding 2, 3: of real tokens; then a 0; written. None:
+    # only dx
+    partials,
     dy,  # (rows, C)
     x,  # (rows, C)
-    dx,  # (rows, C), type of x, written; None: only the sums
+    padding,  # (rows) bool, or None: all tokens are real
     inv_rms,  # (rows, GROUPS) ACC; None: no layer-scale
     weight,  # (C,) or None, as the next four; offset is unused without nu
     mean,
@@ -294,10 +348,6 @@ def norm_backward(
     offset,
     count,  # () ACC, or None: what nu and offset are divided by
     loss_scale,  # (1,) or None: what they are multiplied by
-    padding,  # (rows) bool, or None: all tokens are real
-    # slots 0: dy (h - mean), 1: dy; with padding 2, 3: of real tokens; then a 0; written. None:
-    # only dx
-    partials,
     rows,
     inner,  # as in norm_forward, and so are the strides
     dy_outer,
@@ -319,28 +369,28 @@ def norm_backward(
     dh = scale dy - 1_M (slope (h - mean) + shift).
     """
     C: constexpr = GROUPS * GROUP_SIZE
-    channel, inside = _channels(GROUPS, GROUP_SIZE, BLOCK_G, BLOCK_K)
+    at = _channels(GROUPS, GROUP_SIZE, BLOCK_G, BLOCK_K)
     first, stride = _tiles(BLOCK_N)
-    center = _vector(mean, channel, inside, 0.0, ACC)
-    divisor = _divisor(moment, channel, inside, EPS, ACC)
-    scale = _divide(_vector(weight, channel, inside, 1.0, ACC), divisor)
+    center = _vector(mean, at, 0.0, ACC)
+    divisor = _divisor(moment, at, EPS, ACC)
+    scale = _divide(_vector(weight, at, 1.0, ACC), divisor)
     tokens = tl.maximum(_number(count, ACC), 1.0)
     factor = _divide(_divide(_number(loss_scale, ACC), tokens), divisor)
-    slope = _divide(_vector(nu, channel, inside, 0.0, ACC) * factor, divisor)
-    shift = _vector(offset, channel, inside, 0.0, ACC) * factor
-    zeros = tl.zeros(channel.shape, ACC)
+    slope = _divide(_vector(nu, at, 0.0, ACC) * factor, divisor)
+    shift = _vector(offset, at, 0.0, ACC) * factor
+    zeros = tl.zeros(at[0].shape, ACC)
     products = zeros
     plain = zeros
     real_products = zeros
     real_plain = zeros
     for start in range(first, rows, stride):
-        row, valid, exists = _tile(start, rows, inside, BLOCK_N)
-        real = _real(padding, row, valid, inner, padding_outer, padding_inner)[:, None, None]
-        dh = _read(dy, row, channel, exists, inner, dy_outer, dy_inner, C, ACC)
-        h = _read(x, row, channel, exists, inner, x_outer, x_inner, C, ACC)
+        tile = _tile(start, rows, at, BLOCK_N)
+        real = _real(padding, tile, inner, padding_outer, padding_inner)[:, None, None]
+        dh = _read(dy, tile, inner, dy_outer, dy_inner, C, ACC)
+        h = _read(x, tile, inner, x_outer, x_inner, C, ACC)
         if inv_rms is not None:
-            scales = _inv_rms(h, inv_rms, row, valid, GROUPS, GROUP_SIZE, BLOCK_G, EPS, True)
-            h = h * scales
+            scales = _read_statistic(inv_rms, 0, rows, tile, GROUPS, BLOCK_G)
+            h *= scales
         used = _used(dh)
         if nu is not None:
             used = used | real
@@ -352,28 +402,27 @@ def norm_backward(
                 real_products += _over_tokens(tl.where(real, product, 0.0))
                 real_plain += _over_tokens(tl.where(real, dh, 0.0))
         if dx is not None:
-            dh = dh * scale
+            dh *= scale
             if nu is not None:
-                dh = dh - tl.where(real, slope * (h - center) + shift, 0.0)
+                correction = slope * (h - center) + shift
+                dh -= tl.where(real, correction, 0.0)
             if inv_rms is not None:
                 projection = _group_mean(dh * h, GROUP_SIZE)
                 dh = (dh - h * projection) * scales
-            _write(dx, tl.where(used, dh, 0.0), row, channel, exists, C)
+            _write(dx, tile, tl.where(used, dh, 0.0), C)
     if partials is not None:
-        _write_partial(partials, 0, channel, inside, products, C)
-        _write_partial(partials, 1, channel, inside, plain, C)
+        _write_sums(partials, 0, at, products, plain, C)
         if padding is not None:
-            _write_partial(partials, 2, channel, inside, real_products, C)
-            _write_partial(partials, 3, channel, inside, real_plain, C)
+            _write_sums(partials, 2, at, real_products, real_plain, C)
         arrived = _numbers(partials, 2 if padding is None else 4, C)
         tl.store(arrived, 0.0, mask=tl.program_id(0) == 0)
 
 
 @triton.jit(do_not_specialize=["rows", "inner"])
 def standardize(
-    x,  # (rows, C)
     y,  # (rows, C), type of x, written
     stats,  # (3, rows, GROUPS) ACC, written
+    x,  # (rows, C)
     weight,  # (C,) or None, as the next
     bias,
     rows,
@@ -397,41 +446,40 @@ def standardize(
     """y by the statistics of each group of a token, and these."""
     C: constexpr = GROUPS * GROUP_SIZE
     TINY: constexpr = TINY_64 if ACC == tl.float64 else TINY_32
-    channel, inside = _channels(GROUPS, GROUP_SIZE, BLOCK_G, BLOCK_K)
+    at = _channels(GROUPS, GROUP_SIZE, BLOCK_G, BLOCK_K)
     first, stride = _tiles(BLOCK_N)
-    scale = _vector(weight, channel, inside, 1.0, ACC)
-    shift = _vector(bias, channel, inside, 0.0, ACC)
-    plane = rows.to(tl.int64) * GROUPS
+    scale = _vector(weight, at, 1.0, ACC)
+    shift = _vector(bias, at, 0.0, ACC)
     for start in range(first, rows, stride):
-        row, valid, exists = _tile(start, rows, inside, BLOCK_N)
-        z = _read(x, row, channel, exists, inner, x_outer, x_inner, C, ACC)
+        tile = _tile(start, rows, at, BLOCK_N)
+        z = _read(x, tile, inner, x_outer, x_inner, C, ACC)
         mean = tl.zeros([BLOCK_N, BLOCK_G], ACC)
         if CENTERED:
             mean = tl.sum(z, 2) / GROUP_SIZE
-            z = tl.where(inside, z - mean[:, :, None], 0.0)
-        second = tl.sum(z * z, 2) / GROUP_SIZE * SQUARE_FACTOR + EPS_IN_ROOT
+            z = tl.where(at[1], z - mean[:, :, None], 0.0)
+        mean_square = tl.sum(z * z, 2) / GROUP_SIZE
+        second = mean_square * SQUARE_FACTOR + EPS_IN_ROOT
         root = _sqrt(tl.where(second < TINY, TINY, second))  # unlike tl.maximum, this keeps NaN
         divisor = root + EPS_OUTSIDE
         depends = (second > TINY) & (divisor >= MIN_DIVISOR)
         share = tl.where(depends, SQUARE_FACTOR * divisor / root, 0.0)
         inverse = 1.0 / tl.where(divisor < MIN_DIVISOR, MIN_DIVISOR, divisor)
-        places, there = _of_groups(row, valid, GROUPS, BLOCK_G)
-        tl.store(stats + places, mean, mask=there)
-        tl.store(stats + plane + places, inverse, mask=there)
-        tl.store(stats + 2 * plane + places, share, mask=there)
+        _write_statistic(stats, 0, rows, tile, mean, GROUPS, BLOCK_G)
+        _write_statistic(stats, 1, rows, tile, inverse, GROUPS, BLOCK_G)
+        _write_statistic(stats, 2, rows, tile, share, GROUPS, BLOCK_G)
         z = z * inverse[:, :, None]
         z = z * (GAIN + GAIN_SLOPE * z)
-        _write(y, z * scale + shift, row, channel, exists, C)
+        _write(y, tile, z * scale + shift, C)
 
 
 @triton.jit(do_not_specialize=["rows", "inner"])
 def standardize_gradient(
+    dx,  # (rows, C), type of x, written; None: only the sums
+    partials,  # slots 0: dy z (gain + gain_slope z), 1: dy; written. None: only dx
     dy,  # (rows, C)
     x,  # (rows, C)
-    dx,  # (rows, C), type of x, written; None: only the sums
     weight,  # (C,) or None
     stats,  # (3, rows, GROUPS) ACC
-    partials,  # slots 0: dy z (gain + gain_slope z), 1: dy; written. None: only dx
     rows,
     inner,  # as in norm_backward
     dy_outer,
@@ -453,20 +501,18 @@ def standardize_gradient(
     tokens.
     """
     C: constexpr = GROUPS * GROUP_SIZE
-    channel, inside = _channels(GROUPS, GROUP_SIZE, BLOCK_G, BLOCK_K)
+    at = _channels(GROUPS, GROUP_SIZE, BLOCK_G, BLOCK_K)
     first, stride = _tiles(BLOCK_N)
-    scale = _vector(weight, channel, inside, 1.0, ACC)
-    zeros = tl.zeros(channel.shape, ACC)
+    scale = _vector(weight, at, 1.0, ACC)
+    zeros = tl.zeros(at[0].shape, ACC)
     products = zeros
     plain = zeros
-    plane = rows.to(tl.int64) * GROUPS
     for start in range(first, rows, stride):
-        row, valid, exists = _tile(start, rows, inside, BLOCK_N)
-        places, there = _of_groups(row, valid, GROUPS, BLOCK_G)
-        grad = _read(dy, row, channel, exists, inner, dy_outer, dy_inner, C, ACC)
-        h = _read(x, row, channel, exists, inner, x_outer, x_inner, C, ACC)
-        mean = tl.load(stats + places, mask=there, other=0.0)[:, :, None]
-        inverse = tl.load(stats + plane + places, mask=there, other=0.0)[:, :, None]
+        tile = _tile(start, rows, at, BLOCK_N)
+        grad = _read(dy, tile, inner, dy_outer, dy_inner, C, ACC)
+        h = _read(x, tile, inner, x_outer, x_inner, C, ACC)
+        mean = _read_statistic(stats, 0, rows, tile, GROUPS, BLOCK_G)
+        inverse = _read_statistic(stats, 1, rows, tile, GROUPS, BLOCK_G)
         used = _used(grad)
         z = tl.where(used, (h - mean) * inverse, 0.0)
         curve = GAIN + GAIN_SLOPE * z
@@ -477,14 +523,15 @@ def standardize_gradient(
             dz = grad * scale * curve  # 0 beyond the channels
             through = dz
             if THROUGH_MEAN:
-                through = through - _group_mean(dz, GROUP_SIZE)
+                through -= _group_mean(dz, GROUP_SIZE)
             if THROUGH_DIVISOR:
-                share = tl.load(stats + 2 * plane + places, mask=there, other=0.0)[:, :, None]
-                through = through - z * (share * _group_mean(dz * z, GROUP_SIZE))
-            _write(dx, tl.where(used, through * inverse, 0.0), row, channel, exists, C)
+                share = _read_statistic(stats, 2, rows, tile, GROUPS, BLOCK_G)
+                projection = share * _group_mean(dz * z, GROUP_SIZE)
+                through -= z * projection
+            dh = tl.where(used, through * inverse, 0.0)
+            _write(dx, tile, dh, C)
     if partials is not None:
-        _write_partial(partials, 0, channel, inside, products, C)
-        _write_partial(partials, 1, channel, inside, plain, C)
+        _write_sums(partials, 0, at, products, plain, C)
 
 
 @triton.jit
@@ -498,7 +545,8 @@ def _tanh(value):
     numerator = ((square + 378.0) * square + 17325.0) * square + 135135.0
     denominator = ((28.0 * square + 3150.0) * square + 62370.0) * square + 135135.0
     far = 1.0 - 2.0 / (tl.exp(2.0 * size) + 1.0)
-    return tl.where(near, value * (numerator / denominator), tl.where(value < 0, -far, far))
+    signed = tl.where(value < 0, -far, far)
+    return tl.where(near, value * (numerator / denominator), signed)
 
 
 @triton.jit
@@ -513,8 +561,8 @@ def _squashed(h, alpha, shift, ERF):
 
 @triton.jit(do_not_specialize=["rows", "inner"])
 def squash(
-    x,  # (rows, C)
     y,  # (rows, C), type of x, written
+    x,  # (rows, C)
     weight,  # (C,) or None, as the next
     bias,
     alpha,  # (1,)
@@ -533,27 +581,27 @@ def squash(
 ):
     """y = weight f(alpha x + shift) + bias with f = tanh, or erf."""
     C: constexpr = GROUPS * GROUP_SIZE
-    channel, inside = _channels(GROUPS, GROUP_SIZE, BLOCK_G, BLOCK_K)
+    at = _channels(GROUPS, GROUP_SIZE, BLOCK_G, BLOCK_K)
     first, stride = _tiles(BLOCK_N)
-    scale = _vector(weight, channel, inside, 1.0, ACC)
-    offset = _vector(bias, channel, inside, 0.0, ACC)
+    scale = _vector(weight, at, 1.0, ACC)
+    offset = _vector(bias, at, 0.0, ACC)
     for start in range(first, rows, stride):
-        row, _, exists = _tile(start, rows, inside, BLOCK_N)
-        h = _read(x, row, channel, exists, inner, x_outer, x_inner, C, ACC)
+        tile = _tile(start, rows, at, BLOCK_N)
+        h = _read(x, tile, inner, x_outer, x_inner, C, ACC)
         value, _ = _squashed(h, alpha, shift, ERF)
-        _write(y, value * scale + offset, row, channel, exists, C)
+        _write(y, tile, value * scale + offset, C)
 
 
 @triton.jit(do_not_specialize=["rows", "inner"])
 def squash_gradient(
+    dx,  # (rows, C), type of x, written; None: only the sums
+    # slots 0: dy f, 1: dy; numbers: weight dy f' x, and weight dy f'; written. None: only dx
+    partials,
     dy,  # (rows, C)
     x,  # (rows, C)
-    dx,  # (rows, C), type of x, written; None: only the sums
     weight,  # (C,) or None
     alpha,  # (1,)
     shift,  # (1,) or None
-    # slots 0: dy f, 1: dy; numbers: weight dy f' x, and weight dy f'; written. None: only dx
-    partials,
     rows,
     inner,  # as in norm_backward
     dy_outer,
@@ -570,21 +618,23 @@ def squash_gradient(
 ):
     """dx, and each program's sums over its tokens."""
     C: constexpr = GROUPS * GROUP_SIZE
-    channel, inside = _channels(GROUPS, GROUP_SIZE, BLOCK_G, BLOCK_K)
+    at = _channels(GROUPS, GROUP_SIZE, BLOCK_G, BLOCK_K)
     first, stride = _tiles(BLOCK_N)
-    scale = _vector(weight, channel, inside, 1.0, ACC) * tl.load(alpha).to(ACC)
-    zeros = tl.zeros(channel.shape, ACC)
+    scale = _vector(weight, at, 1.0, ACC) * tl.load(alpha).to(ACC)
+    zeros = tl.zeros(at[0].shape, ACC)
     products = zeros
     plain = zeros
     stretched = zeros
     shifted = zeros
     for start in range(first, rows, stride):
-        row, _, exists = _tile(start, rows, inside, BLOCK_N)
-        grad = _read(dy, row, channel, exists, inner, dy_outer, dy_inner, C, ACC)
-        h = _read(x, row, channel, exists, inner, x_outer, x_inner, C, ACC)
+        tile = _tile(start, rows, at, BLOCK_N)
+        grad = _read(dy, tile, inner, dy_outer, dy_inner, C, ACC)
+        h = _read(x, tile, inner, x_outer, x_inner, C, ACC)
         h = tl.where(_used(grad), h, 0.0)
         value, argument = _squashed(h, alpha, shift, ERF)
-        slope = 1.1283791670955126 * tl.exp(-argument * argument) if ERF else 1.0 - value * value
+        slope = 1.0 - value * value
+        if ERF:
+            slope = 1.1283791670955126 * tl.exp(-argument * argument)  # 2 / sqrt(pi)
         dh = grad * slope
         if partials is not None:
             products += _over_tokens(grad * value)
@@ -592,14 +642,13 @@ def squash_gradient(
             stretched += _over_tokens(dh * h)
             shifted += _over_tokens(dh)
         if dx is not None:
-            _write(dx, dh * scale, row, channel, exists, C)
+            _write(dx, tile, dh * scale, C)
     if partials is not None:
-        _write_partial(partials, 0, channel, inside, products, C)
-        _write_partial(partials, 1, channel, inside, plain, C)
-        gain = _vector(weight, channel, inside, 1.0, ACC)  # only here, for its registers
+        _write_sums(partials, 0, at, products, plain, C)
+        gain = _vector(weight, at, 1.0, ACC)  # only here, for its registers
         numbers = _numbers(partials, 2, C) + tl.program_id(0)
-        tl.store(numbers, tl.sum(tl.ravel(stretched * gain), 0))
-        tl.store(numbers + tl.num_programs(0), tl.sum(tl.ravel(shifted * gain), 0))
+        tl.store(numbers, _sum_of_all(stretched * gain))
+        tl.store(numbers + tl.num_programs(0), _sum_of_all(shifted * gain))
 
 
 # The sums that the programs of a pass have left, added up for BLOCK_C channels, BLOCK_P programs at
@@ -607,22 +656,28 @@ def squash_gradient(
 
 
 @triton.jit
-def _total(partials, slot, channel, inside, programs, C, BLOCK_P: constexpr):
+def _some(partials, slot, start, at, programs, C, BLOCK_P: constexpr):
+    """A slot of BLOCK_P programs from ``start`` on, (BLOCK_P, channels), 0 beyond the last one."""
+    channel, inside = at
+    program = start + tl.arange(0, BLOCK_P)[:, None]
+    row = slot * programs.to(tl.int64) + program
+    exists = (program < programs) & inside[None, :]
+    return tl.load(partials + row * C + channel[None, :], mask=exists, other=0.0)
+
+
+@triton.jit
+def _total(partials, slot, at, programs, C, BLOCK_P: constexpr):
     """The sum of a slot over all programs, for the channels."""
-    total = tl.zeros([BLOCK_P, channel.shape[0]], partials.dtype.element_ty)
+    total = tl.zeros([BLOCK_P, at[0].shape[0]], partials.dtype.element_ty)
     for start in range(0, programs, BLOCK_P):
-        program = start + tl.arange(0, BLOCK_P)[:, None]
-        places = (slot * programs.to(tl.int64) + program) * C + channel[None, :]
-        exists = (program < programs) & inside[None, :]
-        total += tl.load(partials + places, mask=exists, other=0.0)
+        total += _some(partials, slot, start, at, programs, C, BLOCK_P)
     return tl.sum(total, 0)
 
 
 @triton.jit
 def _total_number(numbers, programs, BLOCK_P):
     """The sum of one number of every program."""
-    only = tl.arange(0, 1)
-    return tl.sum(_total(numbers, 0, only, only == 0, programs, 1, BLOCK_P), 0)
+    return tl.sum(_total(numbers, 0, _columns(0, 1, 1), programs, 1, BLOCK_P), 0)
 
 
 @triton.jit(do_not_specialize=["programs"])
@@ -637,67 +692,26 @@ def finish_moments(
     BLOCK_C: constexpr,
 ):
     """Mean, second moment about it, and number of the real tokens. Both are 0 if there is none."""
-    channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    inside = channel < C
+    at = _columns(tl.program_id(0) * BLOCK_C, C, BLOCK_C)
+    channel, inside = at
     SLOTS: constexpr = 1 if mean is None else 2
     counts = partials + SLOTS * C * programs.to(tl.int64)
     number = _total_number(counts, programs, BLOCK_P)
     divisor = tl.maximum(number, 1.0)
-    squares = _total(partials, 0, channel, inside, programs, C, BLOCK_P)
+    squares = _total(partials, 0, at, programs, C, BLOCK_P)
     if mean is not None:
-        center = _total(partials, 1, channel, inside, programs, C, BLOCK_P) / divisor
+        center = _total(partials, 1, at, programs, C, BLOCK_P) / divisor
         tl.store(mean + channel, center, mask=inside)
         # n_p (mean_p - mean)^2: Chan's formula for all programs at once
         between = tl.zeros([BLOCK_P, BLOCK_C], partials.dtype.element_ty)
         for start in range(0, programs, BLOCK_P):
-            program = start + tl.arange(0, BLOCK_P)[:, None]
-            added = tl.load(counts + program, mask=program < programs, other=0.0)
-            sums = partials + (programs.to(tl.int64) + program) * C + channel[None, :]
-            total = tl.load(sums, mask=(added > 0) & inside[None, :], other=0.0)
+            added = _some(counts, 0, start, _columns(0, 1, 1), programs, 1, BLOCK_P)
+            total = _some(partials, 1, start, at, programs, C, BLOCK_P)
             difference = total / tl.maximum(added, 1.0) - center[None, :]
             between += added * difference * difference
         squares += tl.sum(between, 0)
     tl.store(moment + channel, squares / divisor, mask=inside)
     tl.store(count, number, mask=tl.program_id(0) == 0)
-
-
-@triton.jit
-def _finish_row(
-    partials,
-    weight,
-    moment,
-    loss_scale,
-    parameters,
-    products,
-    programs,
-    EPS,
-    MASKED,
-    C,
-    BLOCK_P,
-    BLOCK_C: constexpr,
-):
-    """Write a row of ``parameters`` (2, C), the sums over all tokens, and of ``products`` (2, C),
-    unless it is None: over the real ones and over the loss scale. The second axis of the grid is
-    the row.
-    """
-    ACC: constexpr = partials.dtype.element_ty
-    channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    inside = channel < C
-    slot = tl.program_id(1)
-    row = slot * C + channel
-    divisor = tl.where(slot == 0, _divisor(moment, channel, inside, EPS, ACC), 1.0)
-    over_all = _total(partials, slot, channel, inside, programs, C, BLOCK_P)
-    parameter = _divide(over_all, divisor)
-    if parameters.dtype.element_ty.primitive_bitwidth == 16:
-        parameter = parameter.to(tl.float32)  # not every triton rounds float64 to these
-    tl.store(parameters + row, parameter, mask=inside)
-    if products is not None:
-        product = over_all
-        if MASKED:
-            product = _total(partials, slot + 2, channel, inside, programs, C, BLOCK_P)
-        product = _divide(product, divisor) * _vector(weight, channel, inside, 1.0, ACC)
-        product = _divide(product, _number(loss_scale, ACC))
-        tl.store(products + row, product, mask=inside)
 
 
 @triton.jit(do_not_specialize=["programs"])
@@ -706,8 +720,8 @@ def finish_gradient_sums(
     weight,  # (C,) or None, as the next
     moment,
     loss_scale,  # (1,) or None
-    parameters,  # (2, C), written
-    products,  # (2, C) ACC, written; or None
+    parameters,  # (2, C), written: the sums over all tokens
+    products,  # (2, C) ACC, written: those over the real ones and over the loss scale; or None
     scalars,  # (2,) ACC, written: sums of the numbers; or None
     programs,
     EPS: constexpr,
@@ -716,37 +730,42 @@ def finish_gradient_sums(
     BLOCK_P: constexpr,
     BLOCK_C: constexpr,
 ):
-    """The gradients of weight and bias and their parts from the real tokens."""
-    _finish_row(
-        partials,
-        weight,
-        moment,
-        loss_scale,
-        parameters,
-        products,
-        programs,
-        EPS,
-        MASKED,
-        C,
-        BLOCK_P,
-        BLOCK_C,
-    )
+    """The gradients of weight and bias and their parts from the real tokens. The second axis of the
+    grid is their row.
+    """
+    ACC: constexpr = partials.dtype.element_ty
+    at = _columns(tl.program_id(0) * BLOCK_C, C, BLOCK_C)
+    channel, inside = at
+    slot = tl.program_id(1)
+    row = slot * C + channel
+    divisor = tl.where(slot == 0, _divisor(moment, at, EPS, ACC), 1.0)
+    over_all = _total(partials, slot, at, programs, C, BLOCK_P)
+    parameter = _divide(over_all, divisor)
+    if parameters.dtype.element_ty.primitive_bitwidth == 16:
+        parameter = parameter.to(tl.float32)  # not every triton rounds float64 to these
+    tl.store(parameters + row, parameter, mask=inside)
+    if products is not None:
+        product = over_all
+        if MASKED:
+            product = _total(partials, slot + 2, at, programs, C, BLOCK_P)
+        product = _divide(product, divisor) * _vector(weight, at, 1.0, ACC)
+        product = _divide(product, _number(loss_scale, ACC))
+        tl.store(products + row, product, mask=inside)
     if scalars is not None:
-        slot = tl.program_id(1)
         numbers = partials + (2 * C + slot) * programs.to(tl.int64)
         number = _total_number(numbers, programs, BLOCK_P)
         tl.store(scalars + slot, number, mask=tl.program_id(0) == 0)
 
 
 # The state after a batch. One program moves all channels, because one number that is not finite
-# keeps the batch out. SHARE is 1 - alpha.
+# keeps the batch out. Values beyond C have to be finite. What all threads read of the state is read
+# before a reduction, in which they wait for each other.
 
 
 @triton.jit
-def _all_finite(values):
-    """In float32. Values beyond C have to be finite."""
-    finite = tl.abs(values.to(tl.float32)) < INFINITY
-    return tl.min(finite.to(tl.int32), 0) == 1
+def _finite(values):
+    """In float32."""
+    return tl.abs(values.to(tl.float32)) < INFINITY
 
 
 @triton.jit
@@ -757,30 +776,43 @@ def _log(values):
 
 
 @triton.jit
-def _note(diagnostics, running, batch, channel, inside, tokens, counted, C):
-    """The entries 0 and 2 of the diagnostics: see :func:`.reference.running_average_`."""
-    before = tl.load(running + channel, mask=inside, other=1.0)
-    distance = tl.where(inside, tl.abs(_log(batch) - _log(before)), 0.0)
-    fault = (tokens > 0) & (counted == 0)
-    tl.store(diagnostics, tl.load(diagnostics) + fault.to(tl.float32))
-    tl.store(diagnostics + 2, 0.5 * tl.sum(distance, 0) / C)
+def _products(products, at, C):
+    """The sums of dx_hat * x_hat and of dx_hat. Other programs may just have written them."""
+    channel, inside = at
+    product = tl.load(products + channel, mask=inside, other=0.0, cache_modifier=".cg")
+    plain = tl.load(products + C + channel, mask=inside, other=0.0, cache_modifier=".cg")
+    return product, plain
 
 
 @triton.jit
-def _moves(counted, channel, C):
-    """Which channels of the state a batch moves. The interpreter has no scalar & vector."""
-    return tl.where(counted, channel, C) < C
+def _add_to(diagnostic, condition):
+    tl.store(diagnostic, tl.load(diagnostic) + condition.to(tl.float32))
+
+
+@triton.jit
+def _enters(running, diagnostics, batch, finite, sums, tokens, at, C):
+    """Whether a batch counts, and which channels of the state it moves. Notes the entries 0 and 2
+    of the diagnostics: see :func:`.reference.running_average_`.
+    """
+    channel, inside = at
+    product, plain = sums
+    finite &= _finite(batch) & _finite(product) & _finite(plain)
+    all_finite = tl.min(finite.to(tl.int32), 0) == 1
+    counted = (tokens > 0) & all_finite
+    if diagnostics is not None:
+        before = tl.load(running + channel, mask=inside, other=1.0)
+        distance = tl.abs(_log(batch) - _log(before))
+        total = tl.sum(tl.where(inside, distance, 0.0), 0)
+        tl.store(diagnostics + 2, 0.5 * total / C)
+        _add_to(diagnostics, (tokens > 0) & (all_finite == 0))
+    return counted, tl.where(counted, channel, C) < C  # the interpreter has no scalar & vector
 
 
 @triton.jit
 def _average(running, batch, share, channel, moves):
     old = tl.load(running + channel, mask=moves, other=0.0)
-    tl.store(running + channel, old + share * (batch - old), mask=moves)
-
-
-@triton.jit
-def _count(num_batches, counted):
-    tl.store(num_batches, tl.load(num_batches) + counted.to(tl.int64))
+    moved = old + share * (batch - old)
+    tl.store(running + channel, moved, mask=moves)
 
 
 @triton.jit
@@ -800,74 +832,21 @@ def running_average_(
 ):
     """The operator of this name."""
     ACC: constexpr = batch_moment.dtype.element_ty
-    channel = tl.arange(0, BLOCK_C)
-    inside = channel < C
+    at = _columns(0, C, BLOCK_C)
+    channel, inside = at
     tokens = tl.load(count)
-    batch = _vector(batch_moment, channel, inside, 0.0, ACC)
+    batches = tl.load(num_batches)
+    batch = _vector(batch_moment, at, 0.0, ACC)
     if UNBIASED:
         batch = tl.where(inside, batch * _divide(tokens, tokens - 1.0), 0.0)
-    center = _vector(batch_mean, channel, inside, 0.0, ACC)
-    counted = (tokens > 0) & _all_finite(batch)
-    if mean is not None:
-        counted &= _all_finite(center)
-    counted &= _all_finite(_vector(products, channel, inside, 0.0, ACC))
-    counted &= _all_finite(_vector(products + C, channel, inside, 0.0, ACC))
-    if diagnostics is not None:
-        _note(diagnostics, moment, batch, channel, inside, tokens, counted, C)
-    moves = _moves(counted, channel, C)
+    center = _vector(batch_mean, at, 0.0, ACC)
+    sums = _products(products, at, C)
+    finite = _finite(center)
+    counted, moves = _enters(moment, diagnostics, batch, finite, sums, tokens, at, C)
     _average(moment, batch, 1.0 - ALPHA, channel, moves)
     if mean is not None:
         _average(mean, center, 1.0 - ALPHA, channel, moves)
-    _count(num_batches, counted)
-
-
-@triton.jit
-def _move_power(
-    psi2,
-    nu,
-    num_batches,
-    diagnostics,
-    batch_psi2,
-    used_psi2,
-    products,
-    count,
-    EPS,
-    WARMUP,
-    ALPHA_FWD,
-    ALPHA_BWD,
-    HAS_GRADIENT,
-    C,
-    BLOCK: constexpr,
-):
-    """The operator ``power_update_``. Other programs may have written ``products``."""
-    ACC: constexpr = batch_psi2.dtype.element_ty
-    channel = tl.arange(0, BLOCK)
-    inside = channel < C
-    tokens = tl.load(count)
-    batch = _vector(batch_psi2, channel, inside, 0.0, ACC)
-    gamma = _divide(batch, _vector(used_psi2, channel, inside, 1.0, ACC) + EPS)
-    product = tl.load(products + channel, mask=inside, other=0.0, cache_modifier=".cg")
-    plain = tl.load(products + C + channel, mask=inside, other=0.0, cache_modifier=".cg")
-    counted = (tokens > 0) & _all_finite(batch) & _all_finite(gamma)
-    counted &= _all_finite(product) & _all_finite(plain)
-    if diagnostics is not None:
-        _note(diagnostics, psi2, batch, channel, inside, tokens, counted, C)
-        not_numbers = tl.sum(tl.where(gamma == gamma, 0.0, gamma), 0)  # tl.max leaves them out
-        largest = tl.max(gamma, 0) + not_numbers
-        guarded = counted & ((1.0 - ALPHA_BWD) * largest > 1.0)
-        tl.store(diagnostics + 1, tl.load(diagnostics + 1) + guarded.to(tl.float32))
-        tl.store(diagnostics + 3, largest)
-    batches = tl.load(num_batches)
-    cumulative = _divide(tl.full([], 1.0, ACC), (batches + 1).to(ACC))
-    share = tl.where(batches < WARMUP, cumulative, tl.full([], 1.0 - ALPHA_FWD, ACC))
-    moves = _moves(counted, channel, C)
-    _average(psi2, batch, share, channel, moves)
-    if HAS_GRADIENT:
-        lambda_ = _divide(product, tl.maximum(tokens, 1.0))
-        old = tl.load(nu + channel, mask=moves, other=0.0)
-        kept = old * tl.maximum(1.0 - (1.0 - ALPHA_BWD) * gamma, 0.0)
-        tl.store(nu + channel, kept + (1.0 - ALPHA_BWD) * lambda_, mask=moves)
-    _count(num_batches, counted)
+    tl.store(num_batches, batches + counted.to(tl.int64))
 
 
 @triton.jit
@@ -889,23 +868,31 @@ def power_update_(
     BLOCK_C: constexpr,
 ):
     """The operator of this name."""
-    _move_power(
-        psi2,
-        nu,
-        num_batches,
-        diagnostics,
-        batch_psi2,
-        used_psi2,
-        products,
-        count,
-        EPS,
-        WARMUP,
-        ALPHA_FWD,
-        ALPHA_BWD,
-        HAS_GRADIENT,
-        C,
-        BLOCK_C,
-    )
+    ACC: constexpr = batch_psi2.dtype.element_ty
+    SHARE_BWD: constexpr = 1.0 - ALPHA_BWD
+    at = _columns(0, C, BLOCK_C)
+    channel, inside = at
+    tokens = tl.load(count)
+    batches = tl.load(num_batches)
+    batch = _vector(batch_psi2, at, 0.0, ACC)
+    gamma = _divide(batch, _vector(used_psi2, at, 1.0, ACC) + EPS)
+    sums = _products(products, at, C)
+    finite = _finite(gamma)
+    counted, moves = _enters(psi2, diagnostics, batch, finite, sums, tokens, at, C)
+    if diagnostics is not None:
+        not_numbers = tl.sum(tl.where(gamma == gamma, 0.0, gamma), 0)  # tl.max leaves them out
+        largest = tl.max(gamma, 0) + not_numbers
+        tl.store(diagnostics + 3, largest)
+        _add_to(diagnostics + 1, counted & (SHARE_BWD * largest > 1.0))
+    cumulative = _divide(tl.full([], 1.0, ACC), (batches + 1).to(ACC))
+    share = tl.where(batches < WARMUP, cumulative, tl.full([], 1.0 - ALPHA_FWD, ACC))
+    _average(psi2, batch, share, channel, moves)
+    if HAS_GRADIENT:
+        lambda_ = _divide(sums[0], tl.maximum(tokens, 1.0))
+        old = tl.load(nu + channel, mask=moves, other=0.0)
+        kept = old * tl.maximum(1.0 - SHARE_BWD * gamma, 0.0)
+        tl.store(nu + channel, kept + SHARE_BWD * lambda_, mask=moves)
+    tl.store(num_batches, batches + counted.to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["programs"])
@@ -935,13 +922,14 @@ def finish_power_step(
     """:func:`finish_gradient_sums`; the program that comes last is :func:`power_update_`."""
     arrived = partials + programs.to(tl.int64) * ((4 if MASKED else 2) * C)
     products = arrived + 1
-    _finish_row(
+    finish_gradient_sums(
         partials,
         weight,
         used_psi2,
         loss_scale,
         parameters,
         products,
+        None,
         programs,
         EPS,
         MASKED,
@@ -953,7 +941,7 @@ def finish_power_step(
     counter = arrived.to(tl.pointer_type(tl.int32), bitcast=True)
     number = tl.atomic_add(counter, 1, sem="acq_rel")
     if number == tl.num_programs(0) * tl.num_programs(1) - 1:
-        _move_power(
+        power_update_(
             psi2,
             nu,
             num_batches,
@@ -972,6 +960,16 @@ def finish_power_step(
         )
 
 
+# Windows: ring buffers of the last M steps. Step number t goes to row t % M.
+
+
+@triton.jit
+def _with_step(window, number, own, batches, at, M, C):
+    """Row ``number`` of a window after a step with the value ``own``, and before it."""
+    before = _vector(window + number * C, at, 1.0, own.dtype)
+    return tl.where(number == (batches + 1) % M, own, before), before
+
+
 @triton.jit
 def window_statistics(
     psi2_window,  # (M, C) float32
@@ -979,9 +977,8 @@ def window_statistics(
     num_batches,  # () int64
     completed,  # () int64, or None
     batch_psi2,  # (C,) ACC
-    weight,  # (C,), or None
     psi2,  # (C,) ACC, written
-    gain,  # (C,) ACC, written
+    ratio,  # (C,) ACC, written
     marks,  # (2,) bool, written
     WARMUP: constexpr,
     RATIO_WARMUP: constexpr,
@@ -994,19 +991,18 @@ def window_statistics(
 ):
     """The operator of this name."""
     ACC: constexpr = batch_psi2.dtype.element_ty
-    channel = tl.arange(0, BLOCK_C)
-    inside = channel < C
+    at = _columns(0, C, BLOCK_C)
+    channel, inside = at
     batches = tl.load(num_batches)
     updates = batches if completed is None else tl.load(completed)
     early = (batches + 1 <= M) | (updates + 1 < WARMUP)
-    own = _vector(batch_psi2, channel, inside, 1.0, ACC)
+    own = _vector(batch_psi2, at, 1.0, ACC)
     zeros = tl.zeros(own.shape, ACC)
     average = zeros
     logarithms = zeros
     roots = zeros  # of the window before this step
     for number in range(M):
-        before = _vector(psi2_window + number * C, channel, inside, 1.0, ACC)
-        value = tl.where(number == (batches + 1) % M, own, before)
+        value, before = _with_step(psi2_window, number, own, batches, at, M, C)
         average += value / M
         logarithms += tl.log(value) / M
         roots += tl.where(inside, tl.sqrt(before), 0.0)
@@ -1018,19 +1014,20 @@ def window_statistics(
         mean = tl.sum(roots, 0) / (M * C)
         squares = zeros
         for number in range(M):
-            root = tl.sqrt(_vector(psi2_window + number * C, channel, inside, 1.0, ACC)) - mean
-            squares += tl.where(inside, root * root, 0.0)
+            _, before = _with_step(psi2_window, number, own, batches, at, M, C)
+            deviation = tl.sqrt(before) - mean
+            squares += tl.where(inside, deviation * deviation, 0.0)
         variance = tl.sum(squares, 0) / (M * C - 1)
         excess = tl.max(tl.where(inside, average - geometric, 0.0), 0)
         skip = (early == 0) & (excess > variance * M)
     used = tl.where(early | skip, own, geometric if GEOMETRIC else average)
-    running = _vector(running_psi2, channel, inside, 1.0, ACC)
-    ratio = _sqrt(_divide(used + EPS, running + EPS))
+    running = _vector(running_psi2, at, 1.0, ACC)
+    root = _sqrt(_divide(used + EPS, running + EPS))
     # unlike tl.clamp, this keeps NaN
-    ratio = tl.where(ratio < 0.2, 0.2, tl.where(ratio > 5.0, 5.0, ratio))
-    ratio = tl.where(skip | (updates + 1 <= RATIO_WARMUP), 1.0, ratio)
+    clipped = tl.where(root < 0.2, 0.2, tl.where(root > 5.0, 5.0, root))
     tl.store(psi2 + channel, used, mask=inside)
-    tl.store(gain + channel, ratio * _vector(weight, channel, inside, 1.0, ACC), mask=inside)
+    is_one = skip | (updates + 1 <= RATIO_WARMUP)
+    tl.store(ratio + channel, tl.where(is_one, 1.0, clipped), mask=inside)
     tl.store(marks, early)
     tl.store(marks + 1, skip)
 
@@ -1062,40 +1059,38 @@ def window_update_(
 ):
     """The operator of this name."""
     ACC: constexpr = psi2.dtype.element_ty
-    channel = tl.arange(0, BLOCK_C)
-    inside = channel < C
+    at = _columns(0, C, BLOCK_C)
+    channel, inside = at
+    tokens = tl.load(count)
+    batches = tl.load(num_batches)
+    seen = tl.load(seen_batches)
     early = tl.load(marks) != 0
     skip = tl.load(marks + 1) != 0
-    product = _vector(products, channel, inside, 0.0, ACC)
-    own = _divide(product, tl.maximum(tl.load(counted_tokens), 1.0))  # lambda_B
+    sums = _products(products, at, C)
+    own = _divide(sums[0], tl.maximum(tl.load(counted_tokens), 1.0))  # lambda_B
     average = tl.zeros(own.shape, ACC)
-    seen_row = (tl.load(seen_batches) + 1) % M
     for number in range(M):
-        value = _vector(seen_lambda + number * C, channel, inside, 0.0, ACC)
-        average += tl.where(number == seen_row, own, value) / M
+        value, _ = _with_step(seen_lambda, number, own, seen, at, M, C)
+        average += value / M
     average = tl.where(early | skip, own, average)
     step = average
     if nu is not None:
-        old = _vector(seen_nu, channel, inside, 0.0, ACC)
-        step = tl.where(skip, own, ALPHA_BWD * old + (1.0 - ALPHA_BWD) * average)
+        old = _vector(seen_nu, at, 0.0, ACC)
+        moved = ALPHA_BWD * old + (1.0 - ALPHA_BWD) * average
+        step = tl.where(skip, own, moved)
     tl.store(correction + channel, step, mask=inside)
-    tokens = tl.load(count)
-    batch = _vector(batch_psi2, channel, inside, 1.0, ACC)
-    used = _vector(psi2, channel, inside, 1.0, ACC)
-    counted = (tokens > 0) & _all_finite(batch) & _all_finite(used) & _all_finite(average)
-    counted &= _all_finite(product)
-    counted &= _all_finite(_vector(products + C, channel, inside, 0.0, ACC))
-    if diagnostics is not None:
-        _note(diagnostics, running_psi2, batch, channel, inside, tokens, counted, C)
-    moves = _moves(counted, channel, C)
-    row = (tl.load(num_batches) + 1) % M * C + channel
-    entering = tl.where(skip, _vector(running_psi2, channel, inside, 1.0, ACC), batch)
+    batch = _vector(batch_psi2, at, 1.0, ACC)
+    used = _vector(psi2, at, 1.0, ACC)
+    finite = _finite(used) & _finite(average)
+    counted, moves = _enters(running_psi2, diagnostics, batch, finite, sums, tokens, at, C)
+    row = (batches + 1) % M * C + channel
+    entering = tl.where(skip, _vector(running_psi2, at, 1.0, ACC), batch)
     tl.store(psi2_window + row, entering, mask=moves)
     _average(running_psi2, used, 1.0 - ALPHA_FWD, channel, moves)
     if HAS_GRADIENT:
         entering = own
         if nu is not None:
-            entering = tl.where(skip, _vector(nu, channel, inside, 0.0, ACC), own)
+            entering = tl.where(skip, _vector(nu, at, 0.0, ACC), own)
             _average(nu, average, 1.0 - ALPHA_BWD, channel, moves)
         tl.store(lambda_window + row, entering, mask=moves)
-    _count(num_batches, counted)
+    tl.store(num_batches, batches + counted.to(tl.int64))

@@ -11,8 +11,6 @@ With ``TRITON_INTERPRET=1`` in the environment before triton is imported, the sa
 on the CPU, slowly: tests do that.
 """
 
-import inspect
-import warnings
 from functools import cache, lru_cache, wraps
 
 import torch
@@ -22,7 +20,7 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 
 from pn_fairseq.kernels import triton_kernels as kernels
-from pn_fairseq.kernels.ops import CHANGED, OPERATORS
+from pn_fairseq.kernels.ops import CHANGED, NUMBERS, OPERATORS, warn_by_reference
 
 #: Channels that one program can hold, with groups and their number rounded up to powers of two.
 MAX_CHANNELS = 8192
@@ -35,7 +33,8 @@ ELEMENTS = 16
 
 #: Threads that a multiprocessor has registers for: 72 of each forward; 128 backward, with two
 #: tensors and more sums.
-FORWARD_THREADS, BACKWARD_THREADS = 896, 512
+FORWARD_THREADS = 896
+BACKWARD_THREADS = 512
 
 #: Channels for which one backward pass has registers for dx and the sums over tokens; for more
 #: there are two passes.
@@ -46,7 +45,8 @@ MAX_FUSED_CHANNELS = 4096
 MIN_TILES = 4
 
 #: Programs, and channels, that a program of a finishing kernel adds up at a time.
-BLOCK_P, BLOCK_C = 128, 32
+BLOCK_P = 128
+BLOCK_C = 32
 
 #: Whether the kernels compute on the CPU.
 INTERPRETED = not isinstance(kernels.norm_forward, triton.runtime.JITFunction)
@@ -72,7 +72,8 @@ def _strides(*tensors: Tensor | None) -> tuple[int | None, ...]:
     """How the kernels find the tokens of tensors and of masks: ``inner``, and ``outer_stride`` and
     ``inner_stride`` of each. None where all, or this one, are contiguous.
     """
-    inner, strides = None, []
+    inner = None
+    strides = []
     for values in tensors:
         if values is None or values.is_contiguous():
             strides += (None, None)
@@ -85,13 +86,6 @@ def _strides(*tensors: Tensor | None) -> tuple[int | None, ...]:
     return inner, *strides
 
 
-@cache
-def _warn_without_triton(reason: str) -> None:
-    warnings.warn(
-        f"pn_fairseq computes by plain PyTorch, which is slow on a GPU: {reason}", stacklevel=4
-    )
-
-
 def _operator(function):
     """Call ``function`` on the device of the first argument, x or dy; if it cannot, the
     reference.
@@ -101,20 +95,21 @@ def _operator(function):
 
     @wraps(function)
     def operator(*args):
-        x, readable = args[0], args
+        x = args[0]
+        readable = list(args)
         if changes:
             state = [args[place] for place in changes if args[place] is not None]
             torch.autograd.graph.increment_version(state)
         for place, value in enumerate(args):
             if isinstance(value, Tensor) and not value.is_contiguous():
-                readable = (*readable[:place], _readable(value, x), *readable[place + 1 :])
+                readable[place] = _readable(value, x)
         try:
             if not x.is_cuda or x.get_device() == torch.cuda.current_device():
                 return function(*readable)
             with torch.cuda.device(x.device):  # Triton launches on the current one
                 return function(*readable)
         except _DoesNotFit as error:
-            _warn_without_triton(str(error))
+            warn_by_reference(str(error))
             return OPERATORS[function.__name__](*args)
 
     return operator
@@ -134,7 +129,8 @@ def _launch(
     It compiles other code for a tensor whose memory is not aligned, so only what is aligned is
     launched from here.
     """
-    kinds, places = [name, *key, *flags.values()], 0
+    kinds = [name, *key, *flags.values()]
+    places = 0
     for tensor in tensors:
         if tensor is None:
             kinds.append(None)
@@ -197,7 +193,8 @@ class _Tokens:
     def __init__(
         self, shape: torch.Size, dtype: torch.dtype, device: torch.device, groups: int, threads: int
     ):
-        self.channels, self.device = shape[-1], device
+        self.channels = shape[-1]
+        self.device = device
         self.acc = torch.float64 if dtype is torch.float64 else torch.float32
         self.rows = shape[:-1].numel()
         if self.rows > MAX_TOKENS:
@@ -243,34 +240,44 @@ class _Tokens:
         """Room for the sums of the programs, for one or two numbers of each, and for ``more``."""
         return self.new(self.programs * (slots * self.channels + 2) + more)
 
-    def launch(self, name: str, tensors, strides, flags: dict) -> None:
-        """Launch a kernel that reads the tokens."""
-        grid, numbers = (self.programs, 1, 1), (self.rows, *strides)
+    def parameters(self, like: Tensor | None) -> Tensor:
+        """Room for the gradients of weight and bias, in the type of ``like``, if it is given."""
+        dtype = self.acc if like is None else like.dtype
+        return torch.empty((2, self.channels), dtype=dtype, device=self.device)
+
+    def launch(self, name: str, written, read, vectors, flags: dict) -> None:
+        """Launch a kernel that reads the tokens: tensors and masks, of any strides."""
+        strides = _strides(*read)
+        tensors = *written, *read, *vectors
+        grid = (self.programs, 1, 1)
+        numbers = (self.rows, *strides)
         _launch(name, grid, tensors, numbers, self.tile, flags, self.key, strides[1:])
+
+    def launch_gradient(self, name: str, dx, partials, read, vectors, flags: dict) -> None:
+        """The same for dx and the sums, of which one may be None. With many channels there are no
+        registers for both in one pass.
+        """
+        passes = [(dx, partials)]
+        if dx is not None and partials is not None and self.width > MAX_FUSED_CHANNELS:
+            passes = [(dx, None), (None, partials)]
+        for written in passes:
+            self.launch(name, written, read, vectors, flags)
 
     def finish(self, name: str, rows: int, tensors, flags: dict) -> None:
         """Launch a kernel that adds up what the programs have left."""
-        grid, numbers = (self.blocks, rows, 1), (self.programs,)
+        grid = (self.blocks, rows, 1)
+        numbers = (self.programs,)
         _launch(name, grid, tensors, numbers, self.finishing, flags, self.key)
 
-    def moments(self, partials: Tensor, mean: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The moment and the count; also writes the ``mean``, if there is memory for it."""
-        moment, count = self.new(self.channels), self.new()
-        self.finish("finish_moments", 1, (partials, mean, moment, count), {})
-        return moment, count
-
-    def gradient_sums(
-        self, partials, products, weight=None, moment=None, loss_scale=None, scalars=None, **rest
+    def finish_sums(
+        self, partials, like=None, vectors=(None, None, None), products=None, scalars=None, **flags
     ) -> Tensor:
-        """``parameters``; also writes ``products`` and ``scalars``, if there is memory for them.
-
-        ``rest``: the type of the result and the flags of the kernel, unless they are these.
+        """``parameters`` (2, C), in the type of ``like``; also writes ``products`` and ``scalars``,
+        if there is memory for them.
         """
-        parameters = torch.empty(
-            (2, self.channels), dtype=rest.pop("dtype", self.acc), device=self.device
-        )
-        tensors = partials, weight, moment, loss_scale, parameters, products, scalars
-        flags = {"EPS": 0.0, "MASKED": False} | rest
+        parameters = self.parameters(like)
+        flags = {"EPS": 0.0, "MASKED": False} | flags
+        tensors = partials, *vectors, parameters, products, scalars
         self.finish("finish_gradient_sums", 2, tensors, flags)
         return parameters
 
@@ -282,187 +289,194 @@ def _tokens(x: Tensor, groups: int, threads: int) -> _Tokens:
     return _tokens_of(x.shape, x.dtype, x.device, groups, threads)
 
 
-def _passes(tokens: _Tokens, dx: Tensor | None, partials: Tensor | None) -> list[tuple]:
-    """What each pass of a gradient writes: one has no registers for both with many channels."""
-    if dx is None or partials is None or tokens.width <= MAX_FUSED_CHANNELS:
-        return [(dx, partials)]
-    return [(dx, None), (None, partials)]
-
-
 def _like(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def _masked(padding: Tensor | None) -> dict:
-    return {"MASKED": padding is not None}
-
-
 @cache
 def _numbers_of(name: str) -> list[str]:
-    """The arguments of an operator that are numbers, as its kernel names them."""
-    annotations = inspect.get_annotations(OPERATORS[name])
-    return [each.upper() for each, kind in annotations.items() if kind in (int, float, bool)]
+    """The arguments of an operator that are numbers, as its kernel names them; they come last."""
+    return [number.upper() for number in NUMBERS[name]]
 
 
 def _flags(name: str, numbers) -> dict:
     return dict(zip(_numbers_of(name), numbers, strict=False))
 
 
+def _forward(x, y, padding, inv_rms, vectors, groups, eps, slots):
+    """``norm_forward``, and what finishes its sums. ``slots``: 0 without sums, 1 about 0, 2 about
+    the mean.
+
+    Returns:
+        ``inv_rms``, mean, moment and count, empty where there is none.
+    """
+    tokens = _tokens(x, groups, FORWARD_THREADS)
+    given = inv_rms is not None
+    nothing = tokens.new(0)
+    scales = inv_rms if given else tokens.new(*x.shape[:-1], groups)
+    partials = tokens.partials(slots) if slots else None
+    written = (y, partials)
+    vectors = (scales if groups else None, *vectors)
+    flags = {"EPS": eps, "GIVEN": given, "CENTERED": slots == 2}
+    tokens.launch("norm_forward", written, (x, padding), vectors, flags)
+    new_scales = nothing if given else scales
+    if not slots:
+        return new_scales, nothing, nothing, nothing
+    mean = tokens.new(tokens.channels) if slots == 2 else None
+    moment = tokens.new(tokens.channels)
+    count = tokens.new()
+    tokens.finish("finish_moments", 1, (partials, mean, moment, count), {})
+    return new_scales, nothing if mean is None else mean, moment, count
+
+
 @_operator
 def normalize(x, weight, bias, mean, moment, padding, inv_rms, groups, eps, sums):
-    tokens = _tokens(x, groups, FORWARD_THREADS)
-    y, nothing, given = _like(x), tokens.new(0), inv_rms is not None
-    scales = inv_rms if given else tokens.new(*x.shape[:-1], groups)
+    y = _like(x)
+    vectors = (weight, bias, mean, moment)
     padding = padding if sums else None
-    partials = tokens.partials(1) if sums else None
-    used = scales if groups else None
-    tensors = x, y, used, weight, bias, mean, moment, padding, partials
-    flags = {"EPS": eps, "GIVEN": given, "CENTERED": False}
-    tokens.launch("norm_forward", tensors, _strides(x, padding), flags)
-    new_scales = nothing if given else scales
-    if not sums:
-        return y, new_scales, nothing, nothing
-    return y, new_scales, *tokens.moments(partials, None)
+    inv_rms, _, moment, count = _forward(x, y, padding, inv_rms, vectors, groups, eps, int(sums))
+    return y, inv_rms, moment, count
 
 
 @_operator
 def moments(x, padding, groups, eps, centered):
-    tokens = _tokens(x, groups, FORWARD_THREADS)
-    inv_rms = tokens.new(*x.shape[:-1], groups)
-    partials = tokens.partials(2 if centered else 1)
-    vectors = None, None, None, None
-    tensors = x, None, inv_rms if groups else None, *vectors, padding, partials
-    flags = {"EPS": eps, "GIVEN": False, "CENTERED": centered}
-    tokens.launch("norm_forward", tensors, _strides(x, padding), flags)
-    mean = tokens.new(tokens.channels if centered else 0)
-    return inv_rms, mean, *tokens.moments(partials, mean if centered else None)
+    slots = 2 if centered else 1
+    return _forward(x, None, padding, None, (None, None, None, None), groups, eps, slots)
 
 
 @_operator
 def batch_normalize(x, weight, bias, padding, groups, eps, centered):
-    inv_rms, mean, moment, count = moments.__wrapped__(x, padding, groups, eps, centered)
-    statistics = mean if centered else None, moment
-    rest = None, inv_rms, groups, eps, False
-    y, *_ = normalize.__wrapped__(x, weight, bias, *statistics, *rest)
-    return y, inv_rms, mean, moment, count
+    statistics = moments.__wrapped__(x, padding, groups, eps, centered)
+    inv_rms, mean, moment, _ = statistics
+    y = _like(x)
+    vectors = (weight, bias, mean if centered else None, moment)
+    _forward(x, y, None, inv_rms, vectors, groups, eps, 0)
+    return y, *statistics
 
 
-def _backward(tokens, dy, x, dx, partials, padding, vectors, corrections, inv_rms, eps) -> None:
-    """Write dx, and what the programs have summed up, if there is memory for them. ``vectors``:
-    weight, mean and moment; ``corrections``: nu, offset, count and loss scale.
-    """
-    strides = _strides(dy, x, padding)
-    for out, sums in _passes(tokens, dx, partials):
-        tensors = dy, x, out, inv_rms, *vectors, *corrections, padding, sums
-        tokens.launch("norm_backward", tensors, strides, {"EPS": eps})
+def _backward(tokens, dx, partials, dy, x, padding, inv_rms, vectors, eps) -> None:
+    """``norm_backward``. ``vectors``: weight, mean, moment, nu, offset, count and loss scale."""
+    read = (dy, x, padding)
+    flags = {"EPS": eps}
+    vectors = inv_rms if inv_rms.size(-1) else None, *vectors
+    tokens.launch_gradient("norm_backward", dx, partials, read, vectors, flags)
+
+
+def _gradient_sums(dy, x, padding, inv_rms, vectors, groups, eps, dx=None, like=None):
+    """``parameters``, in the type of ``like``, and ``products``; also writes ``dx``."""
+    tokens = _tokens(x, groups, BACKWARD_THREADS)
+    partials = tokens.partials(2 if padding is None else 4)
+    _backward(tokens, dx, partials, dy, x, padding, inv_rms, vectors, eps)
+    products = tokens.new(2, tokens.channels)
+    weight, _, moment, *_, loss_scale = vectors
+    flags = {"EPS": eps, "MASKED": padding is not None}
+    given = partials, like, (weight, moment, loss_scale), products
+    return tokens.finish_sums(*given, **flags), products
 
 
 @_operator
 def gradient(
     dy, x, padding, weight, mean, moment, nu, offset, count, loss_scale, inv_rms, groups, eps, sums
 ):
-    tokens, dx = _tokens(x, groups, BACKWARD_THREADS), _like(x)
-    partials = tokens.partials(2 if padding is None else 4) if sums else None
-    vectors, corrections = (weight, mean, moment), (nu, offset, count, loss_scale)
-    scales = inv_rms if groups else None
-    _backward(tokens, dy, x, dx, partials, padding, vectors, corrections, scales, eps)
-    if not sums:
-        nothing = tokens.new(0)
-        return dx, nothing, nothing
-    products = tokens.new(2, tokens.channels)
-    given = partials, products, weight, moment, loss_scale
-    return dx, tokens.gradient_sums(*given, EPS=eps, **_masked(padding)), products
-
-
-def _sums(dy, x, padding, weight, mean, moment, loss_scale, inv_rms, groups, eps, dtype=None):
+    dx = _like(x)
+    vectors = (weight, mean, moment, nu, offset, count, loss_scale)
+    if sums:
+        return dx, *_gradient_sums(dy, x, padding, inv_rms, vectors, groups, eps, dx)
     tokens = _tokens(x, groups, BACKWARD_THREADS)
-    partials = tokens.partials(2 if padding is None else 4)
-    vectors, corrections = (weight, mean, moment), (None, None, None, loss_scale)
-    scales = inv_rms if groups else None
-    _backward(tokens, dy, x, None, partials, padding, vectors, corrections, scales, eps)
-    products = tokens.new(2, tokens.channels)
-    given = partials, products, weight, moment, loss_scale
-    rest = {"dtype": dtype or tokens.acc, "EPS": eps}
-    return tokens.gradient_sums(*given, **rest, **_masked(padding)), products
+    _backward(tokens, dx, None, dy, x, padding, inv_rms, vectors, eps)
+    nothing = tokens.new(0)
+    return dx, nothing, nothing
 
 
-gradient_sums = _operator(wraps(OPERATORS["gradient_sums"])(_sums))
+@_operator
+def gradient_sums(dy, x, padding, weight, mean, moment, loss_scale, inv_rms, groups, eps):
+    vectors = weight, mean, moment, None, None, None, loss_scale
+    return _gradient_sums(dy, x, padding, inv_rms, vectors, groups, eps)
 
 
 @_operator
 def standardize(x, weight, bias, groups, *numbers):
     tokens = _tokens(x, groups, FORWARD_THREADS)
-    y, stats = _like(x), tokens.new(3, *x.shape[:-1], groups)
+    y = _like(x)
+    stats = tokens.new(3, *x.shape[:-1], groups)
     flags = _flags("standardize", (groups, *numbers))
-    tokens.launch("standardize", (x, y, stats, weight, bias), _strides(x), flags)
+    tokens.launch("standardize", (y, stats), (x,), (weight, bias), flags)
     return y, stats
 
 
 @_operator
 def standardize_gradient(dy, x, weight, stats, groups, *numbers):
-    tokens, dx = _tokens(x, groups, BACKWARD_THREADS), _like(x)
+    tokens = _tokens(x, groups, BACKWARD_THREADS)
+    dx = _like(x)
     *numbers, sums = numbers
     partials = tokens.partials(2) if sums else None
     flags = _flags("standardize_gradient", (groups, *numbers))
-    for out, sums_out in _passes(tokens, dx, partials):
-        tensors = dy, x, out, weight, stats, sums_out
-        tokens.launch("standardize_gradient", tensors, _strides(dy, x), flags)
-    return dx, tokens.gradient_sums(partials, None) if sums else tokens.new(0)
+    tokens.launch_gradient("standardize_gradient", dx, partials, (dy, x), (weight, stats), flags)
+    return dx, tokens.finish_sums(partials) if sums else tokens.new(0)
 
 
 @_operator
 def squash(x, weight, bias, alpha, shift, erf):
-    tokens, y = _tokens(x, 1, FORWARD_THREADS), _like(x)
-    tokens.launch("squash", (x, y, weight, bias, alpha, shift), _strides(x), {"ERF": erf})
+    tokens = _tokens(x, 1, FORWARD_THREADS)
+    y = _like(x)
+    tokens.launch("squash", (y,), (x,), (weight, bias, alpha, shift), {"ERF": erf})
     return y
 
 
 @_operator
 def squash_gradient(dy, x, weight, alpha, shift, erf):
-    tokens, dx = _tokens(x, 1, BACKWARD_THREADS), _like(x)
-    partials, scalars = tokens.partials(2), tokens.new(2)
-    for out, sums in _passes(tokens, dx, partials):
-        tensors = dy, x, out, weight, alpha, shift, sums
-        tokens.launch("squash_gradient", tensors, _strides(dy, x), {"ERF": erf})
-    return dx, tokens.gradient_sums(partials, None, scalars=scalars), scalars
+    tokens = _tokens(x, 1, BACKWARD_THREADS)
+    dx = _like(x)
+    partials = tokens.partials(2)
+    scalars = tokens.new(2)
+    vectors = (weight, alpha, shift)
+    flags = {"ERF": erf}
+    tokens.launch_gradient("squash_gradient", dx, partials, (dy, x), vectors, flags)
+    return dx, tokens.finish_sums(partials, scalars=scalars), scalars
 
 
-def _on_state(name: str, tensors, numbers, **window: int) -> None:
-    """Launch the kernel of an operator on the state. ``tensors``: its own, and its results;
-    ``window``: the rows ``M`` of the ring buffers.
+def _on_state(name: str, arguments, *results: Tensor, **window: int) -> None:
+    """Launch the kernel of an operator on the state; ``window``: the rows ``M`` of its ring
+    buffers.
     """
+    names = _numbers_of(name)
+    tensors = arguments[: -len(names)]
+    numbers = arguments[-len(names) :]
     channels = tensors[0].size(-1)
     width = triton.next_power_of_2(channels)
     _check_width(width, f"{channels} channels")
-    flags = _flags(name, numbers)
     constants = {"C": channels, "BLOCK_C": width, "num_warps": _warps(width), "num_stages": 1}
+    flags = dict(zip(names, numbers, strict=True))
     key = tensors[0].device, channels, *window.values()
-    _launch(name, (1, 1, 1), tensors, (), constants | window, flags, *key)
+    _launch(name, (1, 1, 1), (*tensors, *results), (), constants | window, flags, *key)
 
 
 @_operator
 def running_average_(*arguments):
-    _on_state("running_average_", arguments[:8], arguments[8:])
+    _on_state("running_average_", arguments)
 
 
 @_operator
 def power_update_(*arguments):
-    _on_state("power_update_", arguments[:8], arguments[8:])
+    _on_state("power_update_", arguments)
 
 
 @_operator
 def window_statistics(*arguments):
-    window, batch_psi2 = arguments[0], arguments[4]
+    window = arguments[0]
+    batch_psi2 = arguments[4]
+    psi2 = torch.empty_like(batch_psi2)
+    ratio = torch.empty_like(batch_psi2)
     marks = torch.empty(2, dtype=torch.bool, device=window.device)
-    results = torch.empty_like(batch_psi2), torch.empty_like(batch_psi2), marks
-    _on_state("window_statistics", (*arguments[:6], *results), arguments[6:], M=len(window))
-    return results
+    _on_state("window_statistics", arguments, psi2, ratio, marks, M=len(window))
+    return psi2, ratio, marks
 
 
 @_operator
 def window_update_(*arguments):
-    window, correction = arguments[2], torch.empty_like(arguments[9])
-    _on_state("window_update_", (*arguments[:15], correction), arguments[15:], M=len(window))
+    window = arguments[2]
+    correction = torch.empty_like(arguments[9])
+    _on_state("window_update_", arguments, correction, M=len(window))
     return correction
 
 
@@ -486,16 +500,16 @@ def power_step_(
     eps,
     *numbers,
 ):
-    tokens, dx = _tokens(x, groups, BACKWARD_THREADS), _like(x)
-    partials = tokens.partials(2 if padding is None else 4, 1 + 2 * tokens.channels)
-    vectors, corrections = (weight, None, used_psi2), (nu, None, None, loss_scale)
-    scales = inv_rms if groups else None
-    _backward(tokens, dy, x, dx, partials, padding, vectors, corrections, scales, eps)
-    dtype = tokens.acc if weight is None else weight.dtype
-    parameters = torch.empty((2, tokens.channels), dtype=dtype, device=x.device)
+    tokens = _tokens(x, groups, BACKWARD_THREADS)
+    dx = _like(x)
+    masked = padding is not None
+    partials = tokens.partials(4 if masked else 2, 1 + 2 * tokens.channels)
+    vectors = weight, None, used_psi2, nu, None, None, loss_scale
+    _backward(tokens, dx, partials, dy, x, padding, inv_rms, vectors, eps)
+    parameters = tokens.parameters(weight)
     state = psi2, running_nu, num_batches, diagnostics
     tensors = partials, weight, loss_scale, parameters, *state, batch_psi2, used_psi2, count
-    flags = _flags("power_update_", (eps, *numbers)) | _masked(padding) | {"BLOCK": tokens.width}
+    flags = _flags("power_update_", (eps, *numbers)) | {"MASKED": masked, "BLOCK": tokens.width}
     tokens.finish("finish_power_step", 2, tensors, flags)
     return dx, parameters
 
@@ -519,12 +533,15 @@ def batch_step_(
     eps,
     *numbers,
 ):
-    given, rest = (dy, x, padding, weight, mean, moment), (inv_rms, groups, eps)
-    dtype = None if weight is None else weight.dtype
-    parameters, products = _sums(*given, loss_scale, *rest, dtype)
+    given = (dy, x, padding, inv_rms)
+    rest = (groups, eps)
+    statistics = (weight, mean, moment)
+    vectors = *statistics, None, None, None, loss_scale
+    parameters, products = _gradient_sums(*given, vectors, *rest, like=weight)
     nu, offset = products.unbind()
-    corrections = nu, None if mean is None else offset, count, loss_scale
-    dx, *_ = gradient.__wrapped__(*given, *corrections, *rest, False)
+    vectors = *statistics, nu, None if mean is None else offset, count, loss_scale
+    dx = _like(x)
+    _backward(_tokens(x, groups, BACKWARD_THREADS), dx, None, *given, vectors, eps)
     state = running_moment, running_mean, num_batches, diagnostics
-    _on_state("running_average_", (*state, moment, mean, products, count), numbers)
+    _on_state("running_average_", (*state, moment, mean, products, count, *numbers))
     return dx, parameters

@@ -78,7 +78,7 @@ class Gpu:
         monkeypatch.setattr(selection, "_triton_operators", lambda: module)
         monkeypatch.setenv("TRITON_INTERPRET", "1")  # the tensors are on the CPU
         monkeypatch.setattr(selection, "_compared", {})
-        for function in (selection._no_triton_on, selection._warn_without_triton):
+        for function in (selection._no_triton_on, selection.warn_by_reference):
             monkeypatch.setattr(selection, function.__name__, cache(function.__wrapped__))
         monkeypatch.setattr(selection, "FORCED", forced)
         monkeypatch.setattr(torch.version, "cuda", "12.8")
@@ -94,7 +94,8 @@ class Gpu:
         arguments = x, None, None, None, torch.full((2,), 4.0), None, None, 0, 0.0, False
         y, *_ = selection._by_triton("normalize")(*arguments)
         torch.testing.assert_close(y, reference.normalize(*arguments)[0], rtol=0, atol=0)
-        calls, self.calls = self.calls, []
+        calls = self.calls
+        self.calls = []
         return calls
 
 

@@ -38,18 +38,9 @@ def test_operators(allowed, selection):
     if allowed == "avx2" and "AVX" not in torch.backends.cpu.get_cpu_capability():
         pytest.skip("this processor has no AVX2, and torch would compute with it all the same")
     tests = Path(__file__).with_name("test_ops.py")
+    options = ["-q", "-p", "no:cacheprovider", "-k", selection, str(tests)]
     done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            PROGRAM,
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-k",
-            selection,
-            str(tests),
-        ],
+        [sys.executable, "-c", PROGRAM, *options],
         env={**os.environ, "ATEN_CPU_CAPABILITY": allowed, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

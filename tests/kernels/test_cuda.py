@@ -12,12 +12,12 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from pn_fairseq import kernels
-from pn_fairseq.kernels import reference, triton_ops
+from pn_fairseq.kernels import reference
 from pn_fairseq.kernels.first_use import results_of, samples
 from pn_fairseq.norms import LayerScale, MaskedBatchNorm, PowerNorm, PowerNormV, build_norm
 
 from ..pairwise import in_pairs
-from .checks import CHANGES, EPS, check_faults, check_samples
+from .checks import CHANGES, OPS, call, check_faults, check_samples
 
 #: (tokens, C), and groups of layer-scale. The last two do not fit into one program: the reference
 #: computes.
@@ -58,53 +58,49 @@ def test_a_fault_leaves_the_state(channels):
 
 def results(calls: list[tuple[str, tuple]]) -> list[torch.Tensor]:
     """Everything that the operators give."""
-    found = [
-        results_of(getattr(torch.ops.pn_fairseq, name), name, arguments)
-        for name, arguments in calls
-    ]
-    return [tensor for result in found for tensor in result]
+    found = []
+    for name, arguments in calls:
+        found += results_of(getattr(OPS, name), name, arguments)
+    return found
 
 
-def calls_of(
-    *shape: int, dtype=torch.float32
-) -> tuple[list[tuple[str, tuple]], list[torch.Tensor]]:
+def calls_of(*shape: int, dtype=torch.float32):
     """The samples of a shape, and what the operators give of them."""
     calls = list(samples(dtype, torch.device("cuda"), [shape]))
     return calls, results(calls)
 
 
+def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_deterministic():
     calls, first = calls_of(2**15, 1024, 16, dtype=torch.bfloat16)
     for _ in range(50):
-        assert all(
-            torch.equal(one, other) for one, other in zip(first, results(calls), strict=True)
-        )
+        assert_equal(results(calls), first)
 
 
 def test_every_element_is_written():
     """Memory that results are given is full of NaN beforehand."""
     calls, expected = calls_of(4087, 513, 3)
-    junk = [
-        torch.full((size,), math.nan, device="cuda")
-        for size in (1, 1, 600, 600, 1200, 1200, 2**18, 2**28)
-    ]
+    sizes = (1, 1, 600, 600, 1200, 1200, 2**18, 2**28)
+    junk = [torch.full((size,), math.nan, device="cuda") for size in sizes]
     del junk
-    assert all(torch.equal(one, other) for one, other in zip(expected, results(calls), strict=True))
+    assert_equal(results(calls), expected)
 
 
 def test_two_streams():
     calls, expected = calls_of(2**13, 512, 4)
     torch.cuda.synchronize()
-    streams, found = [torch.cuda.Stream() for _ in range(2)], []
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    found = []
     for turn in range(20):
         with torch.cuda.stream(streams[turn % 2]):
             found.append(results(calls))
     torch.cuda.synchronize()
-    assert all(
-        torch.equal(one, other)
-        for several in found
-        for one, other in zip(expected, several, strict=True)
-    )
+    for several in found:
+        assert_equal(several, expected)
 
 
 @pytest.mark.parametrize("masked", [True, False])
@@ -112,28 +108,25 @@ def test_more_elements_than_32_bits_count(masked):
     """2^31 + 2^21 elements: the last tokens are as in a batch of their own."""
     if torch.cuda.get_device_properties(0).total_memory < 40 * 2**30:
         pytest.skip("needs 40 GiB of GPU memory")
-    channels, tokens = 1024, 2**21 + 2**11
+    channels = 1024
+    tokens = 2**21 + 2**11
     x = torch.randn(tokens, channels, device="cuda", dtype=torch.bfloat16)
     padding = torch.zeros(tokens, dtype=torch.bool, device="cuda") if masked else None
-    weight, zero = torch.randn(channels, device="cuda"), torch.zeros(channels, device="cuda")
-    y, inv_rms, moment, count = triton_ops.normalize(
-        x, weight, zero, None, zero + 1, padding, None, 4, EPS, True
-    )
+    weight = torch.randn(channels, device="cuda")
+    ones = torch.ones(channels, device="cuda")
+    vectors = dict(weight=weight, moment=ones, groups=4)
+    y, inv_rms, moment, count = call("normalize", x=x, bias=ones - 1, padding=padding, **vectors)
     assert count == tokens
-    last, *_ = reference.normalize(
-        x[-1000:], weight, zero, None, zero + 1, None, None, 4, EPS, False
-    )
+    last = call("normalize", reference, x=x[-1000:], **vectors, sums=False)[0]
     torch.testing.assert_close(y[-1000:], last, rtol=2**-7, atol=1e-6)
-    squares = sum(
-        reference.moments(part, None, 4, EPS, False)[2].double() * len(part)
-        for part in x.split(2**16)
-    )
+    squares = 0.0
+    for part in x.split(2**16):
+        of_part = call("moments", reference, x=part, groups=4, centered=False)[2]
+        squares += of_part.double() * len(part)
     torch.testing.assert_close(moment.double(), squares / tokens, rtol=3e-6, atol=0)
-    arguments = weight, None, zero + 1, *[None] * 4
-    dx, *_ = triton_ops.gradient(y, x, padding, *arguments, inv_rms, 4, EPS, True)
-    expected, *_ = reference.gradient(
-        y[-1000:], x[-1000:], None, *arguments, inv_rms[-1000:], 4, EPS, False
-    )
+    dx = call("gradient", dy=y, x=x, padding=padding, inv_rms=inv_rms, **vectors)[0]
+    ends = dict(dy=y[-1000:], x=x[-1000:], inv_rms=inv_rms[-1000:])
+    expected = call("gradient", reference, **ends, **vectors, sums=False)[0]
     torch.testing.assert_close(dx[-1000:], expected, rtol=2**-7, atol=1e-5)
 
 
@@ -144,25 +137,22 @@ NORMS = {
     "pn-v": lambda: PowerNormV(512, layer_scale_groups=4),
     "bn": lambda: MaskedBatchNorm(512),
     "layer-scale": lambda: LayerScale(512, 4),
-    **{
-        name: partial(build_norm, name, 512, groups=4)
-        for name in ("layer-simple", "ada", "scale", "group", "dyt", "derf")
-    },
 }
+for name in ("layer-simple", "ada", "scale", "group", "dyt", "derf"):
+    NORMS[name] = partial(build_norm, name, 512, groups=4)
 
 
 def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x and dy (64, 8, 512), and a mask whose transpose is in the order of the tokens."""
-    x, dy = (
-        torch.randn(64, 8, 512, device="cuda", requires_grad=True),
-        torch.randn(64, 8, 512, device="cuda"),
-    )
-    return x, dy, (torch.rand(64, 8, device="cuda") < 0.1).t()
+    x, dy = torch.randn(2, 64, 8, 512, device="cuda")
+    mask = (torch.rand(64, 8, device="cuda") < 0.1).t()
+    return x.requires_grad_(), dy, mask
 
 
 @pytest.mark.parametrize("name", NORMS)
 def test_norms_give_what_the_reference_gives(name):
-    norm, other = NORMS[name]().cuda(), NORMS[name]().cuda()
+    norm = NORMS[name]().cuda()
+    other = NORMS[name]().cuda()
     x, dy, mask = inputs()
     copy = x.detach().clone().requires_grad_()
     for _ in range(3):
@@ -209,16 +199,14 @@ def test_launches_of_pn():
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         train()
         torch.cuda.synchronize()
-    names = [
-        event.name for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA
-    ]
     ours = ("norm_", "finish_", "power_", "running_")
-    assert sorted(name for name in names if name.startswith(ours)) == [
-        "finish_moments",
-        "finish_power_step",
-        "norm_backward",
-        "norm_forward",
-    ]
+    launched = []
+    for event in seen.events():
+        on_gpu = event.device_type == torch.autograd.DeviceType.CUDA
+        if on_gpu and event.name.startswith(ours):
+            launched.append(event.name)
+    launched.sort()
+    assert launched == ["finish_moments", "finish_power_step", "norm_backward", "norm_forward"]
 
 
 def test_evaluation_in_a_graph():
@@ -239,7 +227,8 @@ def test_replays_of_a_training_step_move_the_state(name):
     """A captured step, forward and backward, moves the state and gives dx at every replay as
     eager steps do.
     """
-    norm, twin = NORMS[name]().cuda(), NORMS[name]().cuda()
+    norm = NORMS[name]().cuda()
+    twin = NORMS[name]().cuda()
     batches = [inputs() for _ in range(4)]
     x, dy, mask = batches[0]
     side = torch.cuda.Stream()

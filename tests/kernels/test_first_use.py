@@ -54,9 +54,9 @@ def test_where_one_operator_is_off_the_reference_computes_with_one_warning(gpu, 
         assert len(broken.normalize()) == FIRST - 1
         assert broken.normalize() == []
     (warning,) = record
-    assert f"differs from it in float32: {wrong} by" in str(warning.message) and "pn check" in str(
-        warning.message
-    )
+    message = str(warning.message)
+    assert f"differs from it in float32: {wrong} by" in message
+    assert "pn check" in message
 
 
 def test_what_is_off_is_compared_again_by_the_next_process(gpu, folder):
@@ -103,7 +103,9 @@ def test_nothing_is_compared_in_a_cuda_graph(gpu, monkeypatch):
 
 def test_defaults_of_the_caller_do_not_matter(gpu):
     """A default device and type, and the random state."""
-    healthy, state, x = gpu(), torch.get_rng_state(), torch.ones(1)
+    healthy = gpu()
+    state = torch.get_rng_state()
+    x = torch.ones(1)
     torch.set_default_dtype(torch.float64)
     try:
         with torch.device("meta"):

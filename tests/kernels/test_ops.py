@@ -4,6 +4,8 @@ purpose.
 That the reference computes what the papers say is tested in tests/norms, which knows no operator.
 """
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -18,46 +20,42 @@ from pn_fairseq.testing.helpers import unrounded
 
 from ..norms.oracle_windows import MovingAverageOracle, UnifiedOracle
 from ..pairwise import pairwise
-from .checks import CHANGES, EPS, check_faults, check_samples
+from .checks import CHANGES, EPS, OPS, call, check_faults, check_samples
 from .conftest import INTERPRETED
 
 pytestmark = pytest.mark.usefixtures("implementation")
-OPS = torch.ops.pn_fairseq
 
 #: Relative to the largest value of a result: 64 roundings of float32, also before the one to a half
 #: type.
-TOLERANCE = {
-    torch.float64: 1e-12,
-    **dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), 2**-18),
-}
+TOLERANCE = dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), 2**-18)
+TOLERANCE[torch.float64] = 1e-12
+
+#: Arguments that have a row for each token.
+TOKENS = ("x", "dy", "padding")
 
 
-def make(shape, mask, dtype, seed=0):
-    """x, dy, padding in the order of the rows, and four vectors over channels, all away from 0
-    and 1.
+def make(shape, mask, dtype, seed=0, **more) -> dict:
+    """Arguments by their names: x, dy, padding in the order of the rows, and four vectors over
+    channels, all away from 0 and 1; and what is given as ``more``.
     """
     generator = torch.Generator().manual_seed(seed)
-    channels = shape[-1]
-    x = torch.randn(shape, generator=generator, dtype=torch.float64) * 1.7 + 0.4
-    dy = torch.randn(shape, generator=generator, dtype=torch.float64)
-    outer = shape[:-1]
-    padding = None
+    like = {"generator": generator, "dtype": torch.float64}
+    given = {"x": (torch.randn(shape, **like) * 1.7 + 0.4).to(dtype)}
+    given["dy"] = torch.randn(shape, **like).to(dtype)
     if mask == "some":
-        padding = torch.rand(outer, generator=generator) < 0.3
+        padding = torch.rand(shape[:-1], generator=generator) < 0.3
         padding.view(-1)[0] = False
-    vectors = torch.rand((4, channels), generator=generator, dtype=torch.float64) + 0.5
-    return (
-        x.to(dtype),
-        dy.to(dtype),
-        padding,
-        vectors.to(torch.float32 if dtype != torch.float64 else dtype),
-    )
+        given["padding"] = padding
+    vectors = torch.rand((4, shape[-1]), **like) + 0.5
+    vectors = vectors.to(torch.float32 if dtype != torch.float64 else dtype)
+    return given | dict(zip(("weight", "bias", "moment", "nu"), vectors, strict=True)) | more
 
 
 def assert_close(actual, expected, dtype, what, factor=1.0):
     """Relative to the largest of ``expected``."""
     assert actual.shape == expected.shape, what
-    actual, expected = actual.double().numpy(), expected.numpy()
+    actual = actual.double().numpy()
+    expected = expected.numpy()
     if dtype in (torch.float16, torch.bfloat16):
         actual = unrounded(actual, expected, dtype)
     close = factor * TOLERANCE[dtype] * abs(expected).max()
@@ -74,38 +72,24 @@ def test_results_larger_than_the_caches(implementation, channels, dtype):
     """
     if implementation != "cpp":
         pytest.skip("nothing is special about this size")
-    x, dy, padding, (weight, bias, moment, nu) = make((64, channels), "some", dtype)
+    given = make((64, channels), "some", dtype)
     times = 2**24 // channels // 64 + 1
-    x, dy, padding = (values.repeat_interleave(times, 0) for values in (x, dy, padding))
-    groups, center = (2, None) if channels % 2 == 0 else (0, moment - 1)
+    for name in TOKENS:
+        given[name] = given[name].repeat_interleave(times, 0)
+    given |= {"groups": 2} if channels % 2 == 0 else {"mean": given["moment"] - 1}
 
-    def run(module, x, dy, padding):
-        y, inv_rms, *_ = module.normalize(
-            x, weight, bias, center, moment, padding, None, groups, EPS, True
-        )
-        arguments = (
-            dy,
-            x,
-            padding,
-            weight,
-            center,
-            moment,
-            nu,
-            *[None] * 3,
-            inv_rms,
-            groups,
-            EPS,
-            True,
-        )
-        return y, module.gradient(*arguments)[0]
+    def run(module, given):
+        y, inv_rms, *_ = call("normalize", module, **given)
+        return y, call("gradient", module, **given, inv_rms=inv_rms)[0]
 
-    found = run(kernels, x, dy, padding)
+    y, dx = run(OPS, given)
     for rows in (slice(0, 3), slice(-3, None)):
-        expected = run(reference, x[rows].double(), dy[rows].double(), padding[rows])
-        assert_close(found[0][rows], expected[0], dtype, "y", 1.5)
-        assert_close(
-            found[1][rows], expected[1], dtype, "dx", 4.0 if dtype == torch.float32 else 2.0
-        )
+        part = given | {name: given[name][rows] for name in TOKENS}
+        part |= {"x": part["x"].double(), "dy": part["dy"].double()}
+        expected_y, expected_dx = run(reference, part)
+        assert_close(y[rows], expected_y, dtype, "y", 1.5)
+        factor = 4.0 if dtype == torch.float32 else 2.0
+        assert_close(dx[rows], expected_dx, dtype, "dx", factor)
 
 
 def test_half_types_are_rounded_once():
@@ -113,12 +97,10 @@ def test_half_types_are_rounded_once():
     is not exact enough.
     """
     for dtype in (torch.float16, torch.bfloat16):
-        x, _, _, (weight, bias, moment, _) = make((64, 40), "none", dtype)
-        arguments = (weight, bias, None, moment, None, None, 4, EPS, False)
-        y, exact = (
-            kernels.normalize(x, *arguments)[0],
-            reference.normalize(x.double(), *arguments)[0],
-        )
+        given = make((64, 40), "none", dtype, groups=4, sums=False)
+        y = call("normalize", **given)[0]
+        given["x"] = given["x"].double()
+        exact = call("normalize", reference, **given)[0]
         assert_close(y, exact, dtype, "y")
         assert (y != exact.to(dtype)).float().mean() < 0.01
 
@@ -126,40 +108,42 @@ def test_half_types_are_rounded_once():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_special_values(dtype):
     """Infinities, NaN, subnormal numbers and both zeros pass as through a multiplication by 1."""
-    tiny = torch.finfo(dtype).tiny
-    values = torch.tensor(
-        [0.0, -0.0, float("inf"), -float("inf"), float("nan"), tiny, tiny / 4, 1.0, 3.0]
-    ).to(dtype)
-    x = values.repeat(4)[None]
+    smallest = torch.finfo(dtype).tiny
+    largest = torch.finfo(dtype).max
+    special = [
+        0.0,
+        -0.0,
+        float("inf"),
+        -float("inf"),
+        float("nan"),
+        smallest,
+        smallest / 4,
+        1.0,
+        3.0,
+    ]
+    x = torch.tensor(special).to(dtype).repeat(4)[None]
 
     def times(factor, x):
         weight = torch.full((x.size(1),), factor)
-        return kernels.normalize(x, weight, None, None, None, None, None, 0, EPS, False)[0]
+        return call("normalize", x=x, weight=weight, sums=False)[0]
 
     torch.testing.assert_close(times(1.0, x), x, rtol=0, atol=0, equal_nan=True)
-    assert times(2.0, torch.full((1, 20), torch.finfo(dtype).max, dtype=dtype)).isinf().all()
+    large = torch.full((1, 20), largest, dtype=dtype)
+    assert times(2.0, large).isinf().all()
 
 
 def test_what_is_not_finite_at_padding_enters_no_statistic():
-    x, dy, padding, (weight, _, moment, nu) = make((3, 4, 18), "some", torch.float32)
-    clean = kernels.moments(x, padding, 3, EPS, True)
-    inv_rms = clean[0]
-    products = kernels.gradient(
-        dy, x, padding, weight, None, moment, nu, *[None] * 3, inv_rms, 3, EPS, True
-    )[2]
-    x[padding], dy[padding] = float("nan"), float("inf")
+    given = make((3, 4, 18), "some", torch.float32, groups=3)
+    inv_rms = call("moments", **given)[0]
+    products = call("gradient", **given, inv_rms=inv_rms)[2]
+    padding = given["padding"]
+    given["x"][padding] = float("nan")
+    given["dy"][padding] = float("inf")
     for centered in (True, False):
-        for found in kernels.moments(x, padding, 3, EPS, centered)[1:]:
-            assert found.isfinite().all()
-    assert (
-        kernels.normalize(x, None, None, None, moment, padding, None, 3, EPS, True)[2]
-        .isfinite()
-        .all()
-    )
-    found = kernels.gradient(
-        dy, x, padding, weight, None, moment, nu, *[None] * 3, inv_rms, 3, EPS, True
-    )[2]
-    torch.testing.assert_close(found, products)
+        for statistic in call("moments", **given, centered=centered)[1:]:
+            assert statistic.isfinite().all()
+    assert call("normalize", **given)[2].isfinite().all()
+    torch.testing.assert_close(call("gradient", **given, inv_rms=inv_rms)[2], products)
 
 
 @pytest.mark.parametrize(
@@ -170,61 +154,65 @@ def test_what_is_not_finite_in_a_token_that_the_loss_does_not_depend_on_reaches_
     groups, dtype
 ):
     channels = 6 if INTERPRETED else 12  # more than one vector of each implementation
-    x, dy, padding, (weight, bias, moment, nu) = make((4, 3, channels), "some", dtype)
+    given = make((4, 3, channels), "some", dtype)
+    padding = given.pop("padding")
+    dy = given["dy"]
     dy[padding] = 0.0
     dy[0, 0, :-4] = 0.0  # a token with some zeros counts
-    faulty = x.clone()
-    faulty[padding] = (
-        torch.tensor([float("nan"), float("inf"), -0.0]).to(dtype).repeat(channels // 3)
-    )
+    faulty = given["x"].clone()
+    at_padding = torch.tensor([float("nan"), float("inf"), -0.0]).to(dtype)
+    faulty[padding] = at_padding.repeat(channels // 3)
     zeros = torch.zeros_like(dy).masked_fill(padding.unsqueeze(-1), -0.0)
-    found = []
-    for tokens, grad in ((x, dy), (faulty, dy + zeros)):
-        inv_rms = OPS.moments(tokens, padding, groups, EPS, False)[0]
-        stats = OPS.standardize(tokens, weight, bias, 3, True, 1.0, EPS, 0.0, 0.0, 1.0, 0.0)[1]
-        vectors, centered = (weight, None, moment), (weight, bias, moment)
-        found += [
-            *OPS.gradient(
-                grad, tokens, padding, *vectors, nu, *[None] * 3, inv_rms, groups, EPS, True
-            ),
-            *OPS.gradient(
-                grad, tokens, padding, *centered, nu, bias, None, None, inv_rms, groups, EPS, False
-            ),
-            *OPS.gradient(grad, tokens, None, *vectors, *[None] * 4, inv_rms, groups, EPS, True),
-            *OPS.gradient_sums(grad, tokens, padding, *vectors, None, inv_rms, groups, EPS),
-            *OPS.standardize_gradient(grad, tokens, weight, stats, 3, 1.0, 0.0, True, True, True),
-            *OPS.squash_gradient(grad, tokens, weight, bias[:1], nu[:1], groups == 0),
-        ]
-    clean, with_faults = found[: len(found) // 2], found[len(found) // 2 :]
-    assert all(torch.equal(one, other) for one, other in zip(clean, with_faults, strict=True))
+    bias = given["bias"]
+    nu = given.pop("nu")
+
+    def gradients(**tokens):
+        by_token = given | tokens | {"groups": 3}
+        by_token["stats"] = call("standardize", **by_token)[1]
+        squashed = by_token | {"alpha": nu[:1], "shift": bias[:1], "erf": groups == 0}
+        plain = given | tokens | {"groups": groups}
+        plain["inv_rms"] = call("moments", **plain)[0]
+        masked = plain | {"padding": padding}
+        centered = masked | {"mean": bias, "nu": nu, "offset": bias, "sums": False}
+        return (
+            *call("gradient", **masked, nu=nu),
+            *call("gradient", **centered),
+            *call("gradient", **plain),
+            *call("gradient_sums", **masked),
+            *call("standardize_gradient", **by_token),
+            *call("squash_gradient", **squashed),
+        )
+
+    clean = gradients()
+    with_faults = gradients(x=faulty, dy=dy + zeros)
+    for one, other in zip(clean, with_faults, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_sums_of_many_rows_keep_their_precision():
     """All equal and positive, where a float32 running sum loses a bit with every doubling."""
     x = torch.full((300_000, 3), 1.1)
     exact = x.double().square().mean(0)
-    assert_close(
-        kernels.moments(x, None, 0, EPS, False)[2], exact, torch.float32, "second moment", 2.0
-    )
+    moment = call("moments", x=x, centered=False)[2]
+    assert_close(moment, exact, torch.float32, "second moment", 2.0)
 
 
 def test_a_large_mean_leaves_the_variance_precise():
     x = torch.randn(4000, 5, dtype=torch.float64) + 1e3
-    variance = kernels.moments(x.float(), None, 0, EPS, True)[2].double()
+    variance = call("moments", x=x.float())[2].double()
     exact = x.float().double().var(0, unbiased=False)
     torch.testing.assert_close(variance, exact, rtol=1e-4, atol=0)
 
 
 def test_the_same_threads_give_the_same_bits():
-    x, dy, padding, (weight, bias, moment, nu) = make((160, 11, 40), "some", torch.float32)
+    given = make((160, 11, 40), "some", torch.float32, groups=4)
 
     def run():
-        first = kernels.normalize(x, weight, bias, None, moment, padding, None, 4, EPS, True)
-        return *first, *kernels.gradient(
-            dy, x, padding, weight, None, moment, nu, *[None] * 3, first[1], 4, EPS, True
-        )
+        y, inv_rms, *sums = call("normalize", **given)
+        return y, *sums, *call("gradient", **given, inv_rms=inv_rms)
 
-    threads, results = torch.get_num_threads(), []
+    threads = torch.get_num_threads()
+    results = []
     try:
         for number in (1, 2):
             torch.set_num_threads(number)
@@ -238,43 +226,36 @@ def test_the_same_threads_give_the_same_bits():
 
 def test_in_evaluation_an_infinity_in_x_is_none_in_dx():
     """A norm is linear in h there, also BN, which subtracts a mean."""
-    x, dy, padding, (weight, _, moment, mean) = make((4, 3, 21), "some", torch.float32)
+    given = make((4, 3, 21), "some", torch.float32)
+    given["inv_rms"] = given["x"].new_empty(4, 3, 0)
+    x = given["x"]
+    mean = given.pop("nu")
     x[1, 1, 3] = float("inf")
+    expected = given["dy"] * given["weight"] / (given["moment"] + EPS).sqrt()
     for center in (None, mean):
         for sums in (False, True):
-            arguments = (weight, center, moment, *[None] * 4, x.new_empty(4, 3, 0), 0, EPS, sums)
-            dx = kernels.gradient(dy, x, padding, *arguments)[0]
-            torch.testing.assert_close(dx, dy * weight / (moment + EPS).sqrt())
+            dx = call("gradient", **given, mean=center, sums=sums)[0]
+            torch.testing.assert_close(dx, expected)
     norm = MaskedBatchNorm(21).eval()
     norm(x.requires_grad_()).sum().backward()
-    torch.testing.assert_close(x.grad, torch.full_like(x, (1 + norm.eps) ** -0.5))
+    slope = (1 + norm.eps) ** -0.5
+    torch.testing.assert_close(x.grad, torch.full_like(x, slope))
 
 
 #: Tokens, channels, groups: next to a power of two, more tokens than are summed up at once in
 #: float32, one token, none, one channel, one in each group. Under Triton's interpreter, which takes
 #: a second for a sample, a vector is two wide.
 WIDE = [(9, 24, 4), (5, 31, 0), (7, 33, 3), (700, 35, 5)]
-SAMPLES = pairwise(
-    shape=[
-        *([(5, 6, 2), (3, 5, 0), (4, 9, 3)] if INTERPRETED else WIDE),
-        (1, 8, 2),
-        (0, 16, 2),
-        (5, 1, 1),
-        (6, 7, 7),
-    ],
-    dtype=list(TOLERANCE),
-    change=list(CHANGES),
-)
+NARROW = [(5, 6, 2), (3, 5, 0), (4, 9, 3)]
+SHAPES = NARROW if INTERPRETED else WIDE
+SHAPES += [(1, 8, 2), (0, 16, 2), (5, 1, 1), (6, 7, 7)]
+SAMPLES = []
+for row in pairwise(shape=SHAPES, dtype=list(TOLERANCE), change=list(CHANGES)):
+    is_slow = INTERPRETED and len(SAMPLES) % 16
+    SAMPLES.append(pytest.param(row, marks=pytest.mark.slow if is_slow else ()))
 
 
-@pytest.mark.parametrize(
-    "sample",
-    [
-        pytest.param(row, marks=pytest.mark.slow if INTERPRETED and place % 16 else ())
-        for place, row in enumerate(SAMPLES)
-    ],
-    ids=lambda sample: " ".join(map(str, sample.values())),
-)
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: " ".join(map(str, sample.values())))
 def test_samples(sample):
     """The calls that `pn check` and the first use of a GPU compare; wherever the tokens lie,
     results are contiguous.
@@ -294,6 +275,32 @@ def state_of(channels: int) -> tuple[torch.Tensor, ...]:
     return moment, other, torch.tensor(3), torch.tensor([5.0, 7.0, 0.0, 0.0])
 
 
+#: What operators call the state of a norm.
+OF_PN = ("psi2", "nu", "num_batches", "diagnostics")
+OF_PN_STEP = ("psi2", "running_nu", "num_batches", "diagnostics")
+OF_BN = ("moment", "mean", "num_batches", "diagnostics")
+OF_BN_STEP = ("running_moment", "running_mean", "num_batches", "diagnostics")
+
+
+def named(names, state):
+    return dict(zip(names, state, strict=True))
+
+
+def doubles(*values):
+    return [value.double().numpy() for value in values]
+
+
+def assert_state(found, expected, roundings=4):
+    """A state in float32, or numbers computed from it; ``roundings`` of 2^-24 each."""
+    np.testing.assert_allclose(found, expected, rtol=5 * roundings * 2**-24)
+
+
+def distance(batch, running) -> float:
+    """What the diagnostics say of a moment; the least that has a logarithm is 2^-126."""
+    ratio = np.maximum(batch, 2.0**-126) / running
+    return 0.5 * abs(np.log(ratio)).mean()
+
+
 @pytest.mark.parametrize("warmup", [0, 9])
 @pytest.mark.parametrize("has_gradient", [True, False])
 def test_the_state_of_pn(warmup, has_gradient):
@@ -301,73 +308,79 @@ def test_the_state_of_pn(warmup, has_gradient):
 
     With alpha_bwd = 0.5 the factor of nu is cut off where Gamma > 2.
     """
-    channels, tokens = 9, 7.0
-    psi2, nu, number, noted = state_of(channels)
-    batch, used = psi2.flip(0) * 2, psi2 * 0.7
+    tokens = 7.0
+    state = state_of(9)
+    psi2, nu, number, noted = state
+    batch = psi2.flip(0) * 2
+    used = psi2 * 0.7
     batch[0] = 0.0  # its logarithm is that of the smallest normal number
     products = torch.stack([nu.flip(0), nu]) * tokens
-    old = psi2.double().numpy(), nu.double().numpy()
-    arguments = batch, used, products, torch.tensor(tokens), EPS, warmup, 0.9, 0.5, has_gradient
-    kernels.power_update_(psi2, nu, number, noted, *arguments)
+    old_psi2, old_nu = doubles(psi2, nu)
+    given = dict(batch_psi2=batch, used_psi2=used, products=products, count=torch.tensor(tokens))
+    given |= dict(warmup=warmup, alpha_bwd=0.5, has_gradient=has_gradient)
+    call("power_update_", **named(OF_PN, state), **given)
     share = 0.25 if warmup else 0.1
-    batch, used, mean = (value.double().numpy() for value in (batch, used, products[0] / tokens))
+    batch, used, lambda_ = doubles(batch, used, products[0] / tokens)
     gamma = batch / (used + EPS)
     assert gamma.max() > 2.0 and number == 4
-    np.testing.assert_allclose(psi2, old[0] + share * (batch - old[0]), rtol=5 * 2**-22)
-    moved = old[1] * np.maximum(0.0, 1.0 - 0.5 * gamma) + 0.5 * mean if has_gradient else old[1]
-    np.testing.assert_allclose(nu, moved, rtol=5 * 2**-22)
-    distance = 0.5 * abs(np.log(np.maximum(batch, 2.0**-126)) - np.log(old[0])).mean()
-    np.testing.assert_allclose(noted, [5.0, 8.0, distance, gamma.max()], rtol=5 * 2**-20)
+    assert_state(psi2, old_psi2 + share * (batch - old_psi2))
+    moved = old_nu
+    if has_gradient:
+        kept = np.maximum(0.0, 1.0 - 0.5 * gamma)
+        moved = old_nu * kept + 0.5 * lambda_
+    assert_state(nu, moved)
+    assert_state(noted, [5.0, 8.0, distance(batch, old_psi2), gamma.max()], roundings=16)
 
 
 @pytest.mark.parametrize("unbiased", [True, False])
 def test_running_averages(unbiased):
-    channels, tokens = 9, 7.0
-    moment, mean, number, noted = state_of(channels)
-    batch, batch_mean = moment.flip(0), mean - 3
-    old = moment.double().numpy(), mean.double().numpy()
-    products, count = torch.ones(2, channels), torch.tensor(tokens)
-    kernels.running_average_(
-        moment, mean, number, noted, batch, batch_mean, products, count, 0.8, unbiased
-    )
-    entering = batch.double().numpy() * (tokens / (tokens - 1.0) if unbiased else 1.0)
-    np.testing.assert_allclose(moment, 0.8 * old[0] + 0.2 * entering, rtol=5 * 2**-22)
-    np.testing.assert_allclose(
-        mean, 0.8 * old[1] + 0.2 * batch_mean.double().numpy(), rtol=5 * 2**-22
-    )
-    distance = 0.5 * abs(np.log(entering) - np.log(old[0])).mean()
+    tokens = 7.0
+    state = state_of(9)
+    moment, mean, number, noted = state
+    batch = moment.flip(0)
+    batch_mean = mean - 3
+    old_moment, old_mean = doubles(moment, mean)
+    given = dict(batch_moment=batch, batch_mean=batch_mean, products=torch.ones(2, 9))
+    given |= dict(count=torch.tensor(tokens), alpha=0.8, unbiased=unbiased)
+    call("running_average_", **named(OF_BN, state), **given)
+    entering, entering_mean = doubles(batch, batch_mean)
+    if unbiased:
+        entering *= tokens / (tokens - 1.0)
+    assert_state(moment, 0.8 * old_moment + 0.2 * entering)
+    assert_state(mean, 0.8 * old_mean + 0.2 * entering_mean)
     assert number == 4
-    np.testing.assert_allclose(noted, [5.0, 7.0, distance, 0.0], rtol=5 * 2**-20)
+    assert_state(noted, [5.0, 7.0, distance(entering, old_moment), 0.0], roundings=16)
 
 
 def test_autograd_sees_that_state_has_changed():
     """So that it refuses to differentiate what was computed from the old values."""
     state = state_of(5)
     before = [value._version for value in state]
-    products, count = torch.ones(2, 5), torch.tensor(3.0)
-    kernels.power_update_(
-        *state, state[0] + 1, state[0] + 2, products, count, EPS, 0, 0.9, 0.9, True
-    )
-    assert all(value._version > version for value, version in zip(state, before, strict=True))
+    batch = dict.fromkeys(("batch_psi2", "used_psi2"), state[0] + 1)
+    batch |= {"products": torch.ones(2, 5), "count": torch.tensor(3.0)}
+    call("power_update_", **named(OF_PN, state), **batch)
+    for value, version in zip(state, before, strict=True):
+        assert value._version > version
 
 
 def test_a_loss_scale_changes_no_state_and_scales_every_gradient():
     """By a power of two, which multiplies without rounding."""
-    x, dy, padding, (weight, _, used, nu) = make((5, 3, 12), "some", torch.float32)
-    scale, state = torch.full((1,), 64.0), state_of(12)
-    found = []
-    for dy_of_loss, loss_scale in ((dy, None), (dy * scale, scale)):
-        y, inv_rms, mean, moment, count = kernels.batch_normalize(
-            x, weight, None, padding, 3, EPS, True
-        )
-        copies = [value.clone() for value in state]
-        given = dy_of_loss, x, padding, weight, mean, moment, count, loss_scale, inv_rms
-        first = *kernels.batch_step_(*given, *copies, 3, EPS, 0.9, True), *copies
-        copies = [value.clone() for value in state]
-        given = dy_of_loss, x, padding, weight, used, nu, loss_scale, inv_rms
-        second = *kernels.power_step_(*given, *copies, moment, count, 3, EPS, 0, 0.9, 0.9), *copies
-        found.append((first, second))
-    for plain, scaled in zip(*found, strict=True):
+    given = make((5, 3, 12), "some", torch.float32, groups=3)
+    dy = given.pop("dy")
+    used = given["moment"]
+    names = ("inv_rms", "mean", "moment", "count")
+    given |= zip(names, call("batch_normalize", **given)[1:], strict=True)
+    given |= {"batch_psi2": given["moment"], "used_psi2": used}
+
+    def step(name, names, dy, loss_scale=None):
+        state = [value.clone() for value in state_of(12)]
+        results = call(name, **given, dy=dy, loss_scale=loss_scale, **named(names, state))
+        return *results, *state
+
+    scale = torch.full((1,), 64.0)
+    for name, names in (("batch_step_", OF_BN_STEP), ("power_step_", OF_PN_STEP)):
+        plain = step(name, names, dy)
+        scaled = step(name, names, dy * scale, scale)
         for place, (one, other) in enumerate(zip(plain, scaled, strict=True)):
             assert torch.equal(one * scale if place < 2 else one, other), place
 
@@ -378,7 +391,8 @@ def ratio_from_the_fourth_step(oracle):
     def ratio(number, root):
         if number <= 3:
             return np.ones(oracle.channels)
-        return np.clip(root / np.sqrt(oracle.psi2 + oracle.eps), 1 / 5, 5)
+        running_root = np.sqrt(oracle.psi2 + oracle.eps)
+        return np.clip(root / running_root, 1 / 5, 5)
 
     return ratio
 
@@ -388,28 +402,39 @@ def ratio_from_the_fourth_step(oracle):
 )
 def test_the_state_of_norms_with_windows(filtration):
     """Steps of which one is an outlier, against the oracle of the norms."""
-    channels, rows, unified = 4, 2, filtration is not None
-    oracle = UnifiedOracle(channels, window=rows, filtration=filtration) if unified else None
-    oracle = oracle or MovingAverageOracle(channels, alpha=0.9, window=rows)
+    channels = 4
+    rows = 2
+    unified = filtration is not None
+    if unified:
+        oracle = UnifiedOracle(channels, window=rows, filtration=filtration)
+    else:
+        oracle = MovingAverageOracle(channels, alpha=0.9, window=rows)
     oracle.ratio = ratio_from_the_fourth_step(oracle)
-    running, nu = torch.ones(channels), torch.zeros(channels) if unified else None
-    windows, number, noted = torch.zeros(2, rows, channels), torch.tensor(0), torch.zeros(4)
-    state = running, nu, *windows, number, noted
+    running = torch.ones(channels)
+    number = torch.tensor(0)
+    nu = torch.zeros(channels) if unified else None
+    windows = torch.zeros(2, rows, channels)
+    noted = torch.zeros(4)
+    state = {"running_psi2": running, "nu": nu, "num_batches": number, "diagnostics": noted}
+    state |= {"psi2_window": windows[0], "lambda_window": windows[1]}
+    kind = {"ratio_warmup": 3, "geometric": unified, "filtration": bool(filtration)}
     for seed, size in enumerate((1.0, 2.0, 1.0, 1.5, 9.0, 0.3)):
-        x, dy, padding, _ = make((5, channels), "some", torch.float32, seed)
-        x = x * size
-        _, ctx = oracle.forward(x.numpy(), padding.numpy())
-        expected, *_ = oracle.backward(dy.numpy(), ctx)
-        inv_rms, _, batch, count = kernels.moments(x, padding, 0, EPS, False)
-        given = windows[0], running, number, None, batch, None, 0, 3, EPS, unified, bool(filtration)
-        psi2, gain, marks = kernels.window_statistics(*given)
-        weight = None, psi2, None, inv_rms, 0, EPS
-        _, products = kernels.gradient_sums(dy, x, padding, gain, *weight)
-        seen = None if nu is None else nu.clone(), windows[1].clone(), number.clone()
-        of_step = psi2, batch, marks, products, count, count
-        correction = kernels.window_update_(*state, *seen, *of_step, 0.9, 0.9, True)
-        vectors = gain, None, psi2, correction, None, None, None
-        dx, *_ = kernels.gradient(dy, x, padding, *vectors, inv_rms, 0, EPS, False)
+        given = make((5, channels), "some", torch.float32, seed)
+        tokens = {name: given[name] for name in TOKENS}
+        tokens["x"] = tokens["x"] * size
+        _, ctx = oracle.forward(tokens["x"].numpy(), tokens["padding"].numpy())
+        expected, *_ = oracle.backward(tokens["dy"].numpy(), ctx)
+        inv_rms, _, batch, count = call("moments", **tokens, centered=False)
+        psi2, ratio, marks = call("window_statistics", **state, **kind, batch_psi2=batch)
+        tokens |= {"inv_rms": inv_rms, "weight": ratio, "moment": psi2}
+        _, products = call("gradient_sums", **tokens)
+        seen = {"seen_lambda": windows[1].clone(), "seen_batches": number.clone()}
+        if unified:
+            seen["seen_nu"] = nu.clone()
+        of_step = {"psi2": psi2, "batch_psi2": batch, "marks": marks, "products": products}
+        of_step |= {"count": count, "counted_tokens": count}
+        correction = call("window_update_", **state, **seen, **of_step)
+        dx, *_ = call("gradient", **tokens, nu=correction, sums=False)
         assert_close(dx, torch.from_numpy(expected), torch.float32, "dx", 4.0)
     assert number == oracle.count == 6 and noted[0] == 0
     assert not unified or any(oracle.skipped) == filtration
@@ -428,9 +453,7 @@ class WithoutFloat64(TorchDispatchMode):
                 return kernels.OPERATORS[func.overloadpacket.__name__](*args)
         result = func(*args, **(kwargs or {}))
         for value in tree_leaves(result):
-            assert not isinstance(value, torch.Tensor) or value.dtype != torch.float64, (
-                f"float64 from {func}"
-            )
+            assert getattr(value, "dtype", None) != torch.float64, f"float64 from {func}"
         return result
 
 
@@ -451,61 +474,56 @@ class _InPlace(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, state, is_pn):
         used = torch.stack(state[:2])
+        given = dict(x=x, weight=weight, groups=2)
         if is_pn:
-            y, inv_rms, moment, count = kernels.normalize(
-                x, weight, None, None, used[0], None, None, 2, EPS, True
-            )
-            ctx.save_for_backward(x, weight, inv_rms, moment, count, used)
+            y, inv_rms, moment, count = call("normalize", **given, moment=used[0])
+            kept = used
         else:
-            y, inv_rms, mean, moment, count = kernels.batch_normalize(
-                x, weight, None, None, 2, EPS, True
-            )
-            ctx.save_for_backward(x, weight, inv_rms, moment, count, mean)
-        ctx.state, ctx.is_pn = state, is_pn
+            y, inv_rms, kept, moment, count = call("batch_normalize", **given)
+        ctx.save_for_backward(x, weight, inv_rms, moment, count, kept)
+        ctx.state = state
+        ctx.is_pn = is_pn
         return y
 
     @staticmethod
     def backward(ctx, dy):
         x, weight, inv_rms, moment, count, kept = ctx.saved_tensors
+        given = dict(x=x, dy=dy, weight=weight, inv_rms=inv_rms, count=count, groups=2)
         if ctx.is_pn:
-            given = dy, x, None, weight, kept[0], kept[1], None, inv_rms
-            dx, parameters = kernels.power_step_(
-                *given, *ctx.state, moment, count, 2, EPS, 0, 0.9, 0.9
-            )
+            given |= named(OF_PN_STEP, ctx.state)
+            given |= dict(used_psi2=kept[0], nu=kept[1], batch_psi2=moment)
+            dx, parameters = call("power_step_", **given)
         else:
-            given = dy, x, None, weight, kept, moment, count, None, inv_rms
-            dx, parameters = kernels.batch_step_(*given, *ctx.state, 2, EPS, 0.9, True)
+            given |= named(OF_BN_STEP, ctx.state)
+            dx, parameters = call("batch_step_", **given, mean=kept, moment=moment)
         return dx, parameters[0], None, None
 
 
 class _Moving(torch.nn.Module):
     def __init__(self, is_pn: bool):
         super().__init__()
-        self.weight, self.is_pn = torch.nn.Parameter(torch.ones(8)), is_pn
+        self.is_pn = is_pn
+        self.weight = torch.nn.Parameter(torch.ones(8))
         for name, value in zip(("moment", "other", "number", "noted"), state_of(8), strict=True):
             self.register_buffer(name, value)
 
     def forward(self, x):
-        return _InPlace.apply(
-            x, self.weight, (self.moment, self.other, self.number, self.noted), self.is_pn
-        )
+        state = self.moment, self.other, self.number, self.noted
+        return _InPlace.apply(x, self.weight, state, self.is_pn)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter cannot be traced")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_compiled_backward_moves_buffers_in_place(backend):
-    layers = [
-        torch.nn.Sequential(_Moving(True), torch.nn.Linear(8, 8), _Moving(False)) for _ in range(2)
-    ]
-    layers[1].load_state_dict(layers[0].state_dict())
+    eager = torch.nn.Sequential(_Moving(True), torch.nn.Linear(8, 8), _Moving(False))
+    compiled = copy.deepcopy(eager)
     torch.compiler.reset()
-    models = layers[0], torch.compile(layers[1], backend=backend, fullgraph=True)
-    places = [buffer.data_ptr() for buffer in layers[1].buffers()]
+    models = eager, torch.compile(compiled, backend=backend, fullgraph=True)
+    places = [buffer.data_ptr() for buffer in compiled.buffers()]
     for seed in range(3):
         x = torch.randn(6, 8, generator=torch.Generator().manual_seed(seed))
         for model in models:
             model(x).square().sum().backward()
-    eager, compiled = layers
     assert eager[0].number == eager[2].number == 6
     torch.testing.assert_close(compiled.state_dict(), eager.state_dict())
     for one, other in zip(compiled.parameters(), eager.parameters(), strict=True):
@@ -532,19 +550,20 @@ def test_sizes_that_do_not_fit_are_refused(implementation):
         pytest.skip("torch and Triton check")
     x = torch.randn(4, 6)
     short = torch.ones(3, dtype=torch.bool)
-    for weight, groups, padding in ((torch.ones(5), 0, None), (None, 4, None), (None, 0, short)):
+    for misfit in ({"weight": torch.ones(5)}, {"groups": 4}, {"padding": short}):
         with pytest.raises(ValueError, match="do not fit x of shape"):
-            kernels.normalize(x, weight, None, None, None, padding, None, groups, EPS, True)
+            call("normalize", x=x, **misfit)
 
 
 @pytest.mark.parametrize("groups", [0, 2])
 def test_gradients_of_evaluation(groups):
     """By finite differences."""
-    x, _, _, (weight, bias, moment, mean) = make((2, 2, 6), "none", torch.float64)
-    inputs = [value.requires_grad_() for value in (x, weight, bias)]
-    assert torch.autograd.gradcheck(
-        lambda *inputs: kernels.evaluate(*inputs, mean, moment, groups, EPS), inputs
-    )
+    given = make((2, 2, 6), "none", torch.float64)
+    inputs = [given[name].requires_grad_() for name in ("x", "weight", "bias")]
+
+    def evaluate(*inputs):
+        return kernels.evaluate(*inputs, given["nu"], given["moment"], groups, EPS)
+
+    assert torch.autograd.gradcheck(evaluate, inputs)
     with pytest.raises(RuntimeError, match="no second derivative"):
-        y = kernels.evaluate(x, weight, bias, mean, moment, groups, EPS)
-        torch.autograd.grad(y.sum(), x, create_graph=True)
+        torch.autograd.grad(evaluate(*inputs).sum(), inputs[0], create_graph=True)

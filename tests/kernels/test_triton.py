@@ -57,7 +57,7 @@ def test_what_does_not_fit_is_computed_by_the_reference_with_one_warning(monkeyp
         if name in warned:
             continue
         warned.add(name)
-        triton_ops._warn_without_triton.cache_clear()
+        triton_ops.warn_by_reference.cache_clear()
         with pytest.warns(
             UserWarning, match="plain PyTorch.*: 18 channels .*a row of 32"
         ) as record:
@@ -122,14 +122,13 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def taken(self):
-        names, self.names = self.names, []
+        names = self.names
+        self.names = []
         return names
 
 
-FORWARD, BACKWARD = (
-    ["norm_forward", "finish_moments"],
-    ["norm_backward", "finish_gradient_sums", "norm_backward"],
-)
+FORWARD = ["norm_forward", "finish_moments"]
+BACKWARD = ["norm_backward", "finish_gradient_sums", "norm_backward"]
 
 #: Copies of the state of UN, one for each buffer. MABN has no nu.
 CLONES = ["clone"] * 5
@@ -169,7 +168,8 @@ def test_launches_of_a_training_step(name, forward, backward, monkeypatch):
     """
     norm, other = (build_norm(name, 12, layer_scale_groups=3) for _ in range(2))
     norm.collecting = True
-    x, dy = torch.randn(4, 2, 12, requires_grad=True), torch.randn(4, 2, 12)
+    x = torch.randn(4, 2, 12, requires_grad=True)
+    dy = torch.randn(4, 2, 12)
     mask = torch.tensor([[False, False, False, False], [False, False, True, True]])
     copy = x.detach().clone().requires_grad_()
     with kernels.using("reference"):

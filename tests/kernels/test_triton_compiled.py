@@ -26,14 +26,16 @@ from pn_fairseq import kernels  # noqa: E402
 from pn_fairseq.kernels import triton_kernels, triton_ops  # noqa: E402
 
 from ..pairwise import pairwise  # noqa: E402
+from .checks import call  # noqa: E402
 
 if triton_ops.INTERPRETED:
     pytest.skip("the interpreter is on, which compiles nothing", allow_module_level=True)
 
 CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
-KERNELS = {
-    name: value for name, value in vars(triton_kernels).items() if isinstance(value, JITFunction)
-}
+KERNELS = {}
+for name, value in vars(triton_kernels).items():
+    if isinstance(value, JITFunction):
+        KERNELS[name] = value
 
 #: Tokens, channels, groups of layer-scale.
 SHAPES = [
@@ -69,13 +71,13 @@ class _Compiling:
     """Stands for a kernel, and compiles it for the arguments that it is launched with."""
 
     def __init__(self, kernel: JITFunction, compiled: list):
-        self.kernel, self.compiled = kernel, compiled
+        self.kernel = kernel
+        self.compiled = compiled
 
     def __getitem__(self, grid):
         def compile(*args, **kwargs):
-            self.compiled.append(
-                (self.kernel.__name__, grid, self.kernel.warmup(*args, grid=grid, **kwargs))
-            )
+            kernel = self.kernel.warmup(*args, grid=grid, **kwargs)
+            self.compiled.append((self.kernel.__name__, grid, kernel))
 
         return compile
 
@@ -86,13 +88,10 @@ def compiling(capability: int) -> Iterator[list]:
     kernel).
     """
     compiled: list = []
-    kernels = SimpleNamespace(
-        **{name: _Compiling(kernel, compiled) for name, kernel in KERNELS.items()}
-    )
-    with (
-        mock.patch.object(driver, "_active", _NoGpu(capability)),
-        mock.patch.multiple(triton_ops, kernels=kernels, _multiprocessors=lambda device: 132),
-    ):
+    kernels = {name: _Compiling(kernel, compiled) for name, kernel in KERNELS.items()}
+    stand_ins = {"kernels": SimpleNamespace(**kernels), "_multiprocessors": lambda device: 132}
+    no_gpu = mock.patch.object(driver, "_active", _NoGpu(capability))
+    with no_gpu, mock.patch.multiple(triton_ops, **stand_ins):
         triton_ops._tokens_of.cache_clear()
         yield compiled
 
@@ -100,6 +99,32 @@ def compiling(capability: int) -> Iterator[list]:
 def empty(*shape, dtype=torch.float32):
     """A tensor without memory."""
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+#: Norm -> the operators of a training step, and what the next ones call their results. PN is after
+#: its warm-up.
+STEPS = {
+    "pn": {"normalize": "y inv_rms batch_psi2 count", "power_step_": ""},
+    "pn-v": {"batch_normalize": "y inv_rms y moment count", "batch_step_": ""},
+    "bn": {"batch_normalize": "y inv_rms mean moment count", "batch_step_": ""},
+    "un": {
+        "moments": "inv_rms y batch_psi2 count",
+        "window_statistics": "psi2 y marks",
+        "window_update_": "",
+    },
+    "gn": {"standardize": "y stats", "standardize_gradient": ""},
+    "dyt": {"squash": "", "squash_gradient": ""},
+}
+STEPS |= {"mabn": STEPS["un"], "ada": STEPS["gn"], "derf": STEPS["dyt"]}
+
+
+def step(norm: str, **given) -> None:
+    """A training step by Triton."""
+    for operator, results in STEPS[norm].items():
+        values = call(operator, triton_ops, **given)
+        if results:
+            given |= zip(results.split(), values, strict=True)
+            given.pop("y", None)
 
 
 def train(
@@ -112,54 +137,42 @@ def train(
     parameters=torch.float32,
     turned=False,
 ) -> None:
-    """The operators of a training step of PN after the warm-up (``pn``), PN-V (``pn-v``), BN, GN,
-    AdaNorm, DyT or Derf.
+    """A training step of tensors without memory.
 
     ``parameters``: the type of weight and bias; None: there are none. ``turned``: x is (T, B, C) of
     (B, T, C).
     """
-    x, vector, count = empty(rows, channels, dtype=dtype), empty(channels), empty(dtype=torch.int64)
+    x = empty(rows, channels, dtype=dtype)
+    vector = empty(channels)
+    count = empty(dtype=torch.int64)
     if turned:
         x = empty(8, rows // 8, channels, dtype=dtype).transpose(0, 1)
-    padding = empty(*x.shape[:-1], dtype=torch.bool) if masked else None
-    weight = bias = None if parameters is None else empty(channels, dtype=parameters)
-    rest, loss_scale = (groups, 1e-5), empty(1) if masked else None
-    if norm == "pn":
-        _, inv_rms, batch, tokens = triton_ops.normalize(
-            x, weight, bias, None, vector, padding, None, *rest, True
-        )
-        state = vector, vector, count, empty(4)
-        given = x, x, padding, weight, vector, vector, loss_scale, inv_rms
-        triton_ops.power_step_(*given, *state, batch, tokens, *rest, 0, 0.9, 0.9)
-    elif norm in ("un", "mabn"):
-        unified, windows = norm == "un", empty(8, channels)
-        _, _, batch, tokens = triton_ops.moments(x, padding, *rest, False)
-        given = windows, vector, count, count if masked else None, batch, weight, 0, 1000, 1e-5
-        psi2, gain, marks = triton_ops.window_statistics(*given, unified, unified)
-        nu, products = vector if unified else None, empty(2, channels, dtype=batch.dtype)
-        state = vector, nu, windows, windows, count, empty(4)
-        of_step = psi2, batch, marks, products, tokens, tokens
-        triton_ops.window_update_(*state, nu, windows, count, *of_step, 0.9, 0.9, True)
-    elif norm in ("gn", "ada"):
-        curve = (2.0, -0.2) if norm == "ada" else (1.0, 0.0)
-        _, stats = triton_ops.standardize(
-            x, weight, bias, max(groups, 1), True, 1.0, 1e-5, 0.0, 0.0, *curve
-        )
-        arguments = weight, stats, max(groups, 1), *curve, True, True, weight is not None
-        triton_ops.standardize_gradient(x, x, *arguments)
-    elif norm in ("dyt", "derf"):
-        arguments = empty(1), empty(1) if norm == "derf" else None, norm == "derf"
-        triton_ops.squash(x, weight, bias, *arguments)
-        triton_ops.squash_gradient(x, x, weight, *arguments)
-    else:
-        centered = norm == "bn"
-        _, inv_rms, mean, moment, tokens = triton_ops.batch_normalize(
-            x, weight, bias, padding, *rest, centered
-        )
-        running_mean, mean = (vector, mean) if centered else (None, None)
-        state = vector, running_mean, count, empty(4)
-        given = x, x, padding, weight, mean, moment, tokens, loss_scale, inv_rms
-        triton_ops.batch_step_(*given, *state, *rest, 0.9, centered)
+    given = dict.fromkeys(("x", "dy"), x) | dict.fromkeys(("num_batches", "seen_batches"), count)
+    if masked:
+        padding = empty(*x.shape[:-1], dtype=torch.bool)
+        given |= {"padding": padding, "loss_scale": empty(1), "completed": count}
+    if parameters is not None:
+        given |= dict.fromkeys(("weight", "bias"), empty(channels, dtype=parameters))
+    state = ["moment", "psi2", "nu", "used_psi2", "running_nu", "running_moment", "running_psi2"]
+    if norm in ("bn", "un"):
+        state += ["running_mean", "seen_nu"]
+    if norm == "mabn":
+        state.remove("nu")
+    given |= dict.fromkeys(state, vector) | {"diagnostics": empty(4)}
+    acc = torch.float64 if dtype == torch.float64 else torch.float32
+    windows = ("psi2_window", "lambda_window", "seen_lambda")
+    given |= dict.fromkeys(windows, empty(8, channels)) | {"ratio_warmup": 1000}
+    given |= {"products": empty(2, channels, dtype=acc), "counted_tokens": empty(dtype=acc)}
+    given |= {"groups": groups, "centered": norm in ("bn", "gn", "ada"), "unbiased": norm == "bn"}
+    given |= {"geometric": norm == "un", "filtration": norm == "un"}
+    if norm in ("dyt", "derf"):
+        given |= {"alpha": empty(1), "erf": norm == "derf"}
+        given["shift"] = empty(1) if given["erf"] else None
+    if norm in ("gn", "ada"):
+        given |= {"groups": max(groups, 1), "sums": parameters is not None}
+    if norm == "ada":
+        given |= {"gain": 2.0, "gain_slope": -0.2}
+    step(norm, **given)
 
 
 def resources(kernel) -> dict[str, int]:
@@ -171,9 +184,8 @@ def resources(kernel) -> dict[str, int]:
         file.flush()
         command = [CUOBJDUMP, "--dump-resource-usage", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return {
-        name: int(value) for name, value in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", text)
-    }
+    found = re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", text)
+    return {name: int(value) for name, value in found}
 
 
 def check_resources(compiled: list, stack: int = 16) -> None:
@@ -187,10 +199,10 @@ def check_resources(compiled: list, stack: int = 16) -> None:
 def widest(kernel) -> dict[str, int]:
     """Bytes that one thread loads and stores at once in global memory, at most."""
     found = {"ld": 0, "st": 0}
-    for kind, vector, bits in re.findall(
-        r"\b(ld|st)\.global[.\w:]*?(?:\.v(\d))?\.b(\d+)", kernel.asm["ptx"]
-    ):
-        found[kind] = max(found[kind], int(vector or 1) * int(bits) // 8)
+    accesses = re.findall(r"\b(ld|st)\.global[.\w:]*?(?:\.v(\d))?\.b(\d+)", kernel.asm["ptx"])
+    for kind, vector, bits in accesses:
+        size = int(vector or 1) * int(bits) // 8
+        found[kind] = max(found[kind], size)
     return found
 
 
@@ -227,68 +239,61 @@ class _Runs:
     """Stands for the launches of compiled kernels on a GPU that is not there: notes them."""
 
     def __init__(self, monkeypatch):
-        self.seen, self.searched = [], []
+        self.seen = []
+        self.searched = []
         monkeypatch.setattr(driver, "_active", _NoGpu(90))
         monkeypatch.setattr(triton_ops, "_multiprocessors", lambda device: 132)
         monkeypatch.setattr(triton_ops, "_compiled", {})
-        monkeypatch.setattr(
-            triton_ops, "kernels", SimpleNamespace(**{name: self.noting(name) for name in KERNELS})
-        )
+        kernels = {name: _Searched(kernel, self.searched) for name, kernel in KERNELS.items()}
+        monkeypatch.setattr(triton_ops, "kernels", SimpleNamespace(**kernels))
         runs = self
 
         def load(kernel):
-            def run(*arguments):
-                runs.seen.append((kernel.name, arguments[:3], arguments[9:]))
-
-            kernel._run, kernel.module, kernel.function = run, 1, 0
+            kernel._run = lambda *arguments: runs.note(kernel.name, arguments)
+            kernel.module = 1
+            kernel.function = 0
 
         monkeypatch.setattr(CompiledKernel, "_init_handles", load)
         triton_ops._tokens_of.cache_clear()
 
-    def noting(self, name):
-        def find(grid):
-            self.searched.append(name)
-            return KERNELS[name][grid]
-
-        return type(
-            "",
-            (),
-            {"__getitem__": lambda _, grid: find(grid), "arg_names": KERNELS[name].arg_names},
-        )()
+    def note(self, name: str, arguments: tuple) -> None:
+        """Kernel, grid and arguments of a launch; tensors by shape and type."""
+        noted = []
+        for value in arguments[9:]:
+            is_tensor = isinstance(value, torch.Tensor)
+            noted.append((value.shape, value.dtype) if is_tensor else value)
+        self.seen.append((name, arguments[:3], noted))
 
     def of(self, call) -> list[tuple]:
-        """Kernel, grid and arguments of each launch of ``call``; tensors by shape and type."""
+        """The launches of ``call``."""
         self.seen.clear()
         call()
-        return [
-            (
-                name,
-                grid,
-                [
-                    (value.shape, value.dtype) if isinstance(value, torch.Tensor) else value
-                    for value in values
-                ],
-            )
-            for name, grid, values in self.seen
-        ]
+        return list(self.seen)
+
+
+class _Searched:
+    """Stands for a kernel, and notes that triton is asked for it."""
+
+    def __init__(self, kernel: JITFunction, searched: list):
+        self.kernel = kernel
+        self.searched = searched
+        self.arg_names = kernel.arg_names
+
+    def __getitem__(self, grid):
+        self.searched.append(self.kernel.__name__)
+        return self.kernel[grid]
 
 
 def steps(x, padding) -> None:
     """A training step of PN, one of BN, and one of GN."""
-    weight, bias, vector = torch.ones(3, x.size(-1))
-    state = vector, vector.clone(), torch.tensor(3), torch.zeros(4)
-    y, inv_rms, moment, count = triton_ops.normalize(
-        x, weight, bias, None, vector, padding, None, 2, 1e-5, True
-    )
-    given = y, x, padding, weight, vector, vector, None, inv_rms
-    triton_ops.power_step_(*given, *state, moment, count, 2, 1e-5, 2**62, 0.9, 0.9)
-    y, inv_rms, mean, moment, count = triton_ops.batch_normalize(
-        x, weight, bias, padding, 2, 1e-5, True
-    )
-    given = y, x, padding, weight, mean, moment, count, None, inv_rms
-    triton_ops.batch_step_(*given, *state, 2, 1e-5, 0.9, True)
-    stats = triton_ops.standardize(x, weight, bias, 2, True, 1.0, 1e-5, 0.0, 0.0, 1.0, 0.0)[1]
-    triton_ops.standardize_gradient(y, x, weight, stats, 2, 1.0, 0.0, True, True, True)
+    ones = torch.ones(x.size(-1))
+    state = ("moment", "used_psi2", "nu", "running_moment", "running_mean", "psi2", "running_nu")
+    given = dict.fromkeys(("weight", "bias", *state), ones)
+    given |= dict(x=x, dy=torch.zeros(x.shape), padding=padding, groups=2)
+    given |= dict(num_batches=torch.tensor(3), diagnostics=torch.zeros(4))
+    step("pn", **given, warmup=2**62)
+    step("bn", **given)
+    step("gn", **given)
 
 
 OF_STEPS = [
@@ -313,8 +318,8 @@ def test_a_second_launch_does_not_ask_triton_for_the_kernel_and_gives_it_the_sam
     assert [name for name, *_ in first] == OF_STEPS
     runs.searched.clear()
     assert runs.of(lambda: steps(x.clone(), padding)) == first and runs.searched == []
-    runs.of(lambda: steps(torch.zeros(5, 4, 8), None if padding is None else padding[:5]))
-    assert runs.searched == []  # another number of tokens
+    runs.of(lambda: steps(x[:5], padding[:5] if masked else None))  # another number of tokens
+    assert runs.searched == []
     apart = torch.zeros(1 + x.numel())[1:].view_as(x)  # memory that is not aligned
     assert apart.data_ptr() % 16 == 4
     runs.of(lambda: steps(apart, padding))

@@ -719,6 +719,15 @@ Tensor row_of(const Tensor& sums, int64_t row, bool needed, const Tensor& like) 
   return needed ? sums.select(0, row).to(like.scalar_type()) : Tensor();
 }
 
+// The gradients of a function of so many arguments, which begin with x, weight and bias.
+variable_list gradients_of(
+    size_t arguments, const std::vector<bool>& needs, const Tensor& dx, const Tensor& sums, const Tensor& weight) {
+  variable_list result(arguments);
+  result[0] = dx;
+  for (int64_t row = 0; row < 2; ++row) result[1 + row] = row_of(sums, row, needs[1 + row], weight);
+  return result;
+}
+
 Tensor or_nothing(const Optional& tensor) { return tensor.value_or(Tensor()); }
 Optional if_defined(const Tensor& tensor) { return tensor.defined() ? Optional(tensor) : Optional(); }
 
@@ -750,7 +759,7 @@ struct Evaluate : torch::autograd::Function<Evaluate> {
     const auto [dx, sums, _] = operation.call(
         gradients[0], x, none, if_defined(weight), mean, moment, none, none, none, none, inv_rms, groups, eps,
         needs[1] || needs[2]);
-    return {dx, row_of(sums, 0, needs[1], weight), row_of(sums, 1, needs[2], weight), Tensor(), Tensor(), Tensor(), Tensor()};
+    return gradients_of(7, needs, dx, sums, weight);
   }
 };
 
@@ -782,10 +791,7 @@ struct Standardized : torch::autograd::Function<Standardized> {
     const auto [dx, sums] = operation.call(
         gradients[0], x, if_defined(weight), stats, rest["groups"].toInt(), rest["gain"].toDouble(),
         rest["gain_slope"].toDouble(), rest["through_mean"].toBool(), rest["through_divisor"].toBool(), needs[1] || needs[2]);
-    variable_list result(13);
-    result[0] = dx;
-    for (int64_t row = 0; row < 2; ++row) result[1 + row] = row_of(sums, row, needs[1 + row], weight);
-    return result;
+    return gradients_of(13, needs, dx, sums, weight);
   }
 };
 
@@ -809,10 +815,8 @@ struct Squashed : torch::autograd::Function<Squashed> {
     const auto needs = needed(context, {true, weight.defined(), rest["bias"].toBool(), true, shift.defined()});
     const auto [dx, sums, scalars] =
         operation.call(gradients[0], x, if_defined(weight), alpha, if_defined(shift), rest["erf"].toBool());
-    variable_list result = {dx};
-    for (int64_t row = 0; row < 2; ++row) result.push_back(row_of(sums, row, needs[1 + row], weight));
-    for (int64_t row = 0; row < 2; ++row) result.push_back(row_of(scalars.unsqueeze(1), row, needs[3 + row], alpha));
-    result.push_back(Tensor());
+    variable_list result = gradients_of(6, needs, dx, sums, weight);
+    for (int64_t row = 0; row < 2; ++row) result[3 + row] = row_of(scalars.unsqueeze(1), row, needs[3 + row], alpha);
     return result;
   }
 };
@@ -830,9 +834,17 @@ struct Norm {
   const Tensor& handle;          // by which the loss scale is found
   bool ignored;                  // the batch must not count
 
-  void keep_in(AutogradContext* context) const {
+  // Also what the forwards of all norms keep.
+  void keep_in(
+      AutogradContext* context, const Tensor& x, const Optional& weight, const Optional& bias, const Optional& padding,
+      const Tensor& inv_rms, const Tensor& count, int64_t groups, double eps) const {
+    context->save_for_backward({x, or_nothing(weight), or_nothing(padding), inv_rms});
     auto& kept = context->saved_data;
     kept.reserve(32);
+    kept["bias"] = bias.has_value();
+    kept["count"] = count;
+    kept["groups"] = groups;
+    kept["eps"] = eps;
     kept["state"] = state.vec();
     kept["diagnostics"] = diagnostics;
     kept["epoch"] = epoch;
@@ -871,15 +883,27 @@ auto move_once(AutogradContext* context, Step&& step) {
   return results;
 }
 
-// The gradients of a function of so many arguments, which begin with x, weight and bias.
-variable_list gradients_of(
-    const AutogradContext* context, size_t arguments, const Tensor& dx, const Tensor& sums, const Tensor& weight, bool bias) {
-  const auto needs = needed(context, {true, weight.defined(), bias});
-  variable_list result(arguments);
-  result[0] = dx;
-  for (int64_t row = 0; row < 2; ++row) result[1 + row] = row_of(sums, row, needs[1 + row], weight);
-  return result;
-}
+// What the backward of such a norm begins with: what Norm::keep_in has saved, and the loss scale of the backward pass.
+struct Backward {
+  AutogradContext* context;
+  Tensor x, inv_rms;
+  Optional weight, padding, loss_scale;
+
+  explicit Backward(AutogradContext* context) : context(context) {
+    refuse_second_derivative();
+    variable_list saved = context->get_saved_variables();
+    x = std::move(saved[0]);
+    weight = if_defined(saved[1]);
+    padding = if_defined(saved[2]);
+    inv_rms = std::move(saved[3]);
+    loss_scale = loss_scale_of(context);
+  }
+
+  variable_list gradients(size_t arguments, const Tensor& dx, const Tensor& sums) const {
+    const auto needs = needed(context, {true, weight.has_value(), context->saved_data["bias"].toBool()});
+    return gradients_of(arguments, needs, dx, sums, or_nothing(weight));
+  }
+};
 
 struct PowerTrain : torch::autograd::Function<PowerTrain> {
   // Copies of the state for the forward and its backward.
@@ -901,36 +925,28 @@ struct PowerTrain : torch::autograd::Function<PowerTrain> {
     const Optional none;
     const auto [y, inv_rms, batch_psi2, count] =
         operation.call(x, weight, bias, none, read.psi2, padding, none, groups, eps, true);
-    context->save_for_backward({x, or_nothing(weight), or_nothing(padding), inv_rms});
-    norm.keep_in(context);
+    norm.keep_in(context, x, weight, bias, padding, inv_rms, count, groups, eps);
     auto& kept = context->saved_data;
     kept["psi2"] = read.psi2;
     kept["nu"] = read.nu;
     kept["batch_psi2"] = batch_psi2;
-    kept["count"] = count;
-    kept["groups"] = groups;
-    kept["eps"] = eps;
     kept["alpha_fwd"] = alpha_fwd;
     kept["alpha_bwd"] = alpha_bwd;
-    kept["bias"] = bias.has_value();
     return y;
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     static const auto operation = operator_of("pn_fairseq::power_step_", power_step_);
-    refuse_second_derivative();
-    const variable_list saved = context->get_saved_variables();
-    const Tensor &x = saved[0], &weight = saved[1], &padding = saved[2], &inv_rms = saved[3];
-    const Optional loss_scale = loss_scale_of(context);
+    const Backward pass(context);
     auto& kept = context->saved_data;
     const auto [dx, sums] = move_once(context, [&](const std::vector<Tensor>& state, const Optional& diagnostics) {
       return operation.call(
-          gradients[0], x, if_defined(padding), if_defined(weight), kept["psi2"].toTensor(), kept["nu"].toTensor(),
-          loss_scale, inv_rms, state[0], state[1], state[2], diagnostics, kept["batch_psi2"].toTensor(),
-          kept["count"].toTensor(), kept["groups"].toInt(), kept["eps"].toDouble(), 0, kept["alpha_fwd"].toDouble(),
+          gradients[0], pass.x, pass.padding, pass.weight, kept["psi2"].toTensor(), kept["nu"].toTensor(), pass.loss_scale,
+          pass.inv_rms, state[0], state[1], state[2], diagnostics, kept["batch_psi2"].toTensor(), kept["count"].toTensor(),
+          kept["groups"].toInt(), kept["eps"].toDouble(), 0, kept["alpha_fwd"].toDouble(),
           kept["alpha_bwd"].toDouble());
     });
-    return gradients_of(context, 10, dx, sums, weight, kept["bias"].toBool());
+    return pass.gradients(10, dx, sums);
   }
 };
 
@@ -941,35 +957,27 @@ struct BatchTrain : torch::autograd::Function<BatchTrain> {
     static const auto operation = operator_of("pn_fairseq::batch_normalize", batch_normalize);
     const bool centered = norm.state.size() == 3;
     const auto [y, inv_rms, mean, moment, count] = operation.call(x, weight, bias, padding, groups, eps, centered);
-    context->save_for_backward({x, or_nothing(weight), or_nothing(padding), inv_rms});
-    norm.keep_in(context);
+    norm.keep_in(context, x, weight, bias, padding, inv_rms, count, groups, eps);
     auto& kept = context->saved_data;
     kept["mean"] = centered ? Optional(mean) : Optional();
     kept["moment"] = moment;
-    kept["count"] = count;
-    kept["groups"] = groups;
-    kept["eps"] = eps;
     kept["alpha"] = alpha;
     kept["unbiased"] = unbiased;
-    kept["bias"] = bias.has_value();
     return y;
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     static const auto operation = operator_of("pn_fairseq::batch_step_", batch_step_);
-    refuse_second_derivative();
-    const variable_list saved = context->get_saved_variables();
-    const Tensor &x = saved[0], &weight = saved[1], &padding = saved[2], &inv_rms = saved[3];
-    const Optional loss_scale = loss_scale_of(context);
+    const Backward pass(context);
     auto& kept = context->saved_data;
     const auto [dx, sums] = move_once(context, [&](const std::vector<Tensor>& state, const Optional& diagnostics) {
       const Optional running_mean = state.size() == 3 ? Optional(state[1]) : Optional();
       return operation.call(
-          gradients[0], x, if_defined(padding), if_defined(weight), kept["mean"].toOptional<Tensor>(),
-          kept["moment"].toTensor(), kept["count"].toTensor(), loss_scale, inv_rms, state[0], running_mean, state.back(),
-          diagnostics, kept["groups"].toInt(), kept["eps"].toDouble(), kept["alpha"].toDouble(), kept["unbiased"].toBool());
+          gradients[0], pass.x, pass.padding, pass.weight, kept["mean"].toOptional<Tensor>(), kept["moment"].toTensor(),
+          kept["count"].toTensor(), pass.loss_scale, pass.inv_rms, state[0], running_mean, state.back(), diagnostics,
+          kept["groups"].toInt(), kept["eps"].toDouble(), kept["alpha"].toDouble(), kept["unbiased"].toBool());
     });
-    return gradients_of(context, 9, dx, sums, weight, kept["bias"].toBool());
+    return pass.gradients(9, dx, sums);
   }
 };
 

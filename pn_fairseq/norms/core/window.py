@@ -71,7 +71,6 @@ class WindowNorm(RunningNorm):
             step.state[COUNT],
             self.completed_updates(step.state),
             step.own_psi2,
-            None,
             self.psi_warmup_updates,
             max(self.ratio_warmup, self.psi_warmup_updates),
             self.eps,
