@@ -21,7 +21,7 @@ from pn_fairseq.testing.ranks import run_ranks
 
 from ..fixtures.hugging_face import hugging_face
 from .compilation import batch
-from .converted import MASK, B, FeedForward, T
+from .converted import MASK, B, FeedForward, T, warns
 
 C = 16
 VOCABULARY = 40
@@ -150,7 +150,7 @@ def test_a_decoder_without_its_mask_does_not_take_the_one_of_the_source(make):
     model = convert_norms(make(), "batch", mask_from="attention_mask", layout="BTC").train()
     ids = torch.randint(4, VOCABULARY, (2, B, T))
     given = {"attention_mask": (~MASK).long()}
-    with pytest.warns(UserWarning, match="decoder.* no padding mask has reached it "):
+    with warns("decoder.* no padding mask has reached it "):
         model(input_ids=ids[0], decoder_input_ids=ids[1], **given)
     for report in norm_report(model):
         assert report.line in ((5, 12) if "decoder." in report.name else (4,)), str(report)
