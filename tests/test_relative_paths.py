@@ -18,6 +18,7 @@ from pn_fairseq.pipeline.training_settings import PATHS, compose
 from .fixtures.reports import make_run as reported_run
 from .fixtures.runs import make_run, untrained_checkpoint
 from .scripts_helpers import ROOT, cut_corpus, run
+from .tables import rows
 
 #: A row is the words after ``pn``, in a folder beside all these files, and a file that exists then,
 #: or a part of the error line by which the command shows that it has read what was named.
@@ -66,11 +67,6 @@ class OfAFile(PowerNormV):
 """
 
 
-def rows() -> list[tuple[str, str]]:
-    cells = [line.split(" | ") for line in TABLE.replace("\\\n", "").strip().splitlines()]
-    return [(words.strip(), shown.strip()) for words, shown in cells]
-
-
 class Parsed(BaseException):
     """Ends a command where it would parse its words."""
 
@@ -101,7 +97,7 @@ def parsers() -> list[argparse.ArgumentParser]:
 
 def test_every_path_option_is_in_the_table():
     tested = set()
-    for words, _ in rows():
+    for words, _ in rows(TABLE.replace("\\\n", "")):
         verb, *others = words.split()
         tested |= {(verb, word) for word in others if word.startswith("--")}
     paths = set()
@@ -150,7 +146,7 @@ def place(data, tmp_path_factory) -> Path:
     return place
 
 
-@pytest.mark.parametrize(("words", "shown"), rows())
+@pytest.mark.parametrize(("words", "shown"), rows(TABLE.replace("\\\n", "")))
 def test_relative(words, shown, place):
     if "--moses ../moses" in words and not shutil.which("perl"):
         pytest.skip("Moses' scripts need perl")
