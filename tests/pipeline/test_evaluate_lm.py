@@ -19,6 +19,7 @@ from pn_fairseq.pipeline.evaluate_lm import Perplexity, read_perplexity, result_
 from pn_fairseq.pipeline.published import LM_PAPER
 
 from ..scripts_helpers import ROOT, assert_refused, in_process, run, verb
+from ..tables import rows
 
 WORDS = "the king sent a servant to the house of david and he said to him go up".split()
 SMALL = """
@@ -228,6 +229,20 @@ def test_what_is_done_is_skipped_and_other_weights_are_evaluated_anew(work):
     call("evaluate-lm", "--run", name)
 
 
+#: Settings of pn train.
+MISTAKES = """
+dataset.max_tokens=4 | blocks of 8 tokens, and a rank takes 4 at once
+task.max_target_positions=6 | blocks of 8 tokens, the model takes 6
+criterion._name=adaptive_loss | ddp-backend=legacy_ddp
+model.core_rnk=3 | did you mean 'model.core_rank'
+task.tokens_per_sample=0 | task.tokens_per_sample=0 is outside of its range: it must be at least 1
+model.adaptive_softmax_cutoff='8,12' | needs criterion adaptive_loss
+model._name=transformer_lm_pn_wiki103 | --adaptive-softmax-cutoff 20000,60000 must be
+model._name=transformer_ln_tiny | not a model for task._name=language_modeling
+model._name=tensorized_lm_pn_tny | did you mean 'tensorized_lm_pn_tiny'
+"""
+
+
 def test_mistakes_get_one_line(work, tmp_path):
     name = work / "transformer_lm_pn_seed1"
     adaptive = ("--run", work / "adaptive", "--context-window", 4)
@@ -239,20 +254,7 @@ def test_mistakes_get_one_line(work, tmp_path):
     ):
         assert_refused(in_process("evaluate-lm", "--run", name, *flags), needle)
     settings = ("--data", work / "data", "--run", tmp_path / "run", *SMALL)
-    for setting, needle in (
-        ("dataset.max_tokens=4", "blocks of 8 tokens, and a rank takes 4 at once"),
-        ("task.max_target_positions=6", "blocks of 8 tokens, the model takes 6"),
-        ("criterion._name=adaptive_loss", "ddp-backend=legacy_ddp"),
-        ("model.core_rnk=3", "did you mean 'model.core_rank'"),
-        (
-            "task.tokens_per_sample=0",
-            "task.tokens_per_sample=0 is outside of its range: it must be at least 1",
-        ),
-        ("model.adaptive_softmax_cutoff='8,12'", "needs criterion adaptive_loss"),
-        ("model._name=transformer_lm_pn_wiki103", "--adaptive-softmax-cutoff 20000,60000 must be"),
-        ("model._name=transformer_ln_tiny", "not a model for task._name=language_modeling"),
-        ("model._name=tensorized_lm_pn_tny", "did you mean 'tensorized_lm_pn_tiny'"),
-    ):
+    for setting, needle in rows(MISTAKES):
         arch = () if "_name" in setting else ("model._name=tensorized_lm_pn_tiny",)
         assert_refused(in_process("train", "verses_lm_en", *settings, *arch, setting), needle)
     assert not (tmp_path / "run").exists()

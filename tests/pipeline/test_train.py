@@ -33,6 +33,7 @@ from ..scripts_helpers import (
     verb,
     wait_for,
 )
+from ..tables import rows
 
 #: A training of seconds. The psi warm-up ends at update 6, in the middle. Each of its three
 #: checkpoints is the best so far.
@@ -181,40 +182,28 @@ def test_languages_are_those_of_the_data_unless_they_are_named(data, tmp_path, c
     refused(capsys, code, "settings.txt names no languages")
 
 
-@pytest.mark.parametrize(
-    ("overrides", "needles"),
-    [
-        (
-            ("task.source_lang=fr",),
-            ("prepared from es-en", "the settings say fr-en: add task.source_lang=es"),
-        ),
-        (
-            ("dataset.max_tokens=30",),
-            (
-                "error: dataset.max_tokens is too small: ",
-                "train.es has 533 sentences of more than 27 subwords",
-                "silently skip",
-            ),
-        ),
-        (
-            ("tokens_per_update=60", "--ranks", "4"),
-            ("train.es", "4 ranks x 15 tokens", "fewer ranks"),
-        ),
-        (("task.max_target_positions=20",), ("error: task.max_target_positions is too small",)),
-        (("dataset.train_subset=tain",), ("dataset.train_subset=tain: ", "did you mean 'train'?")),
-        (
-            ("dataset.valid_subset='valid,dev'", "--check"),
-            ("dataset.valid_subset=valid,dev: ", "'dev'", "there are test, train, valid"),
-        ),
-        (("checkpoint.restore_file=other.pt",), ("other.pt", "checkpoint.finetune_from_model")),
-        (("checkpoint.finetune_from_model=/none.pt",), ("/none.pt: cannot be read (No such file",)),
-    ],
-)
+#: Settings, and what the line says; ``;`` stands between several.
+REFUSED = """
+task.source_lang=fr | prepared from es-en; the settings say fr-en: add task.source_lang=es
+dataset.max_tokens=30 | error: dataset.max_tokens is too small: ; silently skip; \
+train.es has 533 sentences of more than 27 subwords
+tokens_per_update=60 --ranks 4 | train.es; 4 ranks x 15 tokens; fewer ranks
+task.max_target_positions=20 | error: task.max_target_positions is too small
+dataset.train_subset=tain | dataset.train_subset=tain: ; did you mean 'train'?
+dataset.valid_subset='valid,dev' --check | dataset.valid_subset=valid,dev: ; 'dev'; \
+there are test, train, valid
+checkpoint.restore_file=other.pt | other.pt; checkpoint.finetune_from_model
+checkpoint.finetune_from_model=/none.pt | /none.pt: cannot be read (No such file
+"""
+
+
+@pytest.mark.parametrize(("overrides", "needles"), rows(REFUSED))
 def test_a_setting_that_does_not_fit_is_refused_before_anything_is_made(
     overrides, needles, data, tmp_path, capsys
 ):
     """Sentences that are too long for the settings among them: fairseq would silently skip them."""
-    refused(capsys, start(data, tmp_path / "run", *overrides), *needles)
+    code = start(data, tmp_path / "run", *overrides.split())
+    refused(capsys, code, *needles.split("; "))
     assert not (tmp_path / "run").exists()
 
 
