@@ -8,6 +8,7 @@ import torch
 from fairseq import checkpoint_utils, tasks
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.trainer import Trainer
+from torch.testing import assert_close
 
 from pn_fairseq.common.checkpoints import load_checkpoint
 from pn_fairseq.models.fold_checkpoint import TOLERANCE, compare, fold_weights
@@ -88,11 +89,11 @@ def test_folded_model_is_the_same_function(norm, groups, flags, dictionaries, tm
     with torch.no_grad():
         expected, exact = (each(src, None, prev)[0] for each in (wide, wide_folded))
         trained, found = (each(src, None, prev)[0] for each in (model, folded))
-    torch.testing.assert_close(exact, expected, rtol=1e-10, atol=1e-10)
+    assert_close(exact, expected, rtol=1e-10, atol=1e-10)
     # What was written is float32.
     scale = float(expected.abs().max())
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5 * scale)
-    torch.testing.assert_close(found, trained, rtol=0, atol=TOLERANCE * scale)
+    assert_close(found.double(), expected, rtol=0, atol=1e-5 * scale)
+    assert_close(found, trained, rtol=0, atol=TOLERANCE * scale)
     assert hypotheses(folded, src) == hypotheses(model, src)
 
     # What is left.
@@ -131,7 +132,7 @@ def test_other_checkpoints(kind, dictionaries, tmp_path):
     model = load(tmp_path / "trained.pt", dictionaries).eval()
     with torch.no_grad():
         exact = model(src, None, prev)[0]
-        torch.testing.assert_close(folded(src, None, prev)[0], exact, rtol=1e-5, atol=2e-5)
+        assert_close(folded(src, None, prev)[0], exact, rtol=1e-5, atol=2e-5)
         if kind == "half":
             # decoding in half precision: no worse than the original
             halves = [each.half()(src, None, prev)[0] for each in (folded, model)]
@@ -154,7 +155,7 @@ def test_other_checkpoints(kind, dictionaries, tmp_path):
             assert new.dtype == torch.float32, key
             assert not torch.equal(new, old.float()), key
         else:
-            torch.testing.assert_close(new, old, rtol=0, atol=0)
+            assert_close(new, old, rtol=0, atol=0)
 
 
 def test_what_is_printed(dictionaries, tmp_path, capsys):
@@ -215,7 +216,7 @@ def test_training_a_folded_model_is_refused(dictionaries, tmp_path, capsys):
         error = capsys.readouterr().err
         assert error.startswith("fairseq-train: error: ") and error.count("\n") == 1
         assert all(word in error for word in words)
-    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
 def spoil(name, value):

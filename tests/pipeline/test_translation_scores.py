@@ -14,6 +14,7 @@ from pn_fairseq.pipeline.paired_bootstrap import paired_bootstrap
 
 from ..fixtures.translations import metric_of, noisy, reference, score, text_file
 from ..scripts_helpers import refused, run, verb
+from ..tables import rows
 
 main = verb("score")
 
@@ -253,34 +254,36 @@ def test_any_text_is_scored(tmp_path, capsys):
     assert "case:lc[ascii]|" in printed and "compounds:split" in printed
 
 
-@pytest.mark.parametrize(
-    ("hypothesis", "options", "warning"),
-    [
-        ("A man , who sees &apos; it .", (), "the hypotheses look tokenized"),
-        ("Ein Mann , der sieht .", (), "the hypotheses look tokenized"),
-        ("A m@@ an sees it.", (), "the hypotheses hold subwords"),
-        ("A m@@ an sees it .", ("--tokenized",), "the hypotheses hold subwords"),
-        ("\u2581A \u2581man", (), "the hypotheses hold subwords"),
-        ("A man sees it.", (), "the hypotheses are the references"),
-        ("A man, who sees it, comes at 5 p.m.", (), ""),
-        ("Vois-tu ? Oui !", (), ""),
-        ("A man sees it .", ("--tokenized",), ""),
-        ("a man sees it .", ("--tokenized",), "the references are not: add --lowercase"),
-        (
-            "a man, who sees it, comes.",
-            (),
-            "the hypotheses are lower-cased, and the references are not: add --lowercase",
-        ),
-        ("a man, who sees it, comes.", ("--lowercase",), ""),
-        ("3.14", (), ""),
-    ],
-)
+#: A hypothesis, options, and what is said of it beside the references "A man sees it."
+LOOKS = """
+A man , who sees &apos; it . |  | the hypotheses look tokenized
+Ein Mann , der sieht . |  | the hypotheses look tokenized
+A m@@ an sees it. |  | the hypotheses hold subwords
+A m@@ an sees it . | --tokenized | the hypotheses hold subwords
+\u2581A \u2581man |  | the hypotheses hold subwords
+A man sees it. |  | the hypotheses are the references
+A man, who sees it, comes at 5 p.m. |  | nothing
+Vois-tu ? Oui ! |  | nothing
+A man sees it . | --tokenized | nothing
+a man sees it . | --tokenized | the references are not: add --lowercase
+a man, who sees it, comes. |  | the hypotheses are lower-cased, and \
+the references are not: add --lowercase
+a man, who sees it, comes. | --lowercase | nothing
+3.14 |  | nothing
+"""
+
+
+@pytest.mark.parametrize(("hypothesis", "options", "warning"), rows(LOOKS))
 def test_text_that_is_not_what_is_scored_warns(hypothesis, options, warning, tmp_path, capsys):
     texts = {"hyp": [hypothesis] * 9, "ref": ["A man sees it."] * 9}
     hypotheses, references = (text_file(tmp_path / name, lines) for name, lines in texts.items())
-    assert main(["--hyp", hypotheses, "--ref", references, *options]) == 0
-    warnings = [line for line in capsys.readouterr().err.splitlines() if "below 1" not in line]
-    assert len(warnings) == bool(warning) and all(warning in line for line in warnings)
+    assert main(["--hyp", hypotheses, "--ref", references, *options.split()]) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if "below 1" not in line]
+    if warning == "nothing":
+        assert not said
+    else:
+        (line,) = said
+        assert warning in line
 
 
 def test_several_references_are_those_of_sacrebleu(tmp_path, capsys):
