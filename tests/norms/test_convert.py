@@ -9,6 +9,7 @@ from copy import deepcopy
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import prune
@@ -25,6 +26,7 @@ from pn_fairseq.norms import (
 )
 
 from ..pairwise import in_pairs
+from ..tables import rows
 from .converted import (
     LENGTHS,
     MASK,
@@ -260,13 +262,11 @@ def test_other_classes_are_replaced_if_they_compute_the_same():
     model["lazy"] = nn.LazyBatchNorm1d()
     model["biased"] = Biased()
     convert_norms(model, "rms")
-    found = [each.name for each in norm_report(model)]
-    assert found == ["t5", "wide", "biased"]
+    assert [each.name for each in norm_report(model)] == ["t5", "wide", "biased"]
     assert model["t5"].eps == 1e-3
     with refuses("no norm to replace: other computes neither .* lazy does not know its n"):
         convert_norms(model, "rms")
-    found = len(norm_report(convert_norms(nn.Sequential(ByVariance().bfloat16()), "rms")))
-    assert found == 1
+    assert len(norm_report(convert_norms(nn.Sequential(ByVariance().bfloat16()), "rms"))) == 1
     for forward in (lambda x, residual: x, lambda x: x.flatten()):
         model["other"].forward = forward
         with refuses("no norm to replace: other does not accept inputs of shape"):
@@ -435,8 +435,7 @@ def test_a_norm_with_a_second_input_is_left(forward, second):
 
 def test_a_norm_whose_second_input_is_a_mask_is_replaced():
     forward = lambda self, x, padding_mask=None: ByVariance.forward(self, x)  # noqa: E731
-    found = len(norm_report(convert_norms(nn.Sequential(of_two_inputs(forward)), "rms")))
-    assert found == 1
+    assert len(norm_report(convert_norms(nn.Sequential(of_two_inputs(forward)), "rms"))) == 1
 
 
 @pytest.mark.parametrize("norm", ["rms", "batch"])
@@ -524,33 +523,28 @@ def test_patterns_choose():
     assert "layout TBC, mask from padding(...)" in expected
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ({"only": "c.*"}, "pattern 'c.\\*' matches no norm of the model; norms: norm, last"),
-        ({"skip": "*"}, "no norm to replace"),
-        ({"norm": "bach"}, "unknown norm 'bach', did you mean 'batch'"),
-        ({"norm": "bn"}, "unknown norm 'bn', did you mean 'batch'"),
-        ({"norm": "pn"}, "unknown norm 'pn', did you mean 'power'"),
-        ({"alpha_fw": 1}, "unknown norm option 'alpha_fw', did you mean 'alpha_fwd'.*has aff"),
-        ({"psi_warmup_updates": 1}, "unknown norm option 'psi_warmup_updates' .batch has affine"),
-        ({"batch_first": True}, "unknown norm option 'batch_first'"),
-        ({"layout": "CBT"}, "layout='CBT' must be one of BTC"),
-        (
-            {"layout": "BCT"},
-            "layout='BCT' is for batch norms; norm is a LayerNorm over the last dimension",
-        ),
-        ({"mask_from": "mask"}, "mask_from='mask': what its values mean is not known"),
-        ({"mask_from": {"lengths": "length"}}, "'length' must be a function or one of mask, valid"),
-        (
-            {"mask_from": "attention_mask"},
-            "no module that contains a replaced norm has a forward argument",
-        ),
-    ],
-)
+#: Arguments beside norm="batch", and the message.
+WRONG = r"""
+only: c.* | pattern 'c.\*' matches no norm of the model; norms: norm, last
+skip: '*' | no norm to replace
+norm: bach | unknown norm 'bach', did you mean 'batch'
+norm: bn | unknown norm 'bn', did you mean 'batch'
+norm: pn | unknown norm 'pn', did you mean 'power'
+alpha_fw: 1 | unknown norm option 'alpha_fw', did you mean 'alpha_fwd'.*has aff
+psi_warmup_updates: 1 | unknown norm option 'psi_warmup_updates' .batch has affine
+batch_first: true | unknown norm option 'batch_first'
+layout: CBT | layout='CBT' must be one of BTC
+layout: BCT | layout='BCT' is for batch norms; norm is a LayerNorm over the last dimension
+mask_from: mask | mask_from='mask': what its values mean is not known
+mask_from: {lengths: length} | 'length' must be a function or one of mask, valid
+mask_from: attention_mask | no module that contains a replaced norm has a forward argument
+"""
+
+
+@pytest.mark.parametrize(("arguments", "message"), rows(WRONG))
 def test_wrong_arguments(arguments, message):
     with refuses(message):
-        convert_norms(FeedForward(), **{"norm": "batch", **arguments})
+        converted(**{"norm": "batch", **yaml.safe_load(arguments)})
 
 
 def test_swapped_arguments_are_named():

@@ -67,8 +67,7 @@ def test_folding(norm):
     assert fold_norms(model, x) == [("first", "q, k"), ("middle", "convolution")]
     assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
     assert [each.name for each in norm_report(model)] == ["edge", "post"]
-    found = fold_norms(convert_norms(PreNorm(), norm, zero_padding=True).eval(), x)
-    assert found == []
+    assert fold_norms(convert_norms(PreNorm(), norm, zero_padding=True).eval(), x) == []
     chain = InADict(nn.LayerNorm(C), nn.Linear(C, C))
     assert folded(chain, norm, x) == [("0", "1")]
     chain = nn.Sequential(nn.Linear(C, C), nn.LayerNorm(C))

@@ -194,8 +194,7 @@ def test_a_mask_of_the_source_is_none_for_what_attends_to_it(
     target = random_tokens()
     with recorded() as texts:
         model(source, target, attends=attends, **{argument: LENGTHS}).sum().backward()
-    found = ["no padding mask has reached it: " in text for text in texts]
-    assert found == [True] * (not used)
+    assert ["no padding mask has reached it: " in text for text in texts] == [True] * (not used)
     # encoder_out may be None
     assert norm_report(model)[-1].masks == (f"argument {argument} of the model",)
     model.eval()

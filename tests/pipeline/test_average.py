@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
+from torch.testing import assert_close
 
 from pn_fairseq.common.checkpoints import CheckpointError, load_checkpoint
 from pn_fairseq.common.files import read_settings
@@ -113,7 +114,7 @@ def test_statistics_of_the_norms_are_averaged_and_counters_are_not(tmp_path):
         models.append(model)
     expected = models[1] | {name: torch.tensor([1.5, 15.0]) for name in names}
     found = average_checkpoints(write_all(tmp_path, *models))["model"]
-    torch.testing.assert_close(dict(found), expected, rtol=0, atol=0)
+    assert_close(dict(found), expected, rtol=0, atol=0)
 
 
 def test_order_of_inputs_does_not_matter(tmp_path):
@@ -126,7 +127,7 @@ def test_order_of_inputs_does_not_matter(tmp_path):
     assert "last_optimizer_state" not in first
     for order in (paths[::-1], paths[2:] + paths[:2]):
         other = average_checkpoints(order)
-        torch.testing.assert_close(other["model"], first["model"], rtol=0, atol=0)
+        assert_close(other["model"], first["model"], rtol=0, atol=0)
         assert other["cfg"] == first["cfg"]
 
 
