@@ -12,13 +12,16 @@ import torch
 import yaml
 from fairseq import checkpoint_utils
 from fairseq.data import Dictionary
+from torch.testing import assert_close
 
 from pn_fairseq.common.checkpoints import CheckpointError, load_checkpoint
 from pn_fairseq.norms import PowerNormRelease
 from pn_fairseq.norms.core.base import running_norms
 
+from ..fixtures.checkpoints import randomize
 from ..models.helpers import arch_args, padded_batch, write_data
 from ..scripts_helpers import ROOT, assert_refused, in_process, verb
+from ..tables import rows
 
 main = verb("import-release")
 
@@ -116,14 +119,9 @@ def ours(dictionary: Dictionary, **flags):
     args = arch_args("transformer_pn_iwslt", norm_variant="release", **dimensions, **flags)
     task = Namespace(source_dictionary=dictionary, target_dictionary=dictionary)
     model = ARCH_MODEL_REGISTRY[args.arch].build_model(args, task).eval()
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(0.4 * torch.randn(parameter.shape, generator=generator))
-        for norm in running_norms(model):
-            norm.running_psi2.uniform_(0.2, 2.2, generator=generator)
-            norm.nu.normal_(generator=generator)
-            norm.num_batches_tracked.fill_(1234)
+    randomize(model)
+    for norm in running_norms(model):
+        norm.num_batches_tracked.fill_(1234)
     return model, args
 
 
@@ -205,11 +203,11 @@ def load(path, data):
 def assert_same(imported, model):
     assert imported.state_dict().keys() == model.state_dict().keys()
     for key, value in model.state_dict().items():
-        torch.testing.assert_close(imported.state_dict()[key], value, rtol=1e-6, atol=0, msg=key)
+        assert_close(imported.state_dict()[key], value, rtol=1e-6, atol=0, msg=key)
     src, prev = (batch.clamp(max=30) for batch in padded_batch())
     with torch.no_grad():
         found, expected = (each(src, None, prev)[0] for each in (imported, model))
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.fixture
@@ -317,7 +315,7 @@ def test_half_precision_file(model, run):
     for key, value in load_checkpoint(run(weights))["model"].items():
         if key.endswith((".running_psi2", ".nu")):
             assert value.dtype == torch.float32
-            torch.testing.assert_close(value, model.state_dict()[key], rtol=2e-3, atol=1e-3)
+            assert_close(value, model.state_dict()[key], rtol=2e-3, atol=1e-3)
 
 
 @pytest.mark.slow
@@ -377,83 +375,75 @@ def test_file_without_its_training_state(model, data, tmp_path, caplog):
 
 def test_nu_that_has_diverged_is_told(model, run, capsys):
     weights = as_release(model)
-    with_nan("encoder.layer_norm.ema_gz")(weights)
+    weights["encoder.layer_norm.ema_gz"].view(-1)[0] = float("nan")
     run(weights)
     assert "nu of 1 norms is not finite (encoder.layer_norm.nu" in capsys.readouterr().err
 
 
-def without(key):
-    return lambda weights: weights.pop(key)
+#: What is done to the tensors, and how the line says it; ``;`` stands between several.
+TENSORS = """
+without encoder.layer_norm.running_phi | 1 (encoder.layer_norm.running_phi) missing
+without encoder.layers.1.self_attn.in_proj_weight | 3 (encoder.layers.1.self_attn.; q_proj.weight
+without encoder.version | 1 (encoder.version) missing
+without encoder.embed_tokens.weight | 1 (encoder.embed_tokens.weight) missing
+more encoder.layers.0.ls.scale | 1 (encoder.layers.0.ls.scale) unknown
+more encoder.layers.2.fc1.bias | 1 (encoder.layers.2.fc1.bias) unknown
+more encoder.layers.0.self_attn.q_proj.bias | in_proj_bias; missing; unknown
+more x0 x1 x2 x3 x4 x5 x6 | 7 (x0, x1, x2, x3, x4, ...) unknown
+more decoder.version | decoder.version [3] instead of [1]
+zero decoder.version | decoder.version is 0
+zero decoder.embed_tokens.weight | embed_tokens; differ
+flat encoder.layer_norm.ema_gz | [16] instead of [1, 16, 1, 1]) of another shape
+nan encoder.layer_norm.running_phi | 1 of its tensors are not finite
+nan decoder.layers.0.fc1.weight | 1 of its tensors are not finite
+"""
+#: The same of settings.
+CHANGED_SETTINGS = """
+encoder_norm_ff: layer | encoder_norm_self is power and encoder_norm_ff is layer
+{decoder_norm_self: batch, decoder_norm_ff: batch} | decoder_norm_self is batch; layer and power
+encoder_norm_self: null | not a checkpoint of the authors' release; encoder_norm_self
+decoder_attention_heads: null | decoder_attention_heads
+arch: lstm | architecture lstm
+encoder_normalize_before: false | pre-norm
+task: no_such_task | fairseq does not take its settings
+encoder_layers: 3 | missing; encoder.layers.2.
+"""
 
 
-def with_nan(key):
-    return lambda weights: weights[key].view(-1)[0].fill_(float("nan"))
-
-
-def with_one_more(key, value=None):
-    return lambda weights: weights.update({key: torch.zeros(3) if value is None else value})
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (without("encoder.layer_norm.running_phi"), ["1 (encoder.layer_norm.running_phi) missing"]),
-        (
-            without("encoder.layers.1.self_attn.in_proj_weight"),
-            ["3 (encoder.layers.1.self_attn.", "q_proj.weight"],
-        ),
-        (without("encoder.version"), ["1 (encoder.version) missing"]),
-        (without("encoder.embed_tokens.weight"), ["1 (encoder.embed_tokens.weight) missing"]),
-        (with_one_more("encoder.layers.0.ls.scale"), ["1 (encoder.layers.0.ls.scale) unknown"]),
-        (with_one_more("encoder.layers.2.fc1.bias"), ["1 (encoder.layers.2.fc1.bias) unknown"]),
-        (
-            with_one_more("encoder.layers.0.self_attn.q_proj.bias"),
-            ["in_proj_bias", "missing", "unknown"],
-        ),
-        (
-            lambda weights: [with_one_more(f"x{i}")(weights) for i in range(7)],
-            ["7 (x0, x1, x2, x3, x4, ...) unknown"],
-        ),
-        (
-            with_one_more("encoder.layer_norm.ema_gz", torch.zeros(16)),
-            ["1 (encoder.layer_norm.ema_gz [16] instead of [1, 16, 1, 1]) of another shape"],
-        ),
-        (with_one_more("decoder.version", torch.tensor([2.0])), ["decoder.version is 2"]),
-        (
-            with_one_more("decoder.version", torch.tensor(3.0)),
-            ["decoder.version [] instead of [1]"],
-        ),
-        (
-            lambda weights: weights["decoder.embed_tokens.weight"].add_(1),
-            ["embed_tokens", "differ"],
-        ),
-        (with_nan("encoder.layer_norm.running_phi"), ["1 of its tensors are not finite"]),
-        (with_nan("decoder.layers.0.fc1.weight"), ["1 of its tensors are not finite"]),
-        ({"encoder_norm_ff": "layer"}, ["encoder_norm_self is power and encoder_norm_ff is layer"]),
-        (
-            {"decoder_norm_self": "batch", "decoder_norm_ff": "batch"},
-            ["decoder_norm_self is batch", "layer and power"],
-        ),
-        (
-            {"encoder_norm_self": None},
-            ["not a checkpoint of the authors' release", "encoder_norm_self"],
-        ),
-        ({"decoder_attention_heads": None}, ["decoder_attention_heads"]),
-        ({"arch": "lstm"}, ["architecture lstm"]),
-        ({"encoder_normalize_before": False}, ["pre-norm"]),
-        ({"task": "no_such_task"}, ["fairseq does not take its settings"]),
-        ({"encoder_layers": 3}, ["missing", "encoder.layers.2."]),
-        ({"extra": print}, ["print", "nothing in it was executed"]),
-    ],
-)
-def test_tensors_and_settings_that_do_not_fit_are_named(change, words, model, tmp_path):
-    weights = as_release(model)
-    if callable(change):
-        change(weights)
-    source = write(tmp_path / "release.pt", weights, () if callable(change) else change)
+def assert_names_what_does_not_fit(tmp_path, weights, settings, needles):
+    source = write(tmp_path / "release.pt", weights, settings)
     refused = in_process("import-release", source, tmp_path / "imported.pt")
-    assert_refused(refused, str(source), *words)
+    assert_refused(refused, str(source), *needles)
     assert not (tmp_path / "imported.pt").exists() and not refused.stdout
+
+
+@pytest.mark.parametrize(("change", "needles"), rows(TENSORS))
+def test_tensors_that_do_not_fit_are_named(change, needles, model, tmp_path):
+    weights = as_release(model)
+    verb, *keys = change.split()
+    for key in keys:
+        if verb == "without":
+            del weights[key]
+        elif verb == "more":
+            weights[key] = torch.zeros(3)
+        elif verb == "zero":
+            weights[key] *= 0
+        elif verb == "flat":
+            weights[key] = weights[key].flatten()
+        else:
+            weights[key].view(-1)[0] = float("nan")
+    assert_names_what_does_not_fit(tmp_path, weights, {}, needles.split("; "))
+
+
+@pytest.mark.parametrize(("settings", "needles"), rows(CHANGED_SETTINGS))
+def test_settings_that_do_not_fit_are_named(settings, needles, model, tmp_path):
+    changes = yaml.safe_load(settings)
+    assert_names_what_does_not_fit(tmp_path, as_release(model), changes, needles.split("; "))
+
+
+def test_code_among_the_settings_is_named(model, tmp_path):
+    needles = ("print", "nothing in it was executed")
+    assert_names_what_does_not_fit(tmp_path, as_release(model), {"extra": print}, needles)
 
 
 def test_damaged_files(model, tmp_path):
