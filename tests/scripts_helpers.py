@@ -27,7 +27,8 @@ SCRIPTS = ROOT / "scripts"
 
 #: Forks a process for each program and each rank from one that has imported what takes seconds, and
 #: not this project: a server of its own, for the conformance suite preloads the project's modules
-#: into the default one.
+#: into the default one. ``make test`` starts about 120 programs of fairseq or of this project: if
+#: each imported fairseq anew, imports alone would take most of the 600 CPU seconds of the tests.
 _server = multiprocessing.forkserver.ForkServer()
 _server.set_forkserver_preload(
     ["fairseq_cli.generate", "fairseq_cli.preprocess", "fairseq_cli.train", "torch._dynamo"]

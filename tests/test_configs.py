@@ -194,8 +194,7 @@ def test_published_settings(name):
     sizes = PUBLISHED_SETTINGS["sizes"]
     expected = sizes.get(name, sizes["all"])
     for part in (model.encoder, model.decoder):
-        found = [part.embed_dim, part.ffn_embed_dim, part.attention_heads, part.layers]
-        assert found == expected
+        assert [part.embed_dim, part.ffn_embed_dim, part.attention_heads, part.layers] == expected
         assert part.normalize_before
 
 

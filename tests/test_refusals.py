@@ -11,6 +11,7 @@ import torch
 from .fixtures.reports import make_run
 from .fixtures.runs import small_run
 from .scripts_helpers import ROOT, assert_refused, cut_corpus, in_process
+from .tables import rows
 
 #: A row is the words after ``pn``, in the folder of ``place``, and what the line says; ``;`` stands
 #: between several.
@@ -321,11 +322,6 @@ model.convert_norm=x                       | unknown setting 'model.convert_norm
 """
 
 
-def rows(table: str, before: str = "") -> list[tuple[str, str]]:
-    cells = [line.split(" | ") for line in table.strip().splitlines()]
-    return [(f"{before}{words.strip()}", line.strip()) for words, line in cells]
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     place = tmp_path_factory.mktemp("refusals") / "place"
@@ -334,9 +330,8 @@ def place(tmp_path_factory):
     make_run(place / "lm", task___name="language_modeling")
     cut_corpus(place / "text", 9, 3, 3)
     (place / "files").mkdir()
-    for number, path in enumerate(
-        ("w1.pt", "w2.pt", "a:b.pt", *(f"files/checkpoint{n}.pt" for n in (1, 2)))
-    ):
+    names = ("w1.pt", "w2.pt", "a:b.pt", "files/checkpoint1.pt", "files/checkpoint2.pt")
+    for number, path in enumerate(names):
         history = [{"num_updates": number, "lr_scheduler_state": {}}]
         torch.save({"model": {"w": torch.ones(1)}, "optimizer_history": history}, place / path)
     (place / "link.pt").symlink_to("w2.pt")
@@ -375,12 +370,13 @@ def place(tmp_path_factory):
 CHECK = "train verses_es_en --check "
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    rows(TABLE)
-    + rows(SETTINGS, CHECK)
-    + rows(CONVERSIONS, f"{CHECK}model._name=transformer_iwslt_de_en "),
-)
+CONVERTED = f"{CHECK}model._name=transformer_iwslt_de_en "
+ROWS = rows(TABLE)
+ROWS += [(f"{CHECK}{words}", line) for words, line in rows(SETTINGS)]
+ROWS += [(f"{CONVERTED}{words}", line) for words, line in rows(CONVERSIONS)]
+
+
+@pytest.mark.parametrize(("words", "line"), ROWS)
 def test_a_mistake_is_one_line(words, line, place, monkeypatch):
     monkeypatch.chdir(place)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

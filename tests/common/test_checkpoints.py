@@ -67,26 +67,21 @@ def test_loads_what_fairseq_stores(tmp_path, zip_format):
     state = state_with(weight=torch.arange(6.0).view(2, 3), steps=torch.tensor(7))
     # The metrics of an --eval-bleu run hold arrays and numbers of NumPy; torch.save pickles them as
     # Python does.
-    numbers = {
+    metrics = {
+        "counts": np.array([3, 2, 1, 0]),
+        "sum": np.array([0.5], dtype=np.float32),
         "val_loss": np.float64(27.5),
         "best": np.float32(1.5),
         "n": np.int64(4),
         "flag": np.bool_(True),
     }
-    state["extra_state"] = {
-        "counts": np.array([3, 2, 1, 0]),
-        "sum": np.array([0.5], dtype=np.float32),
-        **numbers,
-    }
-    loaded = load_checkpoint(
-        save(tmp_path / "a.pt", state, _use_new_zipfile_serialization=zip_format)
-    )
+    state["extra_state"] = metrics
+    path = save(tmp_path / "a.pt", state, _use_new_zipfile_serialization=zip_format)
+    loaded = load_checkpoint(path)
     assert torch.equal(loaded["model"]["weight"], state["model"]["weight"])
     assert loaded["model"]["steps"].item() == 7
     assert loaded["cfg"]["model"] == argparse.Namespace(arch="t")
-    assert loaded["extra_state"]["counts"].tolist() == [3, 2, 1, 0]
-    for name in ("sum", "val_loss", "best", "n", "flag"):
-        assert loaded["extra_state"][name] == state["extra_state"][name]
+    np.testing.assert_equal(loaded["extra_state"], metrics)
 
 
 @pytest.mark.parametrize("package", ["numpy.core", "numpy._core"])
@@ -96,12 +91,8 @@ def test_loads_numpy_scalars_of_either_numpy_version(tmp_path, package):
     path = tmp_path / "a.pt"
     buffer = io.BytesIO()
     torch.save({"model": {}, "loss": np.float64(2.5)}, buffer, _use_new_zipfile_serialization=False)
-    data = (
-        buffer.getvalue()
-        .replace(b"numpy._core.", b"numpy.core.")
-        .replace(b"numpy.core.", package.encode() + b".")
-    )
-    path.write_bytes(data)
+    data = buffer.getvalue().replace(b"numpy._core.", b"numpy.core.")
+    path.write_bytes(data.replace(b"numpy.core.", package.encode() + b"."))
     allow_fairseq_checkpoints()
     assert torch.load(path, weights_only=True)["loss"] == 2.5
 
@@ -140,11 +131,12 @@ def test_objects_outside_the_list_are_named(tmp_path, value, name):
 @pytest.mark.parametrize("zip_format", [True, False])
 def test_truncated_at_any_length(tmp_path, zip_format):
     state = state_with(w=torch.randn(300), v=torch.randn(5))
-    whole = save(
-        tmp_path / "whole.pt", state, _use_new_zipfile_serialization=zip_format
-    ).read_bytes()
-    path, end = tmp_path / "cut.pt", range(len(whole) - 400, len(whole), 41) if zip_format else ()
-    for length in [1, 2, 3, 4, 30, 100, 1000, len(whole) // 2, *end, len(whole) - 1]:
+    path = save(tmp_path / "cut.pt", state, _use_new_zipfile_serialization=zip_format)
+    whole = path.read_bytes()
+    lengths = [1, 2, 3, 4, 30, 100, 1000, len(whole) // 2, len(whole) - 1]
+    if zip_format:
+        lengths += range(len(whole) - 400, len(whole), 41)
+    for length in lengths:
         path.write_bytes(whole[:length])
         refused(path, "damaged")
 
@@ -175,20 +167,15 @@ def test_files_that_are_no_checkpoints(tmp_path, content, words):
 
 
 @pytest.mark.parametrize(
-    "state",
-    [
-        torch.ones(3),
-        [1, 2],
-        {"weights": {}},
-        {"model": {}},
-        {"model": torch.ones(2)},
-        {"model": {"w": 3}},
-    ]
-    + [{"model": {1: torch.ones(2)}}, {"model": {"w": torch.eye(2).to_sparse()}}],
-    ids=str,
+    "model", [{}, torch.ones(2), {"w": 3}, {1: torch.ones(2)}, {"w": torch.eye(2).to_sparse()}]
 )
-def test_torch_files_of_another_kind(tmp_path, state):
-    refused(save(tmp_path / "a.pt", state), "not a fairseq checkpoint")
+def test_models_of_another_kind(tmp_path, model):
+    refused(save(tmp_path / "a.pt", {"model": model}), "not a fairseq checkpoint")
+
+
+def test_torch_files_of_another_kind(tmp_path):
+    for state in (torch.ones(3), [1, 2], {"weights": {}}):
+        refused(save(tmp_path / "a.pt", state), "not a fairseq checkpoint")
 
 
 def test_missing_file_directory_and_device(tmp_path):
@@ -222,7 +209,8 @@ def test_save_and_load(tmp_path):
 
 def test_save_keeps_a_symbolic_link(tmp_path):
     (tmp_path / "disk").mkdir()
-    (link := tmp_path / "out.pt").symlink_to(tmp_path / "disk/real.pt")
+    link = tmp_path / "out.pt"
+    link.symlink_to(tmp_path / "disk/real.pt")
     save_checkpoint(state_with(w=torch.ones(1)), link)
     assert link.is_symlink() and os.listdir(tmp_path / "disk") == ["real.pt"]
 
@@ -279,21 +267,17 @@ def test_unwritable_outputs(tmp_path):
         check_output_path(os.devnull)
 
 
+FILES = """
+checkpoint1.pt checkpoint2.pt checkpoint9.pt checkpoint10.pt checkpoint11.pt checkpoint_1_500.pt
+checkpoint_1_1000.pt checkpoint_2_1500.pt checkpoint_10_9500.pt checkpoint_11_10000.pt
+checkpoint_best.pt checkpoint_last.pt checkpoint.best_bleu_27.5.pt checkpoint12.pt.tmp
+checkpoint13-shard0.pt mycheckpoint14.pt notes.txt
+"""
+
+
 @pytest.fixture
 def save_dir(tmp_path):
-    names = [f"checkpoint{n}.pt" for n in (1, 2, 9, 10, 11)]
-    names += [
-        f"checkpoint_{e}_{u}.pt"
-        for e, u in ((1, 500), (1, 1000), (2, 1500), (10, 9500), (11, 10000))
-    ]
-    names += [
-        "checkpoint_best.pt",
-        "checkpoint_last.pt",
-        "checkpoint.best_bleu_27.5.pt",
-        "checkpoint12.pt.tmp",
-    ]
-    names += ["checkpoint13-shard0.pt", "mycheckpoint14.pt", "notes.txt"]
-    for name in names:
+    for name in FILES.split():
         (tmp_path / name).touch()
     (tmp_path / "checkpoint15.pt").mkdir()
     return tmp_path
@@ -306,9 +290,8 @@ def test_find(save_dir):
         ({"last": 3}, ["11", "10", "9"]),
         ({"by": "update", "last": 3}, ["_11_10000", "_10_9500", "_2_1500"]),
     ):
-        assert find_checkpoints(save_dir, **options) == [
-            save_dir / f"checkpoint{name}.pt" for name in expected
-        ]
+        paths = [save_dir / f"checkpoint{name}.pt" for name in expected]
+        assert find_checkpoints(save_dir, **options) == paths
     with pytest.raises(CheckpointError, match="cannot list"):
         find_checkpoints(save_dir / "none", last=1)
 
@@ -321,28 +304,25 @@ def test_checkpoints_to_average(save_dir):
     assert names(2) == (["checkpoint10.pt", "checkpoint11.pt"], "epoch", "")
     found, kind, differs = names(6)
     assert (len(found), kind) == (5, "epoch")
-    assert (
-        differs
-        == " has 5 epoch checkpoints instead of 6 epoch checkpoints: averaging 5 epoch checkpoints"
-    )
+    instead = " has 5 epoch checkpoints instead of 6 epoch checkpoints"
+    assert differs == f"{instead}: averaging 5 epoch checkpoints"
+    (save_dir / "checkpoint15.pt").rmdir()
     for path in save_dir.glob("checkpoint[0-9]*"):
-        path.rmdir() if path.is_dir() else path.unlink()
+        path.unlink()
     found, kind, differs = names(2)
     assert found == ["checkpoint_10_9500.pt", "checkpoint_11_10000.pt"] and kind == "update"
     assert "2 update checkpoints instead of 2 epoch checkpoints" in differs
     assert names(2, "update") == (found, "update", "")
     for path in save_dir.glob("checkpoint_[0-9]*"):
         path.unlink()
-    assert (
-        names(2)[:2] == (["checkpoint_last.pt"], "last")
-        and "using only checkpoint_last.pt" in names(2)[2]
-    )
+    found, kind, differs = names(2)
+    assert (found, kind) == (["checkpoint_last.pt"], "last")
+    assert "using only checkpoint_last.pt" in differs
     (save_dir / "checkpoint_last.pt").unlink()
     needle = r"none of the 2 epoch checkpoints; it has checkpoint_best.pt \(--inputs "
     with pytest.raises(CheckpointError, match=needle):
         checkpoints_to_average(save_dir, 2)
     (save_dir / "checkpoint_best.pt").unlink()
-    with pytest.raises(
-        CheckpointError, match=r"epoch checkpoints, nor any other: train first \(pn train\)"
-    ):
+    needle = r"epoch checkpoints, nor any other: train first \(pn train\)"
+    with pytest.raises(CheckpointError, match=needle):
         checkpoints_to_average(save_dir, 2)

@@ -15,40 +15,36 @@ def raising(error: BaseException):
 
 
 INSTALL = "in the checkout: pip install --no-build-isolation '.[fairseq]'"
+MEMORY = "there is not enough memory; use fewer processes or a larger machine"
+RESUMES = "interrupted; run the same command again to resume"
+BEGINS = "interrupted before anything was saved; the same command begins again"
 
 
 @pytest.mark.parametrize(
     ("error", "code", "line"),
     [
-        (UserError("no\nfile"), 2, "tool: error: no file\n"),
-        (OSError(28, "No space left", "out"), 2, "tool: error: out: No space left\n"),
-        (Unavailable("no kernels"), 2, "tool: error: no kernels\n"),
+        (UserError("no\nfile"), 2, "error: no file"),
+        (OSError(28, "No space left", "out"), 2, "error: out: No space left"),
+        (Unavailable("no kernels"), 2, "error: no kernels"),
         (
             ModuleNotFoundError("", name="fairseq"),
             2,
-            f"tool: error: fairseq is not installed ({INSTALL})\n",
+            f"error: fairseq is not installed ({INSTALL})",
         ),
-        (
-            MemoryError(),
-            2,
-            "tool: error: there is not enough memory; use fewer processes or a larger machine\n",
-        ),
-        (KeyboardInterrupt(), 130, "tool: interrupted; run the same command again to resume\n"),
-        (KeyboardInterrupt(15), 143, "tool: interrupted; run the same command again to resume\n"),
-        (
-            NothingSaved(15),
-            143,
-            "tool: interrupted before anything was saved; the same command begins again\n",
-        ),
+        (MemoryError(), 2, f"error: {MEMORY}"),
+        (KeyboardInterrupt(), 130, RESUMES),
+        (KeyboardInterrupt(15), 143, RESUMES),
+        (NothingSaved(15), 143, BEGINS),
     ],
     ids=lambda value: type(value).__name__,
 )
 def test_an_end_is_one_line_and_an_exit_code(error, code, line, capsys, monkeypatch):
     monkeypatch.delenv("PN_FAIRSEQ_STEP", raising=False)
     assert run("tool", raising(error), resumes=True) == code
-    assert capsys.readouterr().err == line
+    assert capsys.readouterr().err == f"tool: {line}\n"
     run("tool", raising(error))
-    assert capsys.readouterr().err == line.replace("; run the same command again to resume", "")
+    line = line.replace("; run the same command again to resume", "")
+    assert capsys.readouterr().err == f"tool: {line}\n"
 
 
 def test_a_thread_that_computes_does_not_abort_the_end():
@@ -75,24 +71,18 @@ __main__.options = body
 __main__.main()
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (result.returncode, result.stdout, result.stderr) == (
-        130,
-        "output\nat exit\n",
-        "pn: interrupted\n",
-    )
+    assert result.returncode == 130
+    assert result.stdout == "output\nat exit\n"
+    assert result.stderr == "pn: interrupted\n"
 
 
 def test_a_wrong_choice_names_the_nearest_and_all(capsys):
     parser = ArgumentParser(prog="pn prepare")
-    parser.add_subparsers(metavar="CORPUS", parser_class=ArgumentParser).choices.update(
-        text=None, verses=None
-    )
+    corpora = parser.add_subparsers(metavar="CORPUS", parser_class=ArgumentParser)
+    corpora.choices.update(text=None, verses=None)
     assert run("tool", lambda: parser.parse_args(["verse"])) == 2
-    line = (
-        "argument CORPUS: unknown 'verse' (choose from text, verses), did you mean 'verses'? (see "
-        "pn prepare --help)"
-    )
-    assert capsys.readouterr().err == f"tool: error: {line}\n"
+    line = "argument CORPUS: unknown 'verse' (choose from text, verses), did you mean 'verses'?"
+    assert capsys.readouterr().err == f"tool: error: {line} (see pn prepare --help)\n"
 
 
 def test_the_next_command_is_named_unless_a_longer_one_runs_the_step(capsys, monkeypatch):

@@ -27,7 +27,7 @@ from ..norms.helpers import (
     train_step,
 )
 from ..norms.oracle_windows import UnifiedOracle
-from ..scripts_helpers import ROOT, run, verb
+from ..scripts_helpers import ROOT, refused, run, verb
 
 BLOCKS = re.findall(
     r"^```python\n(.*?)^```", (ROOT / "docs/adding_a_norm.md").read_text("utf-8"), re.M | re.S
@@ -57,16 +57,8 @@ def test_the_examples_are_short_and_use_public_names_alone(norm_modules):
 
 def suite(files, *options, cwd):
     """pn test-norms in another process."""
-    command = (
-        "warm-python",
-        "-m",
-        "pn_fairseq",
-        "test-norms",
-        "--norm-module",
-        ",".join(map(str, files)),
-        *options,
-    )
-    return run(*command, cwd=cwd, check=False)
+    modules = ",".join(map(str, files))
+    return run("pn", "test-norms", "--norm-module", modules, *options, cwd=cwd, check=False)
 
 
 @pytest.mark.slow
@@ -79,48 +71,33 @@ def test_the_shared_suite_from_outside(norm_modules, tmp_path):
 
 
 def test_a_name_that_a_norm_misspells_is_one_line(tmp_path, norm_modules, capsys):
-    (tmp_path / "typo.py").write_text(
-        planted("typo", 'name = "running_psi2"', 'name = "running_psi"'), "utf-8"
-    )
-    assert verb("test-norms")(["--norm-module", tmp_path / "typo.py"]) == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert (
-        line.startswith("pn test-norms: error: ")
-        and "'typo': moment_name names 'running_psi'" in line
-    )
-    assert "makes" in line and "running_psi2" in line
+    code = planted("typo", 'name = "running_psi2"', 'name = "running_psi"')
+    (tmp_path / "typo.py").write_text(code, "utf-8")
+    needles = "'typo': moment_name names 'running_psi'", "makes", "running_psi2"
+    code = verb("test-norms")(["--norm-module", tmp_path / "typo.py"])
+    line = refused(capsys, code, *needles)
+    assert line.startswith("pn test-norms: error: ")
 
 
 def planted(name, right, wrong):
     """The first norm of the page, registered as ``name``, with a bug."""
-    assert right in BLOCKS[0]
-    return (
-        BLOCKS[0]
-        .replace('"myun"', '"my-unified"')
-        .replace("my-unified", name)
-        .replace(right, wrong)
-    )
+    code = BLOCKS[0]
+    assert right in code
+    for old, new in (('"myun"', '"my-unified"'), ("my-unified", name), (right, wrong)):
+        code = code.replace(old, new)
+    return code
 
 
 #: Name -> what is planted, and how the suite says it.
 BUGS = {
     "sum": (" / step.batch.count.clamp(min=1)", "", "depends on how many tokens a batch has"),
-    "factor": (
-        "psi2, nu=nu",
-        "psi2, nu=1.5 * nu",
-        "dx is wrong: along a direction the derivative is",
-    ),
-    "mixes": (
-        "    moment_name",
-        '    mixes_tokens = "never"\n    moment_name',
-        "mixes_tokens is 'never', but in",
-    ),
-    "read": (
-        "        parameters, _",
-        "        float(step.state['nu'][0])\n        parameters, _",
-        "a training step reads",
-    ),
 }
+derivative = "dx is wrong: along a direction the derivative is"
+BUGS["factor"] = ("psi2, nu=nu", "psi2, nu=1.5 * nu", derivative)
+never = '    mixes_tokens = "never"\n    moment_name'
+BUGS["mixes"] = ("    moment_name", never, "mixes_tokens is 'never', but in")
+reading = "        float(step.state['nu'][0])\n        parameters, _"
+BUGS["read"] = ("        parameters, _", reading, "a training step reads")
 
 
 def test_planted_bugs_are_named(norm_modules, tmp_path):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 
 from pn_fairseq.norms import norm_report, running_norms
 
@@ -52,7 +53,7 @@ def test_the_snippet_of_the_readme():
         exec(block, names)
         assert len(norm_report(names["model"])) == 1
         found.append(names["y"][~mask])
-    torch.testing.assert_close(*found)
+    assert_close(*found)
 
 
 T, B, C, HEADS = 7, 3, 16, 2
@@ -115,7 +116,7 @@ def test_checkpointed_layers_have_the_mask_of_the_block(page):
             y = forward(x)[~mask.T]
         y.square().sum().backward()
         gradients.append([parameter.grad for parameter in layer.parameters()])
-    torch.testing.assert_close(*gradients, rtol=0, atol=0)
+    assert_close(*gradients, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", ["own layers", "nn.TransformerEncoder"])
@@ -150,7 +151,7 @@ def test_sentences_of_a_data_loader_have_their_lengths(page):
     for content in (0.0, 50.0):
         filled = features.masked_fill(is_padding[..., None], content)
         losses.append(page["loss_of"](copy.deepcopy(model), filled, lengths))
-    torch.testing.assert_close(*losses)
+    assert_close(*losses)
     optimizer, before = page["optimizer_of"](model), model[1].weight.clone()
     page["train_epoch"](model, sentences, optimizer)
     model.eval()
@@ -197,7 +198,7 @@ def test_the_code_for_hugging_face(tmp_path, monkeypatch, capsys):
     plain = type(model)(names["config"])
     assert trainer.get_decay_parameter_names(model) == trainer.get_decay_parameter_names(plain)
     for key, tensor in model.state_dict().items():
-        torch.testing.assert_close(names["from_folder"].state_dict()[key], tensor)
+        assert_close(names["from_folder"].state_dict()[key], tensor)
     assert all(norm.running_mean.abs().max() > 0 for norm in running_norms(names["pretrained"]))
     names["CountUpdates"]().on_step_begin(None, SimpleNamespace(global_step=5), None, model=model)
     assert all(norm._num_updates == 5 for norm in running_norms(model))
@@ -221,7 +222,7 @@ def test_the_code_for_hugging_face(tmp_path, monkeypatch, capsys):
         tokens = names["tokens"].masked_fill(mask == 0, content)
         result = model_of_two(input_ids=tokens, attention_mask=mask)
         outputs.append(result.logits[mask == 1])
-    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
+    assert_close(*outputs, rtol=1e-4, atol=1e-4)
     check_that_marian_is_loaded(names)
 
 

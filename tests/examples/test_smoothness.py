@@ -10,6 +10,7 @@ import pandas
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 
 from pn_fairseq.norms import MaskedBatchNorm, build_norm
 from pn_fairseq.norms.registry import load_norms
@@ -72,7 +73,7 @@ def test_the_loss_is_summed_in_the_backward_pass():
     _, gradients = smoothness.loss_and_gradients(model, hooked, 2.0)
     assert scales == [1.0]
     weight = model.decoder.layers[0].weight.detach()
-    torch.testing.assert_close(gradients["decoder.layers.0.weight"], 2.0 * weight)
+    assert_close(gradients["decoder.layers.0.weight"], 2.0 * weight)
 
 
 def test_only_the_layers_before_move():
@@ -161,7 +162,7 @@ def test_noise_is_what_the_paper_says(monkeypatch):
     rest = (y - shifts - slopes * normalized).std()  # of m and s by token: 0.1 / sqrt(3) and 0.1
     assert (rest - (0.01 / 3 + 0.01) ** 0.5).abs() < 0.005
     expected = deepcopy(plain).eval()(x)
-    torch.testing.assert_close(deepcopy(norm).eval()(x), expected)
+    assert_close(deepcopy(norm).eval()(x), expected)
     module = sys.modules[type(norm).__module__]
     for name in ("SHIFT", "SHIFT_RANGE", "SCALE_DEVIATION"):
         monkeypatch.setattr(module, name, 0.0)

@@ -12,6 +12,7 @@ from fairseq import models
 from fairseq.data import Dictionary
 from fairseq.models.wav2vec.wav2vec2 import Wav2Vec2Config
 from omegaconf import OmegaConf
+from torch.testing import assert_close
 
 import pn_fairseq.models  # noqa: F401
 from pn_fairseq.norms import norm_report, running_norms
@@ -125,7 +126,7 @@ def test_speech(name, recwarn):
     again = build()
     again.load_state_dict(deepcopy(state))
     with torch.no_grad():
-        torch.testing.assert_close(run(model.eval(), x), run(again.eval(), x))
+        assert_close(run(model.eval(), x), run(again.eval(), x))
 
 
 def test_the_norm_after_the_last_layer_has_the_mask_of_the_frames():
@@ -144,9 +145,7 @@ def test_the_norm_after_the_last_layer_has_the_mask_of_the_frames():
     assert report.line == 1
     assert report.decided == "the mask of the call"
     real = seen[0].transpose(0, 1)[~padding]
-    torch.testing.assert_close(
-        encoder.eval().layer_norm.running_mean, 0.1 * real.mean(0), rtol=1e-4, atol=1e-6
-    )
+    assert_close(encoder.eval().layer_norm.running_mean, 0.1 * real.mean(0), rtol=1e-4, atol=1e-6)
     assert not encoder.layer_norm._forward_pre_hooks
 
 

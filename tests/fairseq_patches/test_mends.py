@@ -37,12 +37,8 @@ from ..models.helpers import (
 )
 from ..scripts_helpers import ROOT, run, verb
 
-EMA_SETTINGS = {
-    "ema_decay": 0.75,
-    "ema_start_update": 0,
-    "ema_update_freq": 1,
-    "ema_seed_model": None,
-}
+EMA_SETTINGS = {"ema_decay": 0.75, "ema_start_update": 0, "ema_update_freq": 1}
+EMA_SETTINGS["ema_seed_model"] = None
 SMALL = both_sides(layers=1, embed_dim=16, ffn_embed_dim=16)
 
 
@@ -97,10 +93,8 @@ def test_the_adaptive_loss_is_the_one_of_the_words_probabilities():
     source, target = padded_batch()
     # every band
     target = torch.where(target.ne(1), torch.arange(4, 4 + target.numel()).view_as(target), target)
-    sample = {
-        "net_input": {"src_tokens": source, "src_lengths": None, "prev_output_tokens": target},
-        "target": target,
-    }
+    tokens = {"src_tokens": source, "src_lengths": None, "prev_output_tokens": target}
+    sample = {"net_input": tokens, "target": target}
     criterion = AdaptiveLoss(task, sentence_avg=False)
     loss, size, logged = criterion(model.eval(), sample)
     words = model.get_normalized_probs(model(**sample["net_input"]), log_probs=True, sample=sample)
@@ -143,19 +137,16 @@ def test_decoding_options():
     task = make_task()
     source, _ = padded_batch()
     sample = {"net_input": {"src_tokens": source, "src_lengths": source.ne(1).sum(1)}}
-    for beam in SequenceGenerator(
-        [model], task.target_dictionary, beam_size=2, max_len_b=4
-    ).generate([model], sample):
-        assert [hypothesis["steps"] for hypothesis in beam] == [
-            len(hypothesis["tokens"]) for hypothesis in beam
-        ]
+    limits = {"beam_size": 2, "max_len_b": 4}
+    generator = SequenceGenerator([model], task.target_dictionary, **limits)
+    for beam in generator.generate([model], sample):
+        for hypothesis in beam:
+            assert hypothesis["steps"] == len(hypothesis["tokens"])
 
 
 def test_several_sets_in_one_folder():
-    assert len(ConcatDataset([range(3), range(4)], [-1, 1])) == 7
-    assert len(ConcatDataset([range(3), range(4)], [2, 1])) == 10
-    assert len(ConcatDataset([range(3), range(4)])) == 7
-    assert len(ConcatDataset([range(3), range(4)], 2)) == 14
+    for ratios, size in (([-1, 1], 7), ([2, 1], 10), (1, 7), (2, 14)):
+        assert len(ConcatDataset([range(3), range(4)], ratios)) == size
 
 
 @pytest.mark.parametrize(("side", "other"), [("encoder", "decoder"), ("decoder", "encoder")])
@@ -165,44 +156,30 @@ def test_a_model_that_keeps_layers_of_one_side(side, other):
     pruned = checkpoint_utils.prune_state_dict(large.state_dict(), settings)
     small = build("transformer_pn_tiny", **{**SMALL, f"{side}_layers": 1, f"{other}_layers": 2})
     assert pruned.keys() == small.state_dict().keys()
-    assert torch.equal(
-        pruned[f"{side}.layers.0.fc1.weight"], getattr(large, side).layers[1].fc1.weight
-    )
+    second = getattr(large, side).layers[1]
+    assert torch.equal(pruned[f"{side}.layers.0.fc1.weight"], second.fc1.weight)
 
 
-TWO_RANKS = {
-    "spawned": ("fairseq-train", ["--distributed-world-size=2"]),
-    "torchrun": ("torchrun", []),
-}
+TORCHRUN = "-m torch.distributed.run --nproc-per-node=2 --master-port=29871 -m fairseq_cli.train"
+FLAGS = """
+--arch=transformer_pn_tiny --cpu --optimizer=adam --lr=0.01 --max-update=2 --max-tokens=30
+--no-epoch-checkpoints --num-workers=0
+""".split()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "start", [pytest.param(name, marks=pytest.mark.slow) for name in TWO_RANKS]
+    ("program", "more"),
+    [
+        (["fairseq-train"], ["--distributed-world-size=2"]),
+        ([sys.executable, *TORCHRUN.split()], []),
+    ],
+    ids=["spawned", "torchrun"],
 )
-def test_two_ranks_on_a_cpu(start, tmp_path):
-    program, flags = TWO_RANKS[start]
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node=2",
-        "--master-port=29871",
-        "-m",
-    ]
-    command = [*launch, "fairseq_cli.train"] if program == "torchrun" else [program]
-    flags += [
-        "--user-dir",
-        ROOT / "pn_fairseq",
-        "--save-dir",
-        tmp_path / "run",
-        "--arch=transformer_pn_tiny",
-        "--cpu",
-    ]
-    flags += "--optimizer=adam --lr=0.01 --max-update=2 --max-tokens=30".split()
-    flags += "--no-epoch-checkpoints --num-workers=0".split()
-    result = run(
-        *command, write_data(tmp_path / "data"), *flags, cwd=tmp_path, PYTHONPATH=str(ROOT)
-    )
+def test_two_ranks_on_a_cpu(program, more, tmp_path):
+    places = ("--user-dir", ROOT / "pn_fairseq", "--save-dir", tmp_path / "run")
+    words = (write_data(tmp_path / "data"), *places, *FLAGS, *more)
+    result = run(*program, *words, cwd=tmp_path, PYTHONPATH=str(ROOT))
     assert "training on 2 devices" in result.stdout + result.stderr
     state = load_checkpoint(tmp_path / "run/checkpoint_last.pt")
     assert state["cfg"]["distributed_training"]["distributed_world_size"] == 2
@@ -260,11 +237,10 @@ def test_a_typo_in_an_architecture_gets_advice(capsys):
 
 @pytest.mark.parametrize(("bf16", "tpu"), [(True, False), (False, True)])
 def test_bf16_flag_does_not_ask_for_a_tpu(bf16, tpu):
-    parsed = Namespace(bf16=bf16, tpu=True)
-    assert command_line.parse_args_and_arch(lambda *_: parsed, None, []).tpu is tpu
-    assert (
-        command_line.parse_args_and_arch(lambda *_: (parsed, ["--unknown"]), None, [])[0].tpu is tpu
-    )
+    parse = command_line.parse_args_and_arch
+    assert parse(lambda *_: Namespace(bf16=bf16, tpu=True), None, []).tpu is tpu
+    with_unknown = (Namespace(bf16=bf16, tpu=True), ["--unknown"])
+    assert parse(lambda *_: with_unknown, None, [])[0].tpu is tpu
 
 
 def test_settings_that_a_model_refuses_are_an_error_outside_of_fairseqs_commands():
@@ -280,10 +256,8 @@ def test_a_function_with_other_parameters_is_left_alone():
             return sample
 
     original = Fairseq.step
-    with pytest.warns(
-        UserWarning,
-        match=r"test_mends is not applied: Fairseq.step .*\(self sample more\).*\(self s",
-    ):
+    message = r"test_mends is not applied: Fairseq.step .*\(self sample more\).*\(self s"
+    with pytest.warns(UserWarning, match=message):
         patch(Fairseq, "step", "self sample")(lambda original, *args: None)
     assert Fairseq.step is original
     with warnings.catch_warnings():

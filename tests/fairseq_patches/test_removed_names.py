@@ -76,13 +76,13 @@ def removed_names(file: Path, module: str) -> set[str]:
         if isinstance(node, ast.Name) and node.id in meaning:
             patched = getattr(sys.modules.get(module), node.id, None)
             return meaning[node.id], value_of(meaning[node.id]) if patched is None else patched
-        if not isinstance(node, ast.Attribute) or (parent := evaluated(node.value)) is None:
+        parent = evaluated(node.value) if isinstance(node, ast.Attribute) else None
+        if parent is None:
             return None
         name = f"{parent[0]}.{node.attr}"
         value = parent[1]
-        if not (
-            inspect.ismodule(value) or isinstance(value, type) or name.startswith("numpy.compat")
-        ):
+        is_namespace = inspect.ismodule(value) or isinstance(value, type)
+        if not is_namespace and not name.startswith("numpy.compat"):
             return name, None  # of an object, such as a tensor
         if hasattr(value, node.attr):
             return name, getattr(value, node.attr)
@@ -91,19 +91,19 @@ def removed_names(file: Path, module: str) -> set[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             evaluated(node)
-        elif (
-            isinstance(node, ast.Call)
-            and (function := evaluated(node.func))
-            and callable(function[1])
-        ):
-            try:
-                parameters = inspect.signature(function[1]).parameters.values()
-            except ValueError:  # of C code
-                continue
-            known = {parameter.name for parameter in parameters}
-            if all(parameter.kind != parameter.VAR_KEYWORD for parameter in parameters):
-                given = {keyword.arg for keyword in node.keywords if keyword.arg}
-                removed |= {f"{function[0]}({name}=)" for name in given - known}
+        if not isinstance(node, ast.Call):
+            continue
+        function_name, function = evaluated(node.func) or ("", None)
+        if not callable(function):
+            continue
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except ValueError:  # of C code
+            continue
+        known = {parameter.name for parameter in parameters}
+        if all(parameter.kind != parameter.VAR_KEYWORD for parameter in parameters):
+            given = {keyword.arg for keyword in node.keywords if keyword.arg}
+            removed |= {f"{function_name}({name}=)" for name in given - known}
     return removed
 
 
@@ -113,10 +113,10 @@ def test_fairseq_uses_no_removed_name():
     remaining = {}
     for file in [*packages.glob("fairseq/**/*.py"), *packages.glob("fairseq_cli/*.py")]:
         path = file.relative_to(packages)
-        if path.parts[1] != "examples" and (
-            names := removed_names(file, ".".join(path.with_suffix("").parts))
-        ):
-            remaining[path.as_posix()] = names
+        if path.parts[1] != "examples":
+            names = removed_names(file, ".".join(path.with_suffix("").parts))
+            if names:
+                remaining[path.as_posix()] = names
     assert remaining == KNOWN
 
 

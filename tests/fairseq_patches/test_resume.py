@@ -91,24 +91,28 @@ def test_early_stopping_counts_on_after_an_interruption(reset, flags, losses, st
 
 
 @pytest.mark.parametrize(
-    ("before", "position", "now", "expected"),
+    ("now", "expected"),
     [
         # 5 updates of 4 batches on one rank are 5 updates of 1 batch on four ranks, or of 2 on two.
-        (trainer(1, 400, (4,)), 20, trainer(4, 400, (1,)), 5),
-        (trainer(1, 400, (4,)), 20, trainer(2, 400, (2,)), 10),
-        (trainer(4, 400, (1,)), 5, trainer(1, 400, (4,)), 20),
+        ((4, 400, (1,)), 5),
+        ((2, 400, (2,)), 10),
         # 3 ranks with 533 tokens each.
-        (trainer(1, 400, (4,)), 20, trainer(3, 533, (1,)), 5),
-        (trainer(1, 400, (4,)), 20, trainer(1, 400, (4,)), 20),
+        ((3, 533, (1,)), 5),
+        ((1, 400, (4,)), 20),
         # Another number of tokens in an update: the same share of the data, to whole updates.
-        (trainer(1, 400, (4,)), 20, trainer(1, 400, (8,)), 16),
-        # Batches of sentences.
-        (trainer(1, None, (4,)), 20, trainer(2, None, (2,)), 10),
+        ((1, 400, (8,)), 16),
     ],
 )
-def test_place_in_the_epoch_is_the_same_share_of_the_data(before, position, now, expected):
-    state = loaded(now, saved(before, position))
+def test_place_in_the_epoch_is_the_same_share_of_the_data(now, expected):
+    state = loaded(trainer(*now), saved(trainer(1, 400, (4,)), 20))
     assert state["train_iterator"]["iterations_in_epoch"] == expected
+
+
+def test_place_in_the_epoch_after_more_ranks_and_with_batches_of_sentences():
+    state = loaded(trainer(1, 400, (4,)), saved(trainer(4, 400, (1,)), 5))
+    assert state["train_iterator"]["iterations_in_epoch"] == 20
+    state = loaded(trainer(2, None, (2,)), saved(trainer(1, None, (4,)), 20))
+    assert state["train_iterator"]["iterations_in_epoch"] == 10
 
 
 def test_update_freq_is_that_of_the_epoch():

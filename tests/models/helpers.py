@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from fairseq.data.indexed_dataset import make_builder
+from torch.testing import assert_close
 
 from benchmarks.models import BLOCK, VOCABULARY, arch_args, build, make_task
 from pn_fairseq.models.from_checkpoint import make_dictionary
@@ -71,6 +72,6 @@ def assert_same_training(model, other, state=(0, 0), **tolerance):
     relative and absolute.
     """
     for (key, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, two.grad, **tolerance, msg=key)
+        assert_close(one.grad, two.grad, **tolerance, msg=key)
     for (key, one), two in zip(model.named_buffers(), other.buffers(), strict=True):
-        torch.testing.assert_close(one, two, rtol=state[0], atol=state[1], msg=key)
+        assert_close(one, two, rtol=state[0], atol=state[1], msg=key)

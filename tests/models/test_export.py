@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 
 from ..fixtures.checkpoints import hypotheses, make, state_of
 from ..scripts_helpers import verb
@@ -31,7 +32,7 @@ def test_the_encoder_is_one_graph():
         expected = encoder(tokens)
         assert torch.equal(actual["encoder_padding_mask"][0], tokens.eq(PAD))
         found = actual["encoder_out"][0]
-        torch.testing.assert_close(found, expected["encoder_out"][0], rtol=1e-5, atol=1e-6)
+        assert_close(found, expected["encoder_out"][0], rtol=1e-5, atol=1e-6)
     torch._dynamo.reset()
 
 
@@ -53,7 +54,7 @@ def test_torchscript_traces_a_model_and_refuses_to_compile_it(norm):
     with torch.no_grad():
         traced = torch.jit.trace(wrapped, padded_batch(), check_trace=False)
         for batch in (padded_batch(1), padded_batch(2, batch=2, source=9, target=4)):
-            torch.testing.assert_close(traced(*batch), wrapped(*batch), rtol=1e-4, atol=1e-4)
+            assert_close(traced(*batch), wrapped(*batch), rtol=1e-4, atol=1e-4)
     with pytest.raises(
         RuntimeError, match=r"^torch.jit.script cannot compile norms of pn_fairseq; use [^\n]*$"
     ):
@@ -147,8 +148,7 @@ def test_a_beam_search_over_the_graphs_gives_fairseqs_hypotheses(
         pytest.importorskip("onnxscript", reason="needs the extra [export]")
     model, args = make(norm, **flags)
     torch.save(state_of(model, args, dictionaries), tmp_path / "trained.pt")
-    found = main([str(tmp_path / "trained.pt"), f"--{kind}", str(tmp_path / "out")])
-    assert found == 0
+    assert main([tmp_path / "trained.pt", f"--{kind}", tmp_path / "out"]) == 0
     printed = capsys.readouterr().out
     difference, largest = re.search(r"difference (\S+) \(largest logit (\S+),", printed).groups()
     tolerance = 1e-5 * max(1.0, float(largest))
@@ -181,8 +181,7 @@ def test_a_model_that_cannot_be_exported_is_refused_in_a_line(
     model, args = make("layer", **flags)
     args.arch = args.arch if flags else "transformer"
     torch.save(state_of(model, args, dictionaries), tmp_path / "trained.pt")
-    found = main([str(tmp_path / "trained.pt"), "--pt2", str(tmp_path / "out")])
-    assert found == 2
+    assert main([tmp_path / "trained.pt", "--pt2", tmp_path / "out"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("pn export: error: ")
     assert message in error
@@ -193,8 +192,7 @@ def test_a_runtime_that_is_not_installed_is_named_in_a_line(tmp_path, capsys, mo
     monkeypatch.setattr(
         "importlib.util.find_spec", lambda name: None if name == "onnxruntime" else name
     )
-    found = main([str(tmp_path / "trained.pt"), "--onnx", str(tmp_path)])
-    assert found == 2
+    assert main([tmp_path / "trained.pt", "--onnx", tmp_path]) == 2
     error = capsys.readouterr().err
     assert error.startswith("pn export: error: ")
     assert "pip install onnxruntime" in error

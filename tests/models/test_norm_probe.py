@@ -253,8 +253,7 @@ def test_accumulation_gives_the_curves_of_the_plain_run(tmp_path):
     parts = [slice(0, 2), slice(2, 4), slice(4, 6), slice(6, 8)]
     accumulated = curves(tmp_path / "accumulated", parts, {"norm": "ln"})
     found = list(accumulated[accumulated.norm == "encoder.layer_norm"].forward.fillna(-1))
-    expected = [0, 1, 2, 3, -1] * 3
-    assert found == expected
+    assert found == [0, 1, 2, 3, -1] * 3
     of_the_past = []
     for name in CURVES:
         if "distance" in name or name.startswith(("tid", "psi_batch")):
@@ -302,8 +301,7 @@ def test_losses_and_state_have_the_same_bits_with_a_probe(name, tmp_path):
             for parameter in parameters:
                 parameter.data -= 0.1 * parameter.grad
         results.append([*losses, *gradients, *model.state_dict().values()])
-    found = len(read_probe(tmp_path / "probe")["update"].unique())
-    assert found == 3
+    assert len(read_probe(tmp_path / "probe")["update"].unique()) == 3
     assert all(map(torch.equal, *results))
 
 
@@ -405,8 +403,7 @@ def test_a_training_does_not_replace_the_file_of_another(data, tmp_path, capsys)
         read_probe(tmp_path)
     shutil.rmtree(tmp_path / "one/checkpoints")  # killed before its first checkpoint
     train(data, tmp_path / "one", *flags, updates=1)
-    found = list(read_probe(tmp_path / "probe")["update"].unique())
-    assert found == [1]
+    assert list(read_probe(tmp_path / "probe")["update"].unique()) == [1]
 
 
 def test_patches_that_are_turned_off_are_one_line(data, tmp_path, capsys, monkeypatch):

@@ -333,8 +333,7 @@ def test_half_precision(placement, dtype):
     assert error < (0.02 if dtype == torch.bfloat16 else 0.0025)
     loss_of(half, src, prev).backward()
     assert all(parameter.grad.isfinite().all() for parameter in half.parameters())
-    found = {norm.running_psi2.dtype for norm in running_norms(half)}
-    assert found == {torch.float32}
+    assert {norm.running_psi2.dtype for norm in running_norms(half)} == {torch.float32}
 
 
 class SumOverTokens(torch.nn.Module):
@@ -359,9 +358,7 @@ def test_statistics_are_recorded_and_estimated_again(placement, tmp_path):
     inside = {
         name for name, module in model.encoder.named_modules() if isinstance(module, ChannelNorm)
     }
-    found = set(read_probe(tmp_path)["norm"])
-    expected = {f"encoder.{name}" for name in inside}
-    assert found == expected
+    assert set(read_probe(tmp_path)["norm"]) == {f"encoder.{name}" for name in inside}
     before = [norm.running_psi2.clone() for norm in running_norms(model)]
     with torch.no_grad(), recalibrating(model):
         model(sample[0], None, sample[1])

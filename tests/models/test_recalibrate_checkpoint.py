@@ -28,26 +28,20 @@ def trained(data, tmp_path_factory):
     """
     run_dir = tmp_path_factory.mktemp("recalibrate") / "run"
     settings = (
-        *(
-            "optimization.max_update=6",
-            "checkpoint.save_interval_updates=3",
-            "dataset.validate_interval_updates=100",
-        ),
-        *("dataset.max_tokens=400", "lr_scheduler.warmup_updates=4", "model.dropout=0.3"),
+        "optimization.max_update=6 checkpoint.save_interval_updates=3 model.dropout=0.3 "
+        "dataset.validate_interval_updates=100 dataset.max_tokens=400 lr_scheduler.warmup_updates=4"
     )
+    words = ["verses_es_en", "--data", data, "--run", run_dir, *settings.split()]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        found = verb("train")(
-            ["verses_es_en", "--data", str(data), "--run", str(run_dir), *settings]
-        )
-        assert found == 0
+        assert verb("train")(words) == 0
     return run_dir
 
 
 def average(trained, output, capsys, *options):
     """Exit code, standard output and standard error of averaging the run's last 2 checkpoints."""
     inputs = ("--inputs", *find_checkpoints(trained / "checkpoints", "update", last=2)[::-1])
-    code = main([str(argument) for argument in (*inputs, "--output", output, *options)])
+    code = main([*inputs, "--output", output, *options])
     captured = capsys.readouterr()
     return code, captured.out, captured.err
 
@@ -83,9 +77,8 @@ def loss_by_sentence(path, data):
 @pytest.mark.slow
 def test_losses_are_those_of_the_files_over_all_sentences(trained, data, plain, tmp_path, capsys):
     output = tmp_path / "recalibrated.pt"
-    code, out, err = average(
-        trained, output, capsys, "--recalibrate", data / "bin", "--batches", 10**6
-    )
+    options = ("--recalibrate", data / "bin", "--batches", 10**6)
+    code, out, err = average(trained, output, capsys, *options)
     assert code == 0
     assert err == ""
     used = int(re.search(r"recalibrated 7 norms on (\d+) training batches", out)[1])
@@ -157,10 +150,8 @@ def test_half_precision_weights_stay_so_and_arithmetic_is_float32(plain, data):
     np.testing.assert_allclose(model.validate().bits, expected.bits, rtol=0, atol=0.01)
     model.recalibrate(2)
     model.store(weights)
-    found = {key: value.dtype for key, value in weights.items()}
-    assert found == dtypes
-    found = {parameter.dtype for parameter in model.model.parameters()}
-    assert found == {torch.float32}
+    assert {key: value.dtype for key, value in weights.items()} == dtypes
+    assert {parameter.dtype for parameter in model.model.parameters()} == {torch.float32}
 
 
 def test_nothing_to_recalibrate(trained, plain, data, tmp_path, capsys):
@@ -177,8 +168,7 @@ def test_nothing_to_recalibrate(trained, plain, data, tmp_path, capsys):
         model.encoder_norm = "layer"
     save_checkpoint(state, tmp_path / "ln.pt")
     files = ["--inputs", tmp_path / "ln.pt", "--output", tmp_path / "out.pt"]
-    arguments = [*files, "--recalibrate", data / "bin"]
-    assert main([str(argument) for argument in arguments]) == 0
+    assert main([*files, "--recalibrate", data / "bin"]) == 0
     captured = capsys.readouterr()
     assert "nothing to recalibrate" in captured.out
     assert captured.err == ""
@@ -236,8 +226,7 @@ def test_the_script_knows_how_the_average_was_made(trained, tmp_path, capsys):
     flags = ("--run", trained, "--last", 2, "--output", averaged)
     psi2 = []
     for options, averaged_again in itertools.product((["--recalibrate"], []), (True, False)):
-        found = main([str(argument) for argument in (*flags, *options)])
-        assert found == 0
+        assert main([*flags, *options]) == 0
         printed = capsys.readouterr()
         assert ("already" not in printed.err) == averaged_again, options
         assert ("validation loss after" in printed.out) == (averaged_again and bool(options))

@@ -93,8 +93,7 @@ def test_parameters_are_as_many_as_in_the_authors_code(arch, vocabulary, tokens,
     )
     with torch.device("meta"):
         model = ARCH_MODEL_REGISTRY[arch].build_model(arch_args(arch), task)
-    found = sum(parameter.numel() for parameter in model.parameters())
-    assert found == parameters
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
 
 
 def test_positions_are_distances_to_the_end_of_the_longest_block():
@@ -112,8 +111,7 @@ def test_model_is_its_formula(post_norm):
         "tensorized_lm_ln_tiny", post_norm=post_norm, decoder_layers=1, decoder_final_norm=False
     )
     model = model.double().eval()
-    found = sum(isinstance(each, ChannelNorm) for each in model.modules())
-    assert found == 2
+    assert sum(isinstance(each, ChannelNorm) for each in model.modules()) == 2
     decoder = model.decoder
     layer = model.decoder.layers[0]
     tokens = torch.randint(4, VOCABULARY, (2, BLOCK))

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fairseq.logging import progress_bar
+from torch.testing import assert_close
 
 from pn_fairseq.models.placements import PLACEMENTS
 from pn_fairseq.pipeline.training_log import read_log
@@ -100,7 +101,7 @@ def test_recomputation_gives_the_same_losses(flag, data, tmp_path, plain):
             value = value.double()
             error = (recomputed[key].double() - value).norm().item()
             close = 1e-4 * value.norm().item()
-            torch.testing.assert_close(error, 0.0, rtol=0, atol=close, msg=key)
+            assert_close(error, 0.0, rtol=0, atol=close, msg=key)
 
 
 @pytest.mark.parametrize(
@@ -176,4 +177,4 @@ def test_two_ranks_under_both_backends(arch, data, tmp_path):
     assert set(counters(models[0]).values()) == {6}
     for key, value in models[0].items():
         found = models[1][key]
-        torch.testing.assert_close(found, value, rtol=1e-3, atol=1e-5, msg=key)
+        assert_close(found, value, rtol=1e-3, atol=1e-5, msg=key)

@@ -2,6 +2,7 @@ from copy import deepcopy
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from pn_fairseq.fairseq_patches.training import padding_of_inputs
 from pn_fairseq.models.layers import mask_of
@@ -16,8 +17,7 @@ def test_all_hidden_states_are_returned_when_asked_for():
     assert len(out["encoder_states"]) == 4
     assert len(out["fc_results"]) == 3
     assert out["encoder_out"][0].shape == (7, 3, 128)
-    found = out["src_lengths"][0].flatten().tolist()
-    assert found == [7, 4, 7]
+    assert out["src_lengths"][0].flatten().tolist() == [7, 4, 7]
 
 
 @pytest.mark.parametrize("variant", ["paper", "release"])
@@ -37,7 +37,7 @@ def test_embeddings_at_padding_are_zeroed_but_not_in_the_release(variant):
     model(src, None, prev)
     embedded = 128**0.5 * model.encoder.embed_tokens(src) + model.encoder.embed_positions(src)
     expected = embedded if variant == "release" else embedded * src.ne(1).unsqueeze(-1)
-    torch.testing.assert_close(seen[0].transpose(0, 1), expected)
+    assert_close(seen[0].transpose(0, 1), expected)
     assert (expected[1, 0] != 0).all() == (variant == "release"), "source 1 begins with padding"
 
 
@@ -59,7 +59,7 @@ def test_compiled_model_trains_and_evaluates_like_the_plain_one():
     with torch.no_grad():
         found = compiled(src, None, prev)[0]
         expected = plain(src, None, prev)[0]
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+        assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,11 @@
 import warnings
 from contextlib import contextmanager
 
+import pytest
 import torch
 from torch import nn
 
+from pn_fairseq.norms import convert_norms
 from pn_fairseq.testing.helpers import of_kinds
 
 B = 3
@@ -46,6 +48,23 @@ class ByVariance(nn.Module):
     def forward(self, x):
         x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
         return (getattr(self, self.gain) + self.offset) * x
+
+
+def random_tokens():
+    return torch.randn(B, T, C)
+
+
+def converted(norm="batch", **options):
+    """A :class:`FeedForward` with other norms."""
+    return convert_norms(FeedForward(), norm, **options)
+
+
+def refuses(message):
+    return pytest.raises(ValueError, match=message)
+
+
+def warns(message):
+    return pytest.warns(UserWarning, match=message)
 
 
 @contextmanager

@@ -37,40 +37,37 @@ from .helpers import (
 WINDOW = {"window": 3, "psi_warmup_updates": 9, "alpha_fwd": 0.8}
 PENALTY = {"lambda_mean": 3.0, "lambda_var": 2.0}
 TIGHT = {"renorm_updates": 8, "renorm_r_max": 1.2, "renorm_d_max": 0.3, "alpha_fwd": 0.7}
-RELEASE = {"variant": "release"}
-
 #: Name -> norm, its options, and its oracle.
-CASES = {
-    "pn": ("power", {"alpha_fwd": 0.99, "alpha_bwd": 0.7, "eps": 0.5}, oracles.PowerNormOracle),
-    "pn, warm-up": ("power", {"alpha_fwd": 0.5, "psi_warmup_updates": 7}, oracles.PowerNormOracle),
-    "pn, not affine": ("power", {"affine": False, "alpha_bwd": 0.95}, oracles.PowerNormOracle),
-    "bn": ("batch", {"alpha_fwd": 0.5, "eps": 0.1}, oracles.BatchNormOracle),
-    "bn, release": ("batch", RELEASE, oracles.BatchNormReleaseOracle),
-    "pn-v": ("power-v", {"alpha_fwd": 0.5, "eps": 0.1}, oracles.PowerNormVOracle),
-    "pn-v, not affine": ("power-v", {"affine": False}, oracles.PowerNormVOracle),
-    "brn": ("batch-renorm", {"renorm_updates": 12}, oracles.BatchRenormOracle),
-    "brn, tight": ("batch-renorm", {**TIGHT, "eps": 0.1}, oracles.BatchRenormOracle),
-    "mabn": ("mabn", {"window": 4, "eps": 0.1}, windows.MovingAverageOracle),
-    "mabn, window of 1": ("mabn", {"window": 1}, windows.MovingAverageOracle),
-    "mabn, warm-up": ("mabn", WINDOW, windows.MovingAverageOracle),
-    "un": ("unified", {"alpha_fwd": 0.8, "alpha_bwd": 0.7, "eps": 0.1}, windows.UnifiedOracle),
-    "un, warm-up": ("unified", {"psi_warmup_updates": 9}, windows.UnifiedOracle),
-    "un, filtration": ("unified", {"outlier_filtration": True}, windows.UnifiedOracle),
-    "un, window of 1": ("unified", {"window": 1}, windows.UnifiedOracle),
-    "un, release": ("unified", RELEASE, partial(windows.UnifiedOracle, release=True)),
-    "rbn": ("batch-reg", {**PENALTY, "eps": 0.1}, oracles.RegularizedOracle),
-    "rbn, release": (
-        "batch-reg",
-        {**PENALTY, **RELEASE},
-        partial(oracles.RegularizedOracle, release=True),
-    ),
-    "prepbn": ("prep-batch", {"fade_updates": 10, "eps": 0.1}, oracles.ProgressiveOracle),
-    "prepbn, not affine": (
-        "prep-batch",
-        {"fade_updates": 10, "affine": False},
-        oracles.ProgressiveOracle,
-    ),
-}
+CASES = {}
+
+
+def case(name, norm, oracle, **options):
+    CASES[name] = norm, options, oracle
+
+
+case("pn", "power", oracles.PowerNormOracle, alpha_fwd=0.99, alpha_bwd=0.7, eps=0.5)
+case("pn, warm-up", "power", oracles.PowerNormOracle, alpha_fwd=0.5, psi_warmup_updates=7)
+case("pn, not affine", "power", oracles.PowerNormOracle, affine=False, alpha_bwd=0.95)
+case("bn", "batch", oracles.BatchNormOracle, alpha_fwd=0.5, eps=0.1)
+case("bn, release", "batch", oracles.BatchNormReleaseOracle, variant="release")
+case("pn-v", "power-v", oracles.PowerNormVOracle, alpha_fwd=0.5, eps=0.1)
+case("pn-v, not affine", "power-v", oracles.PowerNormVOracle, affine=False)
+case("brn", "batch-renorm", oracles.BatchRenormOracle, renorm_updates=12)
+case("brn, tight", "batch-renorm", oracles.BatchRenormOracle, **TIGHT, eps=0.1)
+case("mabn", "mabn", windows.MovingAverageOracle, window=4, eps=0.1)
+case("mabn, window of 1", "mabn", windows.MovingAverageOracle, window=1)
+case("mabn, warm-up", "mabn", windows.MovingAverageOracle, **WINDOW)
+case("un", "unified", windows.UnifiedOracle, alpha_fwd=0.8, alpha_bwd=0.7, eps=0.1)
+case("un, warm-up", "unified", windows.UnifiedOracle, psi_warmup_updates=9)
+case("un, filtration", "unified", windows.UnifiedOracle, outlier_filtration=True)
+case("un, window of 1", "unified", windows.UnifiedOracle, window=1)
+released = partial(windows.UnifiedOracle, release=True)
+case("un, release", "unified", released, variant="release")
+case("rbn", "batch-reg", oracles.RegularizedOracle, **PENALTY, eps=0.1)
+released = partial(oracles.RegularizedOracle, release=True)
+case("rbn, release", "batch-reg", released, **PENALTY, variant="release")
+case("prepbn", "prep-batch", oracles.ProgressiveOracle, fade_updates=10, eps=0.1)
+case("prepbn, not affine", "prep-batch", oracles.ProgressiveOracle, fade_updates=10, affine=False)
 #: Options of the norms -> their names in the oracles; those that are missing have the same name, or
 #: none.
 OF_ORACLES = {

@@ -13,6 +13,7 @@ import torch._dynamo.testing
 from torch import nn
 from torch._inductor import scheduler
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from pn_fairseq.norms import (
@@ -216,7 +217,7 @@ def test_recalibration_of_a_compiled_model():
                 call(x, mask)
     assert norms[0].running_mean.any()
     for name, value in norms[0].state_dict().items():
-        torch.testing.assert_close(norms[1].state_dict()[name], value, rtol=1e-6, atol=1e-6)
+        assert_close(norms[1].state_dict()[name], value, rtol=1e-6, atol=1e-6)
 
 
 class Asked:
@@ -271,7 +272,7 @@ def test_layers_that_are_compiled_one_by_one_share_a_graph():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-class Attention(nn.Module):
+class Layer(nn.Module):
     def __init__(self):
         super().__init__()
         self.norm, self.linear = nn.LayerNorm(CHANNELS), nn.Linear(CHANNELS, CHANNELS)
@@ -280,20 +281,20 @@ class Attention(nn.Module):
         return x + self.linear(self.norm(x))
 
 
-class AroundAttention(nn.Module):
+class AroundLayer(nn.Module):
     def __init__(self):
         super().__init__()
-        self.attention = Attention()
+        self.layer = Layer()
 
     def forward(self, x, padding_mask=None):
-        return self.attention(x, padding_mask)
+        return self.layer(x, padding_mask)
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_layers_with_masks_that_are_compiled_one_by_one_share_graphs(fullgraph):
     """Two graphs, as the unconverted layers: the input of the first layer needs no gradient."""
     x, mask = torch.randn(4, 6, CHANNELS), torch.arange(6) >= torch.tensor([6, 4, 3, 5])[:, None]
-    plain = nn.ModuleList(AroundAttention() for _ in range(12))
+    plain = nn.ModuleList(AroundLayer() for _ in range(12))
     graphs, outputs = [], []
     for convert, compiles in ((False, True), (True, False), (True, True)):
         layers = copy.deepcopy(plain)
@@ -310,7 +311,7 @@ def test_layers_with_masks_that_are_compiled_one_by_one_share_graphs(fullgraph):
         outputs.append(y)
         graphs.append(counter.frame_count)
     assert graphs == [2, 0, 2]
-    torch.testing.assert_close(outputs[2], outputs[1], rtol=0, atol=0)
+    assert_close(outputs[2], outputs[1], rtol=0, atol=0)
 
 
 def test_a_norm_that_counts_its_own_steps_is_compiled_once():
@@ -327,19 +328,10 @@ def test_parameters_that_are_given_are_used():
         return y, *torch.autograd.grad(y.square().sum(), list(given.values()))
 
     compiled = torch.compile(call, backend="aot_eager")
-    torch.testing.assert_close(compiled(), call(), rtol=0, atol=0)
+    assert_close(compiled(), call(), rtol=0, atol=0)
 
 
 # Masks.
-
-
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.linear = nn.LayerNorm(CHANNELS), nn.Linear(CHANNELS, CHANNELS)
-
-    def forward(self, x, padding_mask=None):
-        return x + self.linear(self.norm(x))
 
 
 class Encoder(nn.Module):
@@ -432,4 +424,4 @@ def train_rank(rank, world, name):
 def test_ranks(name):
     for plain, compiled in run_ranks(train_rank, 2, name):
         for key, value in plain.items():
-            torch.testing.assert_close(compiled[key], value, rtol=1e-6, atol=1e-6, msg=key)
+            assert_close(compiled[key], value, rtol=1e-6, atol=1e-6, msg=key)

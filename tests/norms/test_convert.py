@@ -9,6 +9,7 @@ from copy import deepcopy
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import prune
@@ -25,6 +26,7 @@ from pn_fairseq.norms import (
 )
 
 from ..pairwise import in_pairs
+from ..tables import rows
 from .converted import (
     LENGTHS,
     MASK,
@@ -34,8 +36,12 @@ from .converted import (
     C,
     FeedForward,
     T,
+    converted,
+    random_tokens,
     randomized,
+    refuses,
     silent,
+    warns,
 )
 
 #: Of the types, how close two ways to compute the same come.
@@ -98,9 +104,9 @@ def test_sync_batch_norm_is_replaced_by_a_synchronised_norm():
     assert model[0].sync
     assert model[0].process_group is group
     assert model[0].alpha_fwd == pytest.approx(0.7)
-    assert not convert_norms(FeedForward(), "power").norm.sync  # as in the paper
+    assert not converted("power").norm.sync  # as in the paper
     assert convert_norms(nn.Sequential(nn.SyncBatchNorm(C, affine=False)), "power")[0].sync
-    assert convert_norms(FeedForward(), "batch").norm.sync
+    assert converted().norm.sync
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.1, 0.3, 1.0])
@@ -124,14 +130,10 @@ def test_momentum_is_carried_over(momentum, norm):
 def test_a_momentum_that_cannot_be_carried_over_is_refused():
     make = lambda momentum: nn.Sequential(nn.Linear(C, C), nn.BatchNorm1d(C, momentum=momentum))  # noqa: E731
     model = make(None)
-    with pytest.raises(
-        ValueError, match=r"1: its momentum=None averages .* give alpha_fwd=0.9 .*recalibrating\(\)"
-    ):
+    with refuses(r"1: its momentum=None averages .* give alpha_fwd=0.9 .*recalibrating\(\)"):
         convert_norms(model, "batch")
     assert isinstance(model[1], nn.BatchNorm1d)
-    with pytest.raises(
-        ValueError, match=r"1: its momentum=1.5 is not in \[0, 1\]: give alpha_fwd="
-    ):
+    with refuses(r"1: its momentum=1.5 is not in \[0, 1\]: give alpha_fwd="):
         convert_norms(make(1.5), "batch")
     assert convert_norms(make(None), "batch", alpha_fwd=0.8)[1].alpha_fwd == 0.8
     assert convert_norms(make(None), "rms")[1].replaced == "BatchNorm1d"  # has no statistics
@@ -177,7 +179,7 @@ def test_a_checkpoint_with_another_layer_scale_is_refused(norm, saved, own):
     """No tensor of a parameter or statistic shows layer-scale, and outputs would be wrong."""
 
     def model(groups):
-        return convert_norms(FeedForward(), norm, layer_scale_groups=groups)
+        return converted(norm, layer_scale_groups=groups)
 
     state = model(saved).state_dict()
     model(saved).load_state_dict(state)
@@ -256,20 +258,14 @@ def test_other_classes_are_replaced_if_they_compute_the_same():
     model["lazy"] = nn.LazyBatchNorm1d()
     model["biased"] = Biased()
     convert_norms(model, "rms")
-    found = [each.name for each in norm_report(model)]
-    assert found == ["t5", "wide", "biased"]
+    assert [each.name for each in norm_report(model)] == ["t5", "wide", "biased"]
     assert model["t5"].eps == 1e-3
-    with pytest.raises(
-        ValueError, match="no norm to replace: other computes neither .* lazy does not know its n"
-    ):
+    with refuses("no norm to replace: other computes neither .* lazy does not know its n"):
         convert_norms(model, "rms")
-    found = len(norm_report(convert_norms(nn.Sequential(ByVariance().bfloat16()), "rms")))
-    assert found == 1
+    assert len(norm_report(convert_norms(nn.Sequential(ByVariance().bfloat16()), "rms"))) == 1
     for forward in (lambda x, residual: x, lambda x: x.flatten()):
         model["other"].forward = forward
-        with pytest.raises(
-            ValueError, match="no norm to replace: other does not accept inputs of shape"
-        ):
+        with refuses("no norm to replace: other does not accept inputs of shape"):
             convert_norms(model, "rms")
 
 
@@ -326,7 +322,7 @@ def test_a_norm_without_eps_is_replaced():
     """As x-transformers'."""
     forward = lambda self, x: nn.functional.normalize(x, dim=-1) * C**0.5 * self.g  # noqa: E731
     norm = type("UnitNorm", (ByVariance,), {"forward": forward})(gain="g")
-    x = torch.randn(B, T, C)
+    x = random_tokens()
     del norm.variance_epsilon
     found = convert_norms(nn.Sequential(norm), "rms")(x)
     torch.testing.assert_close(found, norm(x))
@@ -361,10 +357,10 @@ def test_a_norm_whose_bias_has_another_name_is_told(names):
 
     model = nn.ModuleDict({"own": OwnNorm(), "norm": nn.LayerNorm(C)})
     message = f"computes LayerNorm, but its bias is called {names[1]}: call it bias"
-    with pytest.warns(UserWarning, match=f"own {message}"):
+    with warns(f"own {message}"):
         convert_norms(model, "batch")
     assert type(model["own"]) is OwnNorm
-    with pytest.raises(ValueError, match=f"no norm to replace: .*OwnNorm {message}"):
+    with refuses(f"no norm to replace: .*OwnNorm {message}"):
         convert_norms(OwnNorm(), "batch")
 
 
@@ -372,17 +368,17 @@ def test_a_norm_whose_bias_has_another_name_is_told(names):
 @pytest.mark.parametrize("eps_name", ["eps", "variance_epsilon", "epsilon", "e", None])
 def test_an_epsilon_is_stored_under_a_known_name_or_told(kind, eps_name):
     own = type(kind, (OwnRMS,), {})(eps_name)
-    x = torch.randn(B, T, C) * 1e-3  # beside which epsilon matters
+    x = random_tokens() * 1e-3  # beside which epsilon matters
     model = nn.ModuleDict({"plain": nn.LayerNorm(C), "own": own, "slope": nn.PReLU(C)})
     if eps_name in ("e", None):
         told = (
             "own computes LayerNorm or RMSNorm, but its epsilon is unknown: store it as eps or "
             "variance_epsilon or"
         )
-        with pytest.warns(UserWarning, match=f"leaves some norms as they are: {told} epsilon. "):
+        with warns(f"leaves some norms as they are: {told} epsilon. "):
             convert_norms(model, "rms")
         assert model["own"] is own
-        with pytest.raises(ValueError, match=f"no norm to replace: {told}"):
+        with refuses(f"no norm to replace: {told}"):
             convert_norms(nn.Sequential(OrderedDict(own=own)), "rms")
     else:
         with silent():
@@ -419,16 +415,14 @@ def test_a_norm_with_a_second_input_is_left(forward, second):
         {"plain": ByVariance(), "two": of_two_inputs(forward), "of_mamba": of_two_inputs(gated)}
     )
     kept = {name: module for name, module in model.items() if name != "plain"}
-    with pytest.warns(
-        UserWarning,
-        match=f"leaves some norms as they are: two takes a second input, {second}, that is",
+    with warns(
+        f"leaves some norms as they are: two takes a second input, {second}, that is",
     ):
         convert_norms(model, "rms")
     assert [each.name for each in norm_report(model)] == ["plain"]
     assert all(model[name] is kept[name] for name in kept)
-    with pytest.raises(
-        ValueError,
-        match=f"no norm to replace: two takes a second input, {second}, that is no padding",
+    with refuses(
+        f"no norm to replace: two takes a second input, {second}, that is no padding",
     ):
         convert_norms(model, "rms", only="two")
     with silent():
@@ -437,8 +431,7 @@ def test_a_norm_with_a_second_input_is_left(forward, second):
 
 def test_a_norm_whose_second_input_is_a_mask_is_replaced():
     forward = lambda self, x, padding_mask=None: ByVariance.forward(self, x)  # noqa: E731
-    found = len(norm_report(convert_norms(nn.Sequential(of_two_inputs(forward)), "rms")))
-    assert found == 1
+    assert len(norm_report(convert_norms(nn.Sequential(of_two_inputs(forward)), "rms"))) == 1
 
 
 @pytest.mark.parametrize("norm", ["rms", "batch"])
@@ -449,11 +442,9 @@ def test_a_second_argument_that_is_no_mask_is_refused(norm, training):
     x = torch.randn(B, C, C)
     gate = torch.rand(B, C, C)
     for given in (gate, gate[:, 0], gate > 0.5, [[True] * C] * B, 0.5):
-        with pytest.raises(
-            ValueError, match=r"0: its second argument must be a padding mask, bool .*skip='0'"
-        ):
+        with refuses(r"0: its second argument must be a padding mask, bool .*skip='0'"):
             model[0](x, given)
-    with pytest.raises(ValueError, match="does not say whether 1 is padding"):
+    with refuses("does not say whether 1 is padding"):
         model[0](x, torch.ones(B, C, dtype=torch.long))
     mask = torch.arange(C) >= LENGTHS[:, None]
     expected = deepcopy(model)[0](x, mask)
@@ -482,9 +473,7 @@ def test_a_weight_that_would_be_lost_is_refused():
             ByVariance(),
         ):
             model = nn.ModuleDict({"plain": nn.LayerNorm(C), "computed": compute(norm)})
-            with pytest.raises(
-                ValueError, match="the (weight|bias) of computed is not a parameter of its own"
-            ):
+            with refuses("the (weight|bias) of computed is not a parameter of its own"):
                 convert_norms(model, "batch")
             assert len(norm_report(convert_norms(model, "batch", skip="computed"))) == 1
         for norm in (
@@ -530,68 +519,57 @@ def test_patterns_choose():
     assert "layout TBC, mask from padding(...)" in expected
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ({"only": "c.*"}, "pattern 'c.\\*' matches no norm of the model; norms: norm, last"),
-        ({"skip": "*"}, "no norm to replace"),
-        ({"norm": "bach"}, "unknown norm 'bach', did you mean 'batch'"),
-        ({"norm": "bn"}, "unknown norm 'bn', did you mean 'batch'"),
-        ({"norm": "pn"}, "unknown norm 'pn', did you mean 'power'"),
-        ({"alpha_fw": 1}, "unknown norm option 'alpha_fw', did you mean 'alpha_fwd'.*has aff"),
-        ({"psi_warmup_updates": 1}, "unknown norm option 'psi_warmup_updates' .batch has affine"),
-        ({"batch_first": True}, "unknown norm option 'batch_first'"),
-        ({"layout": "CBT"}, "layout='CBT' must be one of BTC"),
-        (
-            {"layout": "BCT"},
-            "layout='BCT' is for batch norms; norm is a LayerNorm over the last dimension",
-        ),
-        ({"mask_from": "mask"}, "mask_from='mask': what its values mean is not known"),
-        ({"mask_from": {"lengths": "length"}}, "'length' must be a function or one of mask, valid"),
-        (
-            {"mask_from": "attention_mask"},
-            "no module that contains a replaced norm has a forward argument",
-        ),
-    ],
-)
+#: Arguments beside norm="batch", and the message.
+WRONG = r"""
+only: c.* | pattern 'c.\*' matches no norm of the model; norms: norm, last
+skip: '*' | no norm to replace
+norm: bach | unknown norm 'bach', did you mean 'batch'
+norm: bn | unknown norm 'bn', did you mean 'batch'
+norm: pn | unknown norm 'pn', did you mean 'power'
+alpha_fw: 1 | unknown norm option 'alpha_fw', did you mean 'alpha_fwd'.*has aff
+psi_warmup_updates: 1 | unknown norm option 'psi_warmup_updates' .batch has affine
+batch_first: true | unknown norm option 'batch_first'
+layout: CBT | layout='CBT' must be one of BTC
+layout: BCT | layout='BCT' is for batch norms; norm is a LayerNorm over the last dimension
+mask_from: mask | mask_from='mask': what its values mean is not known
+mask_from: {lengths: length} | 'length' must be a function or one of mask, valid
+mask_from: attention_mask | no module that contains a replaced norm has a forward argument
+"""
+
+
+@pytest.mark.parametrize(("arguments", "message"), rows(WRONG))
 def test_wrong_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        convert_norms(FeedForward(), **{"norm": "batch", **arguments})
+    with refuses(message):
+        converted(**{"norm": "batch", **yaml.safe_load(arguments)})
 
 
 def test_swapped_arguments_are_named():
-    with pytest.raises(ValueError, match=r"the model comes first, .* but it is 'batch'"):
+    with refuses(r"the model comes first, .* but it is 'batch'"):
         convert_norms("batch", FeedForward())
     state = FeedForward().state_dict()
-    with pytest.raises(
-        ValueError, match=r"the model comes first, .* but it is of type OrderedDict$"
-    ):
+    with refuses(r"the model comes first, .* but it is of type OrderedDict$"):
         convert_norms(state, "batch")
 
 
 def test_a_model_that_is_converted_and_one_without_norms_are_told_apart():
-    model = convert_norms(FeedForward(), "batch")
+    model = converted()
     for options in ({}, {"only": "norm"}):
-        with pytest.raises(
-            ValueError, match=r"its norms are of this package already \(MaskedBatchNorm\)"
-        ):
+        with refuses(r"its norms are of this package already \(MaskedBatchNorm\)"):
             convert_norms(model, "power", **options)
-    with pytest.raises(
-        ValueError, match="no norm to replace: it has neither a LayerNorm or RMSNorm over the last"
-    ):
+    with refuses("no norm to replace: it has neither a LayerNorm or RMSNorm over the last"):
         convert_norms(nn.Sequential(nn.Linear(C, C), nn.GroupNorm(2, C)), "batch")
-    with pytest.raises(ValueError, match="no norm to replace: only= and skip= leave none"):
-        convert_norms(FeedForward(), "batch", only="norm", skip="norm")
+    with refuses("no norm to replace: only= and skip= leave none"):
+        converted(only="norm", skip="norm")
 
 
 @pytest.mark.parametrize("name", [name for name in NORMS])
 def test_every_norm_can_be_put_in(name):
-    model = convert_norms(FeedForward(), name)
+    model = converted(name)
     assert [*model.norm.state_dict()] == [*build_norm(name, C).state_dict()]
     with padding(MASK):
-        model(torch.randn(B, T, C)).sum().backward()
+        model(random_tokens()).sum().backward()
     with padding(MASK[:, 1:]):  # evaluation looks at no mask
-        model.eval()(torch.randn(B, T, C))
+        model.eval()(random_tokens())
 
 
 # Wrappers and optimizers.
@@ -609,15 +587,15 @@ def test_a_wrapped_model_is_refused(one_rank):
     make = lambda: nn.Sequential(nn.Linear(C, C), nn.RMSNorm(C))  # noqa: E731
     message = "is wrapped in DistributedDataParallel, which .*: convert before you wrap"
     wrapped = nn.parallel.DistributedDataParallel(make())
-    with pytest.raises(ValueError, match=f"the model {message}"):
+    with refuses(f"the model {message}"):
         convert_norms(wrapped, "batch")
     assert isinstance(wrapped.module[1], nn.RMSNorm)
-    with pytest.raises(ValueError, match=f"inner {message}"):
+    with refuses(f"inner {message}"):
         convert_norms(nn.ModuleDict({"inner": wrapped}), "batch")
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (1,))
-    with pytest.raises(ValueError, match="the model is wrapped in FSDPModule"):
+    with refuses("the model is wrapped in FSDPModule"):
         convert_norms(fully_shard(make(), mesh=mesh), "batch")
     nn.parallel.DistributedDataParallel(convert_norms(make(), "batch"))
 
@@ -626,7 +604,7 @@ def test_names_of_the_parameters_of_norms_before_a_conversion_and_in_a_part_left
     model = nn.Transformer(C, 2, 1, 1, 16, batch_first=True)
     norms = {name for name, _ in model.named_parameters() if "norm" in name}
     assert set(norm_parameter_names(model)) == norms
-    with pytest.warns(UserWarning, match="future tokens"):
+    with warns("future tokens"):
         convert_norms(model, "batch", only="*.layers.*")
     assert set(norm_parameter_names(model)) == norms
     assert norm_parameter_names(nn.Linear(C, C)) == []
@@ -715,9 +693,9 @@ def test_content_of_padding_changes_nothing(norm, form, dtype):
 @pytest.mark.parametrize("norm", ["batch", "layer"])
 @pytest.mark.parametrize("training", [True, False])
 def test_zero_padding(norm, training):
-    model = convert_norms(FeedForward(), norm, zero_padding=True, only="last").train(training)
+    model = converted(norm, zero_padding=True, only="last").train(training)
     with padding(MASK):
-        y = model(torch.randn(B, T, C))
+        y = model(random_tokens())
     assert (y[MASK] == 0).all()
     assert (y[~MASK] != 0).all()
 
@@ -728,9 +706,7 @@ def test_equal_sizes_ask_for_the_layout_until_one_batch_shows_it():
     model = convert_norms(nn.Sequential(nn.LayerNorm(C)), "batch")
     with (
         padding(mask),
-        pytest.raises(
-            ValueError, match="0: tokens .* give convert_norms layout='BTC' or layout='TBC'"
-        ),
+        refuses("0: tokens .* give convert_norms layout='BTC' or layout='TBC'"),
     ):
         model(square)
     with padding(MASK):
@@ -738,8 +714,8 @@ def test_equal_sizes_ask_for_the_layout_until_one_batch_shows_it():
     fixed = convert_norms(nn.Sequential(nn.LayerNorm(C)), "batch", layout="TBC")
     with padding(mask):
         assert model(square).equal(fixed(square))
-    with padding(MASK), pytest.raises(ValueError, match="do not have the layout TBC but BTC"):
-        fixed(torch.randn(B, T, C))
+    with padding(MASK), refuses("do not have the layout TBC but BTC"):
+        fixed(random_tokens())
 
 
 def test_other_shapes():
@@ -755,11 +731,9 @@ def test_other_shapes():
     with padding(MASK):
         assert flat(rows).flatten(0, 1).equal(flat(rows.flatten(0, 1)))
         assert model(torch.randn(B, C)).shape == (B, C)  # a vector for each sequence
-        with pytest.raises(ValueError, match="order of its 21 rows"):
+        with refuses("order of its 21 rows"):
             model(rows.flatten(0, 1))
-        with pytest.raises(
-            ValueError, match="it has 5 rows, neither .* 3 sequences nor their 13 real tokens"
-        ):
+        with refuses("it has 5 rows, neither .* 3 sequences nor their 13 real tokens"):
             model(torch.randn(5, C))
     # Sequences without their padding, as of a PackedSequence or x[mask], have none.
     packed = rows.transpose(0, 1)[~MASK]
@@ -787,16 +761,15 @@ def test_other_shapes():
         same = deepcopy(model)(filled).movedim(1, -1)
         assert y.movedim(1, -1)[~mask].equal(same[~mask])
         assert y.is_contiguous()
-        with pytest.raises(ValueError, match="expected an input of layout BCHW"):
+        with refuses("expected an input of layout BCHW"):
             model(torch.randn(2, C, 5))
-        with pytest.raises(
-            ValueError,
-            match=r"images \(2, 6, 4\) = \(B, H, W\) need a mask of this shape; .* \(2, 5, 4\)",
+        with refuses(
+            r"images \(2, 6, 4\) = \(B, H, W\) need a mask of this shape; .* \(2, 5, 4\)",
         ):
             model(torch.randn(2, C, 6, 4))
     with padding(None):
         for given in (image, image.contiguous(memory_format=torch.channels_last)):
             y = deepcopy(model)(given)
             torch.testing.assert_close(y, nn.BatchNorm2d(C)(given), check_stride=True)
-    with pytest.raises(ValueError, match="0 is for images: give layout='BCHW'"):
+    with refuses("0 is for images: give layout='BCHW'"):
         convert_norms(nn.Sequential(nn.BatchNorm2d(C)), "batch")

@@ -29,7 +29,22 @@ from pn_fairseq.norms.masks import search
 from pn_fairseq.norms.masks.padding import current_scope
 
 from ..pairwise import in_pairs
-from .converted import LENGTHS, MASK, SOME_NORMS, B, C, FeedForward, T, randomized, recorded, silent
+from .converted import (
+    LENGTHS,
+    MASK,
+    SOME_NORMS,
+    B,
+    C,
+    FeedForward,
+    T,
+    converted,
+    random_tokens,
+    randomized,
+    recorded,
+    refuses,
+    silent,
+    warns,
+)
 
 
 class Sub(nn.Module):
@@ -70,7 +85,7 @@ def test_the_innermost_module_with_the_argument_decides():
         "padding(...), else argument padding_mask of inner (if it is None, no other), else "
         "argument attention" in line
     )
-    x = torch.randn(B, T, C)
+    x = random_tokens()
     filled = x.masked_fill(MASK[..., None], 1e4)
     real = ~MASK[:, ::2]
     valid = (~MASK).int()
@@ -80,9 +95,7 @@ def test_the_innermost_module_with_the_argument_decides():
         assert y[real].equal(expected[real])
     with pytest.raises(KeyError):
         model(x, valid, fail=True)  # leaves no scope behind
-    with pytest.warns(
-        UserWarning, match="first takes statistics .* no padding mask has reached it: padding"
-    ):
+    with warns("first takes statistics .* no padding mask has reached it: padding"):
         copy.deepcopy(model).first(x)
 
 
@@ -93,13 +106,13 @@ def test_the_scopes_of_two_conversions_end(fail):
     )
     convert_norms(model, "batch", mask_from="attention_mask", only="inner.norm")
     with pytest.raises(KeyError) if fail else nullcontext():
-        model(torch.randn(B, T, C), (~MASK).int(), fail=fail)
+        model(random_tokens(), (~MASK).int(), fail=fail)
     assert current_scope() is None
 
 
 def test_an_argument_that_is_none_hides_the_masks_of_modules_around():
     """With the warning, as the inner module may have other tokens; a block holds there."""
-    x = torch.randn(B, T, C)
+    x = random_tokens()
     filled = x.masked_fill(MASK[..., None], 1e4)
     real = ~MASK[:, ::2]
     none = torch.zeros_like(MASK)
@@ -109,9 +122,8 @@ def test_an_argument_that_is_none_hides_the_masks_of_modules_around():
     ):
         arguments = {"padding_mask": "mask", "attention_mask": form}
         model = convert_norms(Outer(), "batch", mask_from=arguments, skip="*pool")
-        with pytest.warns(
-            UserWarning,
-            match=r"inner.norm .* reached it \(argument padding_mask of inner is None\)",
+        with warns(
+            r"inner.norm .* reached it \(argument padding_mask of inner is None\)",
         ):
             hidden = copy.deepcopy(model)(filled, mask)
         with silent():
@@ -121,7 +133,7 @@ def test_an_argument_that_is_none_hides_the_masks_of_modules_around():
         assert y[real].equal(expected[real])
         assert not y[real].equal(hidden[real])
     model = convert_norms(Outer(), "batch", mask_from=arguments, only="inner.norm")
-    with pytest.warns(UserWarning, match="inner.norm"):
+    with warns("inner.norm"):
         model(x, full + 2)  # of other sequences
 
 
@@ -134,6 +146,11 @@ class Attending(nn.Module):
 
     def forward(self, x, encoder_out=None, src_lengths=None):
         return self.norm(x)
+
+
+def attending(forward):
+    """A layer with this forward."""
+    return type("Layer", (Attending,), {"forward": forward})()
 
 
 class EncoderDecoder(nn.Module):
@@ -150,8 +167,7 @@ class EncoderDecoder(nn.Module):
             "TBC": memory.transpose(0, 1),
             True: memory,
         }
-        attended = kinds.get(attends)
-        return self.decoder(y, attended, src_lengths)
+        return self.decoder(y, kinds.get(attends), src_lengths)
 
 
 @pytest.mark.parametrize(
@@ -175,11 +191,10 @@ def test_a_mask_of_the_source_is_none_for_what_attends_to_it(
         EncoderDecoder(), "batch", mask_from={argument: "lengths"}, layout="BTC", only="decoder*"
     )
     source = torch.randn(B, source_length, C)
-    target = torch.randn(B, T, C)
+    target = random_tokens()
     with recorded() as texts:
         model(source, target, attends=attends, **{argument: LENGTHS}).sum().backward()
-    found = ["no padding mask has reached it: " in text for text in texts]
-    assert found == [True] * (not used)
+    assert ["no padding mask has reached it: " in text for text in texts] == [True] * (not used)
     # encoder_out may be None
     assert norm_report(model)[-1].masks == (f"argument {argument} of the model",)
     model.eval()
@@ -188,29 +203,23 @@ def test_a_mask_of_the_source_is_none_for_what_attends_to_it(
 
 
 @pytest.mark.parametrize(
-    "forward",
-    [
-        lambda self, x, memory: self.norm(x),
-        lambda self, x, encoder_outputs: self.norm(x),
-        lambda self, x, enc_output: self.norm(x),
-        lambda self, x, mem: self.norm(x),
-        lambda self, x, enc: self.norm(x),
-        lambda self, x, encoder_states: self.norm(x),
-    ],
+    "name", ["memory", "encoder_outputs", "enc_output", "mem", "enc", "encoder_states"]
 )
-def test_names_of_what_a_module_attends_to(forward):
+def test_names_of_what_a_module_attends_to(name):
+    forward = eval(f"lambda self, x, {name}: self.norm(x)")
+
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.decoder = type("Decoder", (Attending,), {"forward": forward})()
+            self.decoder = attending(forward)
 
         def forward(self, x, src_lengths):
             return self.decoder(x, x)
 
     model = convert_norms(Model(), "batch", mask_from="src_lengths", layout="BTC")
     assert norm_report(model)[0].masks == ()
-    x = torch.randn(B, T, C)
-    with pytest.warns(UserWarning, match="no padding mask has reached it"):
+    x = random_tokens()
+    with warns("no padding mask has reached it"):
         model(x, LENGTHS).sum().backward()
     expected = 0.1 * x.mean((0, 1))
     assert_close(model.decoder.norm.running_mean, expected)
@@ -223,9 +232,7 @@ def test_the_decoder_of_torchs_transformer_does_not_take_the_mask_of_the_source(
     model = convert_norms(make(), "batch", mask_from="src_key_padding_mask", layout="BTC")
     found = [bool(each.masks) for each in norm_report(model)]
     assert found == [each.name[:2] == "en" for each in norm_report(model)]
-    with pytest.warns(
-        UserWarning, match="decoder.layers.0.norm1 .* no padding mask has reached it: "
-    ):
+    with warns("decoder.layers.0.norm1 .* no padding mask has reached it: "):
         model(source, target, src_key_padding_mask=MASK)
     model = convert_norms(make(), "batch", mask_from=list(masks), layout="BTC")
     call = lambda model, target: model(source, target, **masks)  # noqa: E731
@@ -237,30 +244,27 @@ def test_functions_of_an_argument():
     lowest = torch.finfo(torch.float32).min
     additive = torch.zeros(B, 1, 1, T).masked_fill(MASK[:, None, None], lowest)
     for form, mask in ((lambda ids: ids == 1, ids), ("valid", additive)):
-        model = convert_norms(FeedForward(), "batch", mask_from={"lengths": form})
+        model = converted(mask_from={"lengths": form})
         call = lambda model, x, mask=mask: model(x, lengths=mask)  # noqa: E731
         assert effect_of_padding(model, call, MASK) == 0
 
 
 def test_a_mask_of_another_length_names_the_module():
     model = convert_norms(Outer(), "batch", mask_from=["padding_mask", "attention_mask"])
-    x = torch.randn(B, T, C)
-    with pytest.raises(
-        ValueError,
-        match=r"inner.pool: .* 3 sequences of length 4, .* is for 3 of length 7; .*skip=",
+    x = random_tokens()
+    with refuses(
+        r"inner.pool: .* 3 sequences of length 4, .* is for 3 of length 7; .*skip=",
     ):
         model(x, (~MASK).int(), MASK)
     for mask in ({"mask": MASK}, {"lengths": LENGTHS}):
         with (
             padding(**mask),
-            pytest.raises(ValueError, match="inner.pool.* length 4, and .* 3 of length 7"),
+            refuses("inner.pool.* length 4, and .* 3 of length 7"),
         ):
             convert_norms(Outer(), "batch")(x, None)
     model = convert_norms(Outer(), "batch", skip="inner.norm")
     with padding(MASK):
-        with pytest.raises(
-            ValueError, match="first: its tokens are 4 sequences of length 7, and .* is for 3"
-        ):
+        with refuses("first: its tokens are 4 sequences of length 7, and .* is for 3"):
             model.first(torch.randn(4, T, C))
 
 
@@ -281,7 +285,7 @@ def test_a_mask_of_another_length_names_the_module():
     ],
 )
 def test_wrong_masks(arguments, message):
-    with pytest.raises(ValueError, match=message):
+    with refuses(message):
         padding(**arguments)
 
 
@@ -302,20 +306,20 @@ def test_wrong_masks(arguments, message):
 )
 def test_masks_of_another_form_than_the_tokens(given, message):
     """Without a warning before the error."""
-    model = convert_norms(FeedForward(), "batch")
-    with silent(), padding(**given), pytest.raises(ValueError, match=message):
-        model(torch.randn(B, T, C))
+    model = converted()
+    with silent(), padding(**given), refuses(message):
+        model(random_tokens())
 
 
 @pytest.mark.parametrize("given", [[7, 4, 2], np.array([7, 4, 2])])
 def test_an_argument_that_the_caller_names_is_a_tensor(given):
     """Not so one of a known name, which may mean something else."""
-    model = convert_norms(FeedForward(), "batch", mask_from="lengths")
+    model = converted(mask_from="lengths")
     message = r"norm: argument lengths of the model: expected a tensor, got .*lengths=torch.tensor"
-    with pytest.raises(ValueError, match=message):
-        model(torch.randn(B, T, C), given)
-    with pytest.warns(UserWarning, match="no padding mask has reached it"):
-        convert_norms(FeedForward(), "batch")(torch.randn(B, T, C), given)
+    with refuses(message):
+        model(random_tokens(), given)
+    with warns("no padding mask has reached it"):
+        converted()(random_tokens(), given)
 
 
 @pytest.mark.parametrize("form", ["additive", "mask"])
@@ -327,13 +331,13 @@ def test_wrong_additive_mask(form):
             match="holds 0 at tokens and at most -10000 at padding; give .* if 1 means padding",
         ),
     ):
-        convert_norms(nn.LayerNorm(C), "batch")(torch.randn(B, T, C))
+        convert_norms(nn.LayerNorm(C), "batch")(random_tokens())
 
 
 @pytest.mark.parametrize("form", ["valid", "lengths", "additive"])
 def test_a_block_whose_tensor_is_refilled_has_another_mask(form):
-    x = torch.randn(B, T, C)
-    model = convert_norms(FeedForward(), "batch")
+    x = random_tokens()
+    model = converted()
     lowest = torch.finfo(torch.float32).min
     forms = {"valid": ~MASK, "lengths": LENGTHS.clone(), "additive": MASK * lowest}
     given = forms[form]
@@ -347,8 +351,8 @@ def test_a_block_whose_tensor_is_refilled_has_another_mask(form):
 
 
 def test_one_warning_for_a_model_without_any_mask():
-    model = convert_norms(FeedForward(), "batch")
-    x = torch.randn(B, T, C)
+    model = converted()
+    x = random_tokens()
     with silent():
         with padding(None):
             model(x).sum().backward()
@@ -356,7 +360,7 @@ def test_one_warning_for_a_model_without_any_mask():
             model(x)
         model(x.flatten(0, 1))
         model.eval()(x)
-        convert_norms(FeedForward(), "layer")(x)
+        converted("layer")(x)
     with recorded() as texts:
         model.train()(x)
         model(x)
@@ -370,8 +374,8 @@ def test_one_warning_for_a_model_that_cannot_write_zeros(norm, training):
     """Without a mask the convolution behind the norm reads padding, so the outputs of real
     tokens are wrong.
     """
-    model = convert_norms(FeedForward(), norm, zero_padding=True)
-    x = torch.randn(B, T, C)
+    model = converted(norm, zero_padding=True)
+    x = random_tokens()
     with padding(MASK):
         model(x).sum().backward()
     model.train(training)
@@ -417,9 +421,9 @@ def test_hooks_of_a_model_serve_copies_of_its_norms_and_no_other_model(copied):
     valid = (~MASK).long()
     with silent():
         assert effect_of_padding(model, lambda model, x: copied(model)(x, valid), MASK) == 0
-    model.layers[0] = convert_norms(FeedForward(), "batch")
-    with pytest.warns(UserWarning, match="norm takes statistics"):
-        model(torch.randn(B, T, C), valid)
+    model.layers[0] = converted()
+    with warns("norm takes statistics"):
+        model(random_tokens(), valid)
 
 
 class Known(nn.Module):
@@ -436,7 +440,7 @@ class Known(nn.Module):
 
 @pytest.mark.parametrize("package", ["joeynmt.encoders", "of_a_user"])
 def test_masks_of_known_names_are_found_without_being_named(package):
-    x = torch.randn(B, T, C)
+    x = random_tokens()
     expected = convert_norms(Known(), "batch", mask_from="lengths")
     known = type("Known", (Known,), {"__module__": package})
     model = convert_norms(known(), "batch")
@@ -450,7 +454,7 @@ def test_masks_of_known_names_are_found_without_being_named(package):
     pickle.loads(pickle.dumps(convert_norms(Known(), "batch")))
     assert model(x, **given).equal(expected(x, lengths=LENGTHS))
     assert "mask from padding(...), else argument" in str(norm_report(model)[0])
-    with pytest.warns(UserWarning, match="inner.1 takes statistics"):
+    with warns("inner.1 takes statistics"):
         convert_norms(known(), "batch", mask_from=())(x, **given)
 
 
@@ -485,7 +489,7 @@ def test_recomputation_has_the_mask_of_its_forward(norm, way, together):
     again = Checkpointed(randomized(FeedForward()), hands_on=not around, **MASK_GIVEN_BY[way])
     again = convert_norms(again, norm, mask_from="lengths")
     again.inner.load_state_dict(plain.state_dict())
-    x = torch.randn(B, T, C)
+    x = random_tokens()
     gradients = {}
     for model in (plain, again):
         inputs = []
@@ -510,7 +514,7 @@ def test_a_recomputation_without_its_mask_is_an_error(reentrant):
     """Also if the block lasts until the backward, since another forward may have run in another
     block.
     """
-    model = convert_norms(FeedForward(), "batch")
+    model = converted()
     again = Checkpointed(model, use_reentrant=reentrant)
     x = torch.randn(B, T, C, requires_grad=True)
     with padding(None):
@@ -534,7 +538,7 @@ def test_a_recomputation_without_its_mask_is_an_error(reentrant):
     ):
         y.sum().backward()
     again.hands_on = True  # the recomputation sees, as its forward, that the argument is None
-    with pytest.warns(UserWarning, match=r"\(argument lengths of inner is None\)"):
+    with warns(r"\(argument lengths of inner is None\)"):
         again(x).sum().backward()
 
 
@@ -573,12 +577,12 @@ def test_two_masks_for_one_module_are_refused_by_name():
         Towers(), "batch", mask_from={"a_mask": "mask", "b_mask": "mask"}, layout="BTC"
     )
     assert norm_report(model)[0].masks == ("argument a_mask or b_mask of the model",)
-    x = torch.randn(B, T, C)
+    x = random_tokens()
     message = (
         "encoder.1: arguments a_mask and b_mask of the model both hold a mask, .* name one .*its "
         "own `with paddi"
     )
-    with pytest.raises(ValueError, match=message):
+    with refuses(message):
         model(x, SOURCE_MASK, x, TARGET_MASK)
     # an argument may stand behind one that is None
     first = lambda model, x: model(x, SOURCE_MASK, x, None)[0]  # noqa: E731
@@ -601,7 +605,7 @@ def test_a_block_wins_for_the_norms_that_it_is_for():
     model = convert_norms(
         EncoderDecoder(), "batch", mask_from={"target_lengths": "lengths"}, layout="BTC"
     )
-    source = torch.randn(B, T, C)
+    source = random_tokens()
     wrong = torch.zeros(B, T, dtype=torch.bool)
 
     def effect(decoders_mask, decoders_block):
@@ -620,17 +624,15 @@ def test_a_block_wins_for_the_norms_that_it_is_for():
     assert [each.line for each in norm_report(model)] == [2, 2]
     with (
         padding(SOURCE_MASK, only="encoder"),
-        pytest.warns(UserWarning, match="decoder.norm .* no padding mask has"),
+        warns("decoder.norm .* no padding mask has"),
     ):
         model(source, source)
 
 
 def test_a_block_for_no_norm_that_asks_is_named():
-    model = convert_norms(FeedForward(), "batch")
-    x = torch.randn(B, T, C)
-    with pytest.warns(
-        UserWarning, match=r"padding\(..., only='lst'\)` was for none .* mask in it: norm, last"
-    ):
+    model = converted()
+    x = random_tokens()
+    with warns(r"padding\(..., only='lst'\)` was for none .* mask in it: norm, last"):
         with padding(MASK, only="lst"), padding(None, only=["norm", "last"]):
             model(x)
         with padding(None, only=["norm", "last"]), padding(MASK, only="lst"):
@@ -643,7 +645,7 @@ def test_a_block_for_no_norm_that_asks_is_named():
 
 def test_a_block_takes_the_place_of_a_mask_that_cannot_be_read():
     """As the one that Longformer makes, which has a third value."""
-    model = convert_norms(FeedForward(), "batch", mask_from={"lengths": "valid"}, layout="BTC")
+    model = converted(mask_from={"lengths": "valid"}, layout="BTC")
     made = torch.where(MASK, -10000.0, 0.0)
     made[:, 0] = 10000.0
 
@@ -653,16 +655,14 @@ def test_a_block_takes_the_place_of_a_mask_that_cannot_be_read():
 
     assert effect_of_padding(model, call, MASK) == 0
     with padding(None):
-        model(torch.randn(B, T, C), made)
-    with pytest.raises(
-        ValueError, match=r"may be additive; .* run the model in `with padding\(...\)`, whose mask"
-    ):
-        model(torch.randn(B, T, C), made)
+        model(random_tokens(), made)
+    with refuses(r"may be additive; .* run the model in `with padding\(...\)`, whose mask"):
+        model(random_tokens(), made)
 
 
 def test_a_block_that_hides_padding_is_told_once():
-    x = torch.randn(B, T, C)
-    model = convert_norms(FeedForward(), "batch")
+    x = random_tokens()
+    model = converted()
     full = torch.full_like(LENGTHS, T)
     with silent():
         with padding(None):
@@ -682,7 +682,7 @@ def assert_uses_its_mask(model, mask, used, x, *arguments, **more):
     """One training step of the module in ``model``; if the mask is not used, with a warning."""
     expected = nullcontext()
     if not used:
-        expected = pytest.warns(UserWarning, match="0.norm .* no padding mask has reached it")
+        expected = warns("0.norm .* no padding mask has reached it")
     with expected:
         model[0](x, *arguments, **more).sum().backward()
     model.eval()
@@ -704,18 +704,16 @@ def assert_uses_its_mask(model, mask, used, x, *arguments, **more):
 )
 def test_whose_mask_an_argument_is(forward, used):
     """The module in the middle of a model that has no mask, called with the mask of the source."""
-    layer = type("Layer", (Attending,), {"forward": forward})()
-    names = inspect.signature(forward).parameters.keys()
-    model = convert_norms(nn.Sequential(layer), "batch", layout="BTC")
+    model = convert_norms(nn.Sequential(attending(forward)), "batch", layout="BTC")
     given = {}
-    for name in names:
+    for name in inspect.signature(forward).parameters:
         if name.endswith("padding_mask"):
             given[name] = SOURCE_MASK
         elif name == "attention_mask":
             given[name] = ~SOURCE_MASK
         elif name in ("memory", "key", "key_value_states"):
-            given[name] = torch.randn(B, T, C)
-    x = torch.randn(B, T, C)
+            given[name] = random_tokens()
+    x = random_tokens()
     assert_uses_its_mask(model, SOURCE_MASK, used, x, **given)
 
 
@@ -738,10 +736,10 @@ def test_whose_mask_an_argument_is(forward, used):
 def test_whose_mask_it_is_beside_a_second_sequence(first, second, used, argument):
     """Source and target have equal lengths: no shape tells their masks apart."""
     forward = eval(f"lambda self, {first}, {second}, {argument}=None: self.norm({first})")
-    layer = type("Layer", (Attending,), {"forward": forward})()
+    layer = attending(forward)
     model = convert_norms(nn.Sequential(layer), "batch", layout="BTC")
-    x = torch.randn(B, T, C)
-    other = {"same": x, "speaker": torch.randn(B, C)}.get(second, torch.randn(B, T, C))
+    x = random_tokens()
+    other = {"same": x, "speaker": torch.randn(B, C)}.get(second, random_tokens())
     mask = LENGTHS if argument == "src_lengths" else MASK
     assert_uses_its_mask(model, MASK, used, x, other, mask)
     assert norm_report(model)[0].line == (search.ARGUMENT if used else search.NOTHING)
@@ -749,7 +747,7 @@ def test_whose_mask_it_is_beside_a_second_sequence(first, second, used, argument
 
 def test_a_mask_that_the_caller_names_counts_beside_a_second_sequence():
     forward = lambda self, x, skip, key_padding_mask: self.norm(x) + skip  # noqa: E731
-    layer = type("Layer", (Attending,), {"forward": forward})()
+    layer = attending(forward)
     model = convert_norms(layer, "batch", layout="BTC", mask_from="key_padding_mask")
     x, skip = torch.randn(2, B, T, C)
     model(x, skip, MASK).sum().backward()
@@ -763,7 +761,7 @@ def test_a_mask_that_the_caller_names_counts_beside_a_second_sequence():
 def test_the_targets_own_mask_beside_a_second_sequence(mask_from):
     """Also in a compiled model."""
     forward = lambda self, x, z, src_key_padding_mask, tgt_key_padding_mask: self.norm(x)  # noqa: E731
-    layer = type("Layer", (Attending,), {"forward": forward})()
+    layer = attending(forward)
     model = convert_norms(layer, "batch", layout="BTC", mask_from=mask_from)
     x, z = torch.randn(2, B, T, C)
     for call in (model, torch.compile(copy.deepcopy(model), backend="aot_eager")):
@@ -799,7 +797,7 @@ class Block(nn.Module):
 def test_a_cross_attention_takes_the_mask_of_the_decoder():
     model = convert_norms(Block(), "batch", mask_from="attention_mask", layout="BTC")
     assert norm_report(model)[0].masks == ("argument attention_mask of the model",)
-    source = torch.randn(B, T, C)
+    source = random_tokens()
     call = lambda model, x: model(x, ~TARGET_MASK, source, ~SOURCE_MASK)  # noqa: E731
     assert effect_of_padding(model, call, TARGET_MASK) == 0
 
@@ -835,14 +833,13 @@ def test_norms_of_heads(heads_first, form, layout):
         r"may be \(B, T, heads, C\) or \(B, heads, T, C\): run a batch of another length "
         r".*skip='norm'"
     )
-    with pytest.raises(ValueError, match=rf"norm: \(3, 4, 4, 3\) {meanings}"):
+    with refuses(rf"norm: \(3, 4, 4, 3\) {meanings}"):
         model(torch.randn(B, 4, C), mask_of_square)
-    model(torch.randn(B, T, C), mask)
+    model(random_tokens(), mask)
     for given, padded in ((mask, MASK), (mask_of_square, square)):
         assert effect_of_padding(model, lambda m, x, given=given: m(x, given), padded) == 0
-    with pytest.raises(
-        ValueError,
-        match=r"its tokens are 3 sequences of length 6, .*is for 3 of length 7; .*='norm'\)",
+    with refuses(
+        r"its tokens are 3 sequences of length 6, .*is for 3 of length 7; .*='norm'\)",
     ):
         model(torch.randn(B, 6, C), mask)
 
@@ -863,7 +860,7 @@ def test_norms_of_heads_behind_time():
 @pytest.mark.parametrize("norm", ["batch", "power"])
 def test_a_mask_of_a_cache_says_what_helps(norm):
     """A step of decoding in training mode: one token, and the mask of all."""
-    model = convert_norms(FeedForward(), norm, layout="BTC")
+    model = converted(norm, layout="BTC")
     x = torch.randn(B, 1, C)
     mask = {"valid": ~MASK}
     with torch.no_grad(), padding(**mask), pytest.raises(ValueError) as error:
@@ -875,7 +872,7 @@ def test_a_mask_of_a_cache_says_what_helps(norm):
     )
     with (
         padding(**mask),
-        pytest.raises(ValueError, match="length 7; give it a mask of its own length .*only='norm'"),
+        refuses("length 7; give it a mask of its own length .*only='norm'"),
     ):
         model(x)
     with torch.no_grad(), padding(**mask), padding(None):
@@ -891,7 +888,7 @@ def test_lengths_count_a_token_that_the_model_puts_in_front():
 
     model = convert_norms(WithClass(), "batch", layout="BTC")
     assert effect_of_padding(model, lambda m, x: m(x, LENGTHS + 1), MASK) == 0
-    x = torch.randn(B, T, C)
+    x = random_tokens()
     with padding(nn.functional.pad(MASK, (1, 0))):
         expected = copy.deepcopy(model)(x)
     assert copy.deepcopy(model)(x, LENGTHS + 1).equal(expected)
@@ -928,7 +925,7 @@ def assert_reported(line, words, model, call, **options):
 
 
 def test_the_report_says_which_line_of_the_table_held():
-    x = torch.randn(B, T, C)
+    x = random_tokens()
 
     def in_a_block(model):
         with padding(lengths=LENGTHS):
@@ -953,10 +950,10 @@ def test_the_report_says_which_line_of_the_table_held():
 
 
 def test_the_warning_of_a_missing_mask_names_an_argument_that_is_none():
-    model = convert_norms(FeedForward(), "batch", layout="BTC")
+    model = converted(layout="BTC")
     given = r"reached it \(argument lengths of the model is a ndarray, and no tensor\)"
-    with pytest.warns(UserWarning, match=given):
-        model(torch.randn(B, T, C), LENGTHS.numpy())
+    with warns(given):
+        model(random_tokens(), LENGTHS.numpy())
 
 
 # Silence where one line belongs.
@@ -981,8 +978,8 @@ def test_the_warning_of_a_missing_mask_names_an_argument_that_is_none():
 )
 @pytest.mark.parametrize("layout", ["BTC", "TBC"])
 def test_sentences_without_a_token_are_told_once(given, count, remedy, layout):
-    model = convert_norms(FeedForward(), "batch", layout=layout)
-    x = torch.randn(B, T, C)
+    model = converted(layout=layout)
+    x = random_tokens()
     x = x if layout == "BTC" else x.transpose(0, 1)
     with recorded() as texts, padding(**given):
         model(x)
@@ -1041,7 +1038,7 @@ def test_an_inverted_mask_of_a_padded_batch_whose_padding_differs(inverted, coun
     with recorded() as texts:
         for _ in range(2):
             with padding(~mask if inverted else mask):
-                model(torch.randn(B, T, C))
+                model(random_tokens())
     assert len(texts) == count
     expected = "LayerNorm: by padding(mask=...) all sentences begin with padding and none ends with"
     assert all(text.startswith(expected) for text in texts)
@@ -1063,22 +1060,21 @@ def test_a_norm_of_ones_own_layer_tells_once_of_sentences_without_a_token(batch_
 
 
 def test_a_later_batch_with_an_empty_sentence_is_told_but_not_by_a_norm_that_uses_no_mask():
-    model = convert_norms(FeedForward(), "batch", layout="BTC")
-    x = torch.randn(B, T, C)
-    other = convert_norms(FeedForward(), "rms", layout="BTC")
+    model = converted(layout="BTC")
+    x = random_tokens()
+    other = converted("rms", layout="BTC")
     with silent():
         model(x, LENGTHS)
         other(x, LENGTHS * 0)
-    with pytest.warns(
-        UserWarning,
-        match="norm: by argument lengths of the model 1 of 3 sentences consist of padding",
+    with warns(
+        "norm: by argument lengths of the model 1 of 3 sentences consist of padding",
     ):
         model(x, torch.tensor([7, 4, 0]))
 
 
 def test_evaluation_of_a_norm_that_counted_no_step_is_told_once():
-    x = torch.randn(B, T, C)
-    model = convert_norms(FeedForward(), "batch")
+    x = random_tokens()
+    model = converted()
     with recorded() as texts:
         model.eval()(x)
         model(x)
@@ -1087,39 +1083,39 @@ def test_evaluation_of_a_norm_that_counted_no_step_is_told_once():
         "norm is evaluated, but has counted no training step: its running statistics are the initia"
     )
     with silent():
-        convert_norms(FeedForward(), "rms").eval()(x)
-        trained = convert_norms(FeedForward(), "batch")
+        converted("rms").eval()(x)
+        trained = converted()
         trained(x, LENGTHS).sum().backward()
         trained.eval()(x)
-        again = convert_norms(FeedForward(), "batch")
+        again = converted()
         again.load_state_dict(trained.state_dict())
         again.eval()(x)
         convert_norms(randomized(FeedForward(nn.BatchNorm1d)), "batch").eval()(x.flatten(0, 1))
-        recalibrated = convert_norms(FeedForward(), "batch")
+        recalibrated = converted()
         with torch.no_grad(), recalibrating(recalibrated):
             recalibrated(x, LENGTHS)
         recalibrated.eval()(x)
-        torch.export.export(convert_norms(FeedForward(), "batch").eval(), (x,))
-        torch.func.vmap(convert_norms(FeedForward(), "batch").eval())(x)
-        convert_norms(FeedForward(), "batch").to("meta").eval()(x.to("meta"))
-    lost = convert_norms(FeedForward(), "batch")
+        torch.export.export(converted().eval(), (x,))
+        torch.func.vmap(converted().eval())(x)
+        converted().to("meta").eval()(x.to("meta"))
+    lost = converted()
     plain = FeedForward()
     plain.load_state_dict(trained.state_dict(), strict=False)
     # as from_pretrained of an unconverted model drops the statistics
     lost.load_state_dict(plain.state_dict())
-    with pytest.warns(UserWarning, match="convert the model before you load it"):
+    with warns("convert the model before you load it"):
         lost.eval()(x)
 
 
 def test_prep_batch_evaluated_before_its_fade_has_ended_is_told_once():
-    model = convert_norms(FeedForward(), "prep-batch", fade_updates=4)
-    x = torch.randn(B, T, C)
+    model = converted("prep-batch", fade_updates=4)
+    x = random_tokens()
     with recorded() as texts:
         for _ in range(4):
             model(x, LENGTHS).sum().backward()
         copy.deepcopy(model).eval()(x)
     assert not texts
-    model = convert_norms(FeedForward(), "prep-batch", fade_updates=4)
+    model = converted("prep-batch", fade_updates=4)
     model(x, LENGTHS).sum().backward()
     with recorded() as texts:
         for _ in range(2):
@@ -1139,7 +1135,7 @@ def test_prep_batch_evaluated_before_its_fade_has_ended_is_told_once():
     ],
 )
 def test_numbers_of_tokens_in_the_place_of_a_mask_name_lengths(given, message):
-    with pytest.raises(ValueError, match=message):
+    with refuses(message):
         padding(given)
 
 

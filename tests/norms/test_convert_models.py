@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing import assert_close
 
 from pn_fairseq.norms import (
     convert_norms,
@@ -21,7 +22,7 @@ from pn_fairseq.testing.ranks import run_ranks
 
 from ..fixtures.hugging_face import hugging_face
 from .compilation import batch
-from .converted import MASK, B, FeedForward, T
+from .converted import MASK, B, FeedForward, T, warns
 
 C = 16
 VOCABULARY = 40
@@ -142,7 +143,7 @@ def test_hugging_face(make, norm, checkpointing):
         gradients = [parameter.grad for parameter in running_norms(one)[0].parameters()]
         found.append([logits, *gradients, *one.state_dict().values()])
     for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+        assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("make", [marian, t5])
@@ -150,14 +151,13 @@ def test_a_decoder_without_its_mask_does_not_take_the_one_of_the_source(make):
     model = convert_norms(make(), "batch", mask_from="attention_mask", layout="BTC").train()
     ids = torch.randint(4, VOCABULARY, (2, B, T))
     given = {"attention_mask": (~MASK).long()}
-    with pytest.warns(UserWarning, match="decoder.* no padding mask has reached it "):
+    with warns("decoder.* no padding mask has reached it "):
         model(input_ids=ids[0], decoder_input_ids=ids[1], **given)
     for report in norm_report(model):
         assert report.line in ((5, 12) if "decoder." in report.name else (4,)), str(report)
     with padding(MASK.flip(0), only="*decoder.*"):
         model(input_ids=ids[0], decoder_input_ids=ids[1], **given)
-    found = {each.line for each in norm_report(model) if "decoder." in each.name}
-    assert found == {2}
+    assert {each.line for each in norm_report(model) if "decoder." in each.name} == {2}
 
 
 def decayed(model):
@@ -186,8 +186,7 @@ def test_weight_decay_stays_where_it_was(name):
     convert_norms(model, "batch", layout="BTC")
     after = decayed(model)
     assert (after != before) == (name != "Bert")
-    found = after - set(norm_parameter_names(model, nn.LayerNorm))
-    assert found == before
+    assert after - set(norm_parameter_names(model, nn.LayerNorm)) == before
 
 
 class Conformer(nn.Module):
@@ -327,7 +326,7 @@ def test_two_ranks_are_one(two_ranks, way):
         assert state.keys() == expected.keys()
         for name, tensor in expected.items():
             message = f"{name}: {{}}".format
-            torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=1e-5, msg=message)
+            assert_close(state[name], tensor, rtol=1e-4, atol=1e-5, msg=message)
 
 
 # six seconds; test_compile.py has masks from arguments in the graph of a small model

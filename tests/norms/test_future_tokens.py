@@ -76,8 +76,7 @@ def test_no_encoder_beside_a_decoder():
     model = Model()
     assert told(model).startswith("second.layers.0.norm1 and 2 other norms")
     found = [each.name for each in norm_report(model) if is_in_causal_part(model, each.name)]
-    expected = [f"second.layers.0.norm{number}" for number in (1, 2, 3)]
-    assert found == expected
+    assert found == [f"second.layers.0.norm{number}" for number in (1, 2, 3)]
 
 
 class Layer(nn.Module):
@@ -153,8 +152,7 @@ def test_models_of_hugging_face(name, in_decoder, only):
     assert bool(text) == bool(in_decoder)
     assert only in text
     names = [each.name for each in norm_report(model)]
-    found = sum(is_in_causal_part(model, each) for each in names)
-    assert found == in_decoder
+    assert sum(is_in_causal_part(model, each) for each in names) == in_decoder
 
 
 @pytest.mark.parametrize("name", ["layer", "rms", "batch", "power", "mabn", "unified"])

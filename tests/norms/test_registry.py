@@ -3,10 +3,10 @@ names the values.
 """
 
 import inspect
-import math
 
 import pytest
 import torch
+import yaml
 
 from pn_fairseq.norms import (
     NORMS,
@@ -18,6 +18,7 @@ from pn_fairseq.norms import (
     registry,
 )
 
+from ..tables import rows
 from .helpers import CHANNELS
 
 EVERY_OPTION = dict(
@@ -108,42 +109,37 @@ def test_constructors_name_all_their_arguments(name):
 
 # Arguments that do not fit.
 
-ALPHAS = [
-    ("power", "alpha_fwd"),
-    ("power", "alpha_bwd"),
-    ("power-v", "alpha_fwd"),
-    ("batch", "alpha_fwd"),
-]
 #: Norm, option, its value, and what the message says after OPTION=VALUE.
-MISTAKES = [
-    ("power", "psi_warmup_updates", -1, "must be a whole number of at least 0"),
-    ("power", "eps", 0.0, "must be a number greater than 0"),
-    ("power", "eps", math.nan, "must be a number greater than 0"),
-    ("detach", "detach", "men", "must be mean, std or mean,std"),
-    ("detach", "detach", "", "must be"),
-    ("detach", "detach", "mean,mean", "must be"),
-    ("ada", "ada_k", -0.1, "must be a number of at least 0"),
-    ("ada", "ada_scale", 0.0, "must be a number greater than 0"),
-    ("group", "groups", 0, "must be a whole number of at least 1"),
-    ("dyt", "alpha_init", -1, "must be a number greater than 0"),
-    ("derf", "alpha_init", math.nan, "must be a number greater than 0"),
-    ("batch-renorm", "renorm_r_max", -1, ""),
-    ("batch-renorm", "renorm_d_max", -1, ""),
-    ("batch-reg", "lambda_mean", -1, ""),
-    ("batch-reg", "lambda_var", -1, ""),
-    ("mabn", "window", -1, ""),
-]
-for name, option in ALPHAS:
-    for alpha in (0.0, 1.0, 1.5, math.nan):
-        MISTAKES.append((name, option, alpha, "must lie strictly between 0 and 1"))
+MISTAKES = """
+power        | psi_warmup_updates | -1        | must be a whole number of at least 0
+power        | eps                | 0.0       | must be a number greater than 0
+power        | eps                | .nan      | must be a number greater than 0
+detach       | detach             | men       | must be mean, std or mean,std
+detach       | detach             | ''        | must be
+detach       | detach             | mean,mean | must be
+ada          | ada_k              | -0.1      | must be a number of at least 0
+ada          | ada_scale          | 0.0       | must be a number greater than 0
+group        | groups             | 0         | must be a whole number of at least 1
+dyt          | alpha_init         | -1        | must be a number greater than 0
+derf         | alpha_init         | .nan      | must be a number greater than 0
+batch-renorm | renorm_r_max       | -1        | must be a number of at least 1
+batch-renorm | renorm_d_max       | -1        | must be a number of at least 0
+batch-reg    | lambda_mean        | -1        | must be a number of at least 0
+batch-reg    | lambda_var         | -1        | must be a number of at least 0
+mabn         | window             | -1        | must be a whole number of at least 1
+"""
+ALPHAS = ["power | alpha_fwd", "power | alpha_bwd", "power-v | alpha_fwd", "batch | alpha_fwd"]
+for alpha in ALPHAS:
+    for value in ("0.0", "1.0", "1.5", ".nan"):
+        MISTAKES += f"{alpha} | {value} | must lie strictly between 0 and 1\n"
 
 
-@pytest.mark.parametrize(("name", "option", "value", "remedy"), MISTAKES)
+@pytest.mark.parametrize(("name", "option", "value", "remedy"), rows(MISTAKES))
 def test_options_that_do_not_fit(name, option, value, remedy):
-    message = f"{option}={value!r} {remedy}".strip()
+    value = yaml.safe_load(value)
     with pytest.raises(ValueError) as error:
         build_norm(name, 12, **{option: value})
-    assert message in str(error.value)
+    assert f"{option}={value!r} {remedy}" in str(error.value)
     assert "\n" not in str(error.value)
 
 

@@ -32,50 +32,33 @@ def untrained(data, tmp_path_factory) -> Path:
 
 
 def test_the_result_does_not_depend_on_the_number_of_processes(untrained, data, tmp_path):
-    outputs = [tmp_path / f"by {count}" for count in (1, 2)]
-    for count, output in enumerate(outputs, start=1):
-        words = (
-            "--run",
-            untrained,
-            "--batch-size",
-            8,
-            "--max-len-b",
-            8,
-            "--output",
-            f"{output}/",
-            "--ranks",
-            count,
-        )
-        messages = run("pn", "generate", *words, CUDA_VISIBLE_DEVICES="").stderr
-        assert (
-            f"processes on the CPU: {count}" in messages and f"{SENTENCES} hypotheses" in messages
-        )
-        assert {path.name for path in output.iterdir()} == {
-            "hyp.tok",
-            "ref.tok",
-            "src.tok",
-            "generate.log",
-            "made.txt",
-        }
+    hypotheses = []
+    for count in (1, 2):
+        output = tmp_path / f"by {count}"
+        words = ("--run", untrained, "--batch-size", 8, *SHORT, "--ranks", count)
+        done = run("pn", "generate", *words, "--output", f"{output}/", CUDA_VISIBLE_DEVICES="")
+        assert f"processes on the CPU: {count}" in done.stderr
+        assert f"{SENTENCES} hypotheses" in done.stderr
+        names = ["generate.log", "hyp.tok", "made.txt", "ref.tok", "src.tok"]
+        assert sorted(os.listdir(output)) == names
+        log = (output / "generate.log").read_text("utf-8")
         # Each process translated a part.
-        *parts, rest = re.split(
-            r"(?m)^Generate test with beam=3: .*$", (output / "generate.log").read_text("utf-8")
-        )
+        *parts, rest = re.split(r"(?m)^Generate test with beam=3: .*$", log)
         shares = [len(re.findall("^H-", part, re.M)) for part in parts]
-        assert (
-            len(shares) == count and sum(shares) == SENTENCES and all(shares) and "H-" not in rest
-        )
-    hypotheses = [(output / "hyp.tok").read_bytes() for output in outputs]
+        assert len(shares) == count and all(shares) and "H-" not in rest
+        assert sum(shares) == SENTENCES
+        hypotheses.append(lines(output / "hyp.tok"))
     assert hypotheses[0] == hypotheses[1]
-    assert len(set(lines(outputs[0] / "hyp.tok"))) > SENTENCES / 2, (
-        "they would be the same in any order"
-    )
+    different = len(set(hypotheses[0]))
+    assert different > SENTENCES / 2, "they would be the same in any order"
     # fairseq numbers the sentences as the lines of the text.
     source = lines(data / "tok/test.es")
-    found = re.findall(r"^S-(\d+)\t(.*)$", (outputs[1] / "generate.log").read_text("utf-8"), re.M)
-    assert sorted(int(number) for number, _ in found) == list(range(SENTENCES))
-    assert all(text == source[int(number)] for number, text in found if "<unk>" not in text)
-    assert sum("<unk>" not in text for _, text in found) > SENTENCES / 2
+    found = {int(number): text for number, text in re.findall(r"(?m)^S-(\d+)\t(.*)$", log)}
+    assert sorted(found) == list(range(SENTENCES))
+    known = {number: text for number, text in found.items() if "<unk>" not in text}
+    assert len(known) > SENTENCES / 2
+    for number, text in known.items():
+        assert text == source[number]
 
 
 MOVED = """
@@ -92,11 +75,8 @@ def test_the_file_of_a_norm_that_was_moved(data, tmp_path):
     """generate, average and fold name the option, and take the file where it is now; what they
     write names it, too.
     """
-    old, new, checkpoint = (
-        tmp_path / "old.py",
-        tmp_path / "new.py",
-        tmp_path / "run/checkpoints/averaged.pt",
-    )
+    old, new = tmp_path / "old.py", tmp_path / "new.py"
+    checkpoint = tmp_path / "run/checkpoints/averaged.pt"
     old.write_text(MOVED)
     # In processes of their own: this one must not know the norm.
     flags = ("--norm-module", str(old), "--encoder-norm", "moved", "--max-tokens", "400")
@@ -106,49 +86,30 @@ def test_the_file_of_a_norm_that_was_moved(data, tmp_path):
     folder, moved = make_run(tmp_path / "run", data), ("--norm-module", new)
     decode = ("pn", "generate", "--run", folder, "--beam", 1, "--max-len-b", 5)
     fold = ("fold", checkpoint, tmp_path / "folded.pt")
-    assert_refused(
-        run(*decode, check=False), f"norm module '{old}' is not a file", "--norm-module FILE"
-    )
+    refused = run(*decode, check=False)
+    assert_refused(refused, f"norm module '{old}' is not a file", "--norm-module FILE")
     assert_refused(in_process(*fold), "--norm-module FILE")
     run(*decode, *moved)
     run("pn", *fold, *moved)
+    average = ("--inputs", checkpoint, "--output", tmp_path / "averaged.pt")
     for options in ((), ("--recalibrate", data / "bin", "--batches", 1)):
-        run(
-            "pn",
-            "average",
-            "--inputs",
-            checkpoint,
-            "--output",
-            tmp_path / "averaged.pt",
-            *moved,
-            *options,
-        )
+        run("pn", "average", *average, *moved, *options)
     # Both at once; test_fold.py compares what folded models compute.
     run(*decode, "--checkpoint", tmp_path / "folded.pt", tmp_path / "averaged.pt")
 
 
 def test_a_checkpoint_that_is_cut_off_or_of_another_vocabulary_is_named(untrained, tmp_path):
     """test_train.py has other weights that do not fit."""
-    state, path = (
-        torch.load(untrained / "checkpoints/averaged.pt", weights_only=False),
-        tmp_path / "other.pt",
-    )
-    rows, columns = state["model"]["encoder.embed_tokens.weight"].shape
-    shorter = {
-        key: value[:-9] if value.shape[:1] == (rows,) else value
-        for key, value in state["model"].items()
-    }
-    torch.save({**state, "model": shorter}, path)
-    words = (
-        "pn",
-        "generate",
-        "--run",
-        untrained,
-        "--checkpoint",
-        path,
-        "--output",
-        tmp_path / "out",
-    )
+    state = torch.load(untrained / "checkpoints/averaged.pt", weights_only=False)
+    path = tmp_path / "other.pt"
+    weights = state["model"]
+    rows, columns = weights["encoder.embed_tokens.weight"].shape
+    for key, value in weights.items():
+        if value.shape[:1] == (rows,):
+            weights[key] = value[:-9]
+    torch.save(state, path)
+    places = ("--run", untrained, "--checkpoint", path, "--output", tmp_path / "out")
+    words = ("pn", "generate", *places)
     needles = (path.name, f"[{rows - 9}, {columns}] in the checkpoint", "another vocabulary")
     assert_refused(run(*words, check=False), *needles)
     path.write_bytes(path.read_bytes()[:-100])
@@ -175,40 +136,24 @@ def test_fairseqs_own_commands_refuse_bad_checkpoints(untrained, data, tmp_path)
     languages = ("--source-lang", "es", "--target-lang", "en")
     plain = (data / "bin", "--user-dir", ROOT / "pn_fairseq", *languages, "--cpu")
     training = (
-        "--arch",
-        "transformer_pn_tiny",
-        "--share-all-embeddings",
-        "--optimizer",
-        "adam",
-        "--max-tokens",
-        400,
+        "--arch transformer_pn_tiny --share-all-embeddings --optimizer adam --max-tokens 400 "
+        "--max-update 1"
     )
-    train = ("fairseq-train", *plain, *training, "--max-update", 1)
+    generate = ("fairseq-generate", *plain, "--path")
+    train = ("fairseq-train", *plain, *training.split(), "--save-dir", tmp_path / "new")
     for command, needles in (
-        (("fairseq-generate", *plain, "--path", flipped), ("flipped.pt: is damaged", "checksum")),
-        (
-            ("fairseq-generate", *plain, "--path", hostile),
-            ("asks for", "system", "nothing in it was executed"),
-        ),
-        (
-            (*train, "--save-dir", tmp_path / "b", "--restore-file", hostile),
-            ("hostile.pt: asks for",),
-        ),
-        (
-            (*train, "--save-dir", tmp_path / "c", "--restore-file", misfit),
-            ("no encoder.layers.0.fc1.bias",),
-        ),
+        ((*generate, flipped), ("flipped.pt: is damaged", "checksum")),
+        ((*generate, hostile), ("asks for", "system", "nothing in it was executed")),
+        ((*train, "--restore-file", hostile), ("hostile.pt: asks for",)),
+        ((*train, "--restore-file", misfit), ("no encoder.layers.0.fc1.bias",)),
     ):
         ended = run(*command, check=False)
         assert ended.returncode == 2, ended.stderr
-        (line,) = [
-            line for line in ended.stderr.splitlines() if line.startswith(f"{command[0]}: error: ")
-        ]
-        assert all(needle in line for needle in needles), line
-        assert (
-            "Traceback" not in ended.stderr
-            and "weights_only=False" not in ended.stderr + ended.stdout
-        )
+        (line,) = re.findall(f"(?m)^{command[0]}: error: .*", ended.stderr)
+        for needle in needles:
+            assert needle in line
+        assert "Traceback" not in ended.stderr
+        assert "weights_only=False" not in ended.stderr + ended.stdout
 
 
 # --- pn translate: plain text in, plain text out, tokenized and segmented as the data was ---
@@ -222,15 +167,13 @@ def test_the_test_set_becomes_what_generate_makes_of_it(untrained, data, tmp_pat
     text = lines(data / "raw/test.es")
     source, output = tmp_path / "text", tmp_path / "translation"
     source.write_text("\n".join(["", *text[:20], "", *text[20:]]), encoding="utf-8")
-    said = run(
-        "pn", "translate", "--run", untrained, "--input", source, "--output", output, *SHORT
-    ).stderr
+    words = ("--run", untrained, "--input", source, "--output", output, *SHORT)
+    said = run("pn", "translate", *words).stderr
     (warning,) = [line for line in said.splitlines() if "may be cut off" in line]
     pattern = rf"(\d+) of {SENTENCES} translations are as long as they may be .*: lines (.*) and"
     cut, first = re.search(pattern, warning).groups()
-    assert (
-        int(cut) > 10 and len(first.split(", ")) == 10 and {"1", "22"}.isdisjoint(first.split(", "))
-    )
+    named = first.split(", ")
+    assert int(cut) > 10 and len(named) == 10 and {"1", "22"}.isdisjoint(named)
     plain = detokenize(lines(untrained / "generate/test/hyp.tok"), "en")
     assert lines(output) == ["", *plain[:20], "", *plain[20:]]
 
@@ -244,9 +187,8 @@ def test_lines_that_are_too_long_are_named_and_the_others_translated(untrained, 
     done = run("pn", *words, tmp_path / "text")
     assert [bool(line) for line in done.stdout.split("\n")] == [True, False, True, False]
     first, cut = done.stderr.splitlines()
-    assert re.fullmatch(
-        r".* line 2 is not translated: it has 1,1\d\d subwords, and the model takes 1,023", first
-    )
+    long = r".* line 2 is not translated: it has 1,1\d\d subwords, and the model takes 1,023"
+    assert re.fullmatch(long, first)
     assert "2 of 2 translations are as long as they may be (--max-len-b 2, " in cut
     assert cut.endswith("may be cut off: lines 1, 3")
     refused = in_process(*words, tmp_path / "long", "--max-tokens", 30)
@@ -256,19 +198,10 @@ def test_lines_that_are_too_long_are_named_and_the_others_translated(untrained, 
 
 @pytest.mark.slow
 def test_from_standard_input(untrained):
-    command = [
-        "bash",
-        SCRIPTS / "translate.sh",
-        "--run",
-        untrained,
-        "--beam",
-        "1",
-        "--max-len-b",
-        "5",
-    ]
-    result = subprocess.run(
-        command, env=environment(), input="Dios\n", capture_output=True, text=True
-    )
+    program = ["bash", SCRIPTS / "translate.sh", "--run", untrained]
+    words = [*program, *"--beam 1 --max-len-b 5".split()]
+    how = {"env": environment(), "capture_output": True, "text": True}
+    result = subprocess.run(words, input="Dios\n", **how)
     assert result.returncode == 0 and result.stdout.count("\n") == 1, result.stderr
 
 
@@ -286,16 +219,14 @@ def test_data_that_moses_tokenized_needs_moses(data, untrained, tmp_path):
     shutil.copytree(data, tmp_path / "data", ignore=shutil.ignore_patterns("raw", "tok"))
     settings = tmp_path / "data/settings.txt"
     settings.write_text(re.sub("(?m)^tokenizer=.*", "tokenizer=moses", settings.read_text()))
-    run = make_run(tmp_path / "run", tmp_path / "data")
-    shutil.copy(settings, run / "data.settings")
-    shutil.copy(untrained / "checkpoints/averaged.pt", run / "checkpoints")
+    folder = make_run(tmp_path / "run", tmp_path / "data")
+    shutil.copy(settings, folder / "data.settings")
+    shutil.copy(untrained / "checkpoints/averaged.pt", folder / "checkpoints")
     (tmp_path / "text").write_text("Dios\n")
-    words = ("translate", "--run", run, "--input", tmp_path / "text")
+    words = ("translate", "--run", folder, "--input", tmp_path / "text")
     assert_refused(in_process(*words), "name a checkout of mosesdecoder (--moses DIR)")
-    assert_refused(
-        in_process(*words, "--moses", "/nowhere"),
-        "--moses /nowhere is not a checkout of mosesdecoder",
-    )
+    refused = in_process(*words, "--moses", "/nowhere")
+    assert_refused(refused, "--moses /nowhere is not a checkout of mosesdecoder")
 
 
 def test_the_output_of_a_translation_does_not_replace_its_input(tmp_path, monkeypatch):

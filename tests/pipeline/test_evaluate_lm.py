@@ -19,35 +19,40 @@ from pn_fairseq.pipeline.evaluate_lm import Perplexity, read_perplexity, result_
 from pn_fairseq.pipeline.published import LM_PAPER
 
 from ..scripts_helpers import ROOT, assert_refused, in_process, run, verb
+from ..tables import rows
 
 WORDS = "the king sent a servant to the house of david and he said to him go up".split()
-SMALL = (
-    *("model.decoder_embed_dim=16", "model.decoder_ffn_embed_dim=24", "model.decoder_layers=2"),
-    "common.log_interval=1",
-    *("task.tokens_per_sample=8", "dataset.max_tokens=64", "dataset.validate_interval_updates=4"),
-    *("checkpoint.save_interval_updates=2", "optimization.max_update=6", "common.cpu=true"),
-)
+SMALL = """
+model.decoder_embed_dim=16 model.decoder_ffn_embed_dim=24 model.decoder_layers=2
+common.log_interval=1 task.tokens_per_sample=8 dataset.max_tokens=64
+dataset.validate_interval_updates=4 checkpoint.save_interval_updates=2
+optimization.max_update=6 common.cpu=true
+""".split()
+ADAPTIVE_SETTINGS = """
+criterion._name=adaptive_loss model.adaptive_softmax_cutoff='8,12' task.sample_break_mode=eos
+distributed_training.ddp_backend=legacy_ddp
+"""
+#: Folder -> settings
 MODELS = {
-    "transformer_lm_pn_seed1": ("transformer_lm_pn_tiny",),
-    "tensorized_lm_bn_seed1": ("tensorized_lm_bn_tiny", "model.core_rank=4"),
-    "tensorized_lm_ln_seed1": (
-        "tensorized_lm_ln_tiny",
-        "model.tensorized_unmasked=true",
-        "model.core_rank=4",
-    ),
-    "adaptive": (
-        *("tensorized_lm_pn_tiny", "model.core_rank=4", "criterion._name=adaptive_loss"),
-        *("model.adaptive_softmax_cutoff='8,12'", "task.sample_break_mode=eos"),
-        "distributed_training.ddp_backend=legacy_ddp",
-    ),
+    "transformer_lm_pn_seed1": "model._name=transformer_lm_pn_tiny",
+    "tensorized_lm_bn_seed1": "model._name=tensorized_lm_bn_tiny model.core_rank=4",
+    "tensorized_lm_ln_seed1": "model._name=tensorized_lm_ln_tiny model.core_rank=4 "
+    "model.tensorized_unmasked=true",
+    "adaptive": f"model._name=tensorized_lm_pn_tiny model.core_rank=4 {ADAPTIVE_SETTINGS}",
 }
 
 
 def text(lines: int, seed: int) -> str:
     generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(1, 8, (lines,), generator=generator).tolist()
-    draw = [torch.randint(len(WORDS), (n,), generator=generator).tolist() for n in lengths]
-    return "".join(f"{' '.join(WORDS[word] for word in line)}\n" for line in draw)
+    result = ""
+    for length in torch.randint(1, 8, (lines,), generator=generator).tolist():
+        drawn = torch.randint(len(WORDS), (length,), generator=generator).tolist()
+        result += " ".join(WORDS[word] for word in drawn) + "\n"
+    return result
+
+
+def prepare(corpus, dest):
+    run("pn", "prepare", "text_lm", "--corpus", corpus, "--dest", dest, "--workers", 1)
 
 
 @pytest.fixture(scope="module")
@@ -59,28 +64,10 @@ def work(tmp_path_factory):
     (folder / "text").mkdir()
     for seed, (split, lines) in enumerate({"train": 80, "valid": 9, "test": 21}.items()):
         (folder / f"text/{split}.txt").write_text(text(lines, seed))
-    run(
-        "pn",
-        "prepare",
-        "text_lm",
-        "--corpus",
-        folder / "text",
-        "--dest",
-        folder / "data",
-        "--workers",
-        1,
-    )
-    for name, (arch, *settings) in MODELS.items():
-        flags = (
-            "--data",
-            folder / "data",
-            "--run",
-            folder / name,
-            f"model._name={arch}",
-            *SMALL,
-            *settings,
-        )
-        call("train", "verses_lm_en", *flags)
+    prepare(folder / "text", folder / "data")
+    for name, settings in MODELS.items():
+        flags = ("--data", folder / "data", "--run", folder / name, *SMALL)
+        call("train", "verses_lm_en", *flags, *settings.split())
         call("average", "--run", folder / name)
         call("evaluate-lm", "--run", folder / name)
     return folder
@@ -103,17 +90,18 @@ def fairseq(program, work, *arguments, **options):
 def test_all_tokens_are_counted(work, name):
     found = read_perplexity(work / name)
     assert found.tokens == sum(len(line.split()) + 1 for line in (work / "text/test.txt").open())
-    assert found.unit == "word" and found.unknown == 0 and found.block == 8 and found.context == 0
-    assert found.causal == (name != "tensorized_lm_ln_seed1")
+    assert found.unit == "word" and found.block == 8
+    assert found.unknown == found.context == 0
     assert 2 < found.perplexity < 60 and found.bits == pytest.approx(math.log2(found.perplexity))
-    assert (found.batch_nll is None) == (name == "tensorized_lm_ln_seed1")
-    # BN with the batch's own statistics; PN has none after its warm-up.
-    assert name != "tensorized_lm_bn_seed1" or found.batch_nll != pytest.approx(found.nll, rel=1e-4)
+    unmasked = name == "tensorized_lm_ln_seed1"
+    assert found.causal != unmasked
+    assert (found.batch_nll is None) == unmasked
+    if name == "tensorized_lm_bn_seed1":
+        # With the batch's own statistics; PN has none after its warm-up.
+        assert found.batch_nll != pytest.approx(found.nll, rel=1e-4)
     assert ("blocks:eos" in found.signature) == (name == "adaptive")
-    assert (
-        "tokens:" in found.signature
-        and f"|causal:{'yes' if found.causal else 'NO'}|" in found.signature
-    )
+    assert "tokens:" in found.signature
+    assert ("|causal:NO|" if unmasked else "|causal:yes|") in found.signature
 
 
 @pytest.mark.parametrize(
@@ -124,43 +112,25 @@ def test_perplexity_is_that_of_fairseq_eval_lm(work, name, context, capsys):
     checkpoint = work / name / "checkpoints/averaged.pt"
     call("evaluate-lm", "--run", work / name, "--context-window", context)
     printed, mine = capsys.readouterr().out, read_perplexity(work / name, context=context)
-    assert (
-        f"perplexity:     {mine.perplexity:.2f}" in printed
-        and f"context:{context}|stride:{8 - context}" in printed
-    )
-    mode = "eos" if name == "adaptive" else "none"
-    flags = (
-        "--gen-subset",
-        "test",
-        "--tokens-per-sample",
-        8,
-        "--sample-break-mode",
-        mode,
-        "--max-tokens",
-        64,
-    )
+    assert f"perplexity:     {mine.perplexity:.2f}" in printed
+    assert f"context:{context}|stride:{8 - context}" in printed
+    flags = "--gen-subset test --tokens-per-sample 8 --max-tokens 64".split()
+    flags += ["--sample-break-mode", "eos" if name == "adaptive" else "none"]
     theirs = fairseq("eval-lm", work, "--path", checkpoint, *flags, "--context-window", context)
     loss = re.search(r"Loss \(base 2\): ([\d.]+)", theirs.stdout + theirs.stderr)[1]
     assert float(loss) == pytest.approx(mine.bits, abs=1e-3)
     # The perplexity without context has its own file, which reports read.
-    assert read_perplexity(work / name).context == 0 and (
-        context == 0 or mine.nll != read_perplexity(work / name).nll
-    )
+    without = read_perplexity(work / name)
+    assert without.context == 0
+    assert (without.nll == mine.nll) == (context == 0)
 
 
 def test_fairseqs_own_commands_end_on_mistakes_with_one_line(work, tmp_path):
     """fairseq-eval-lm would skip blocks that are too long, here all, and print a perplexity of
     1.00.
     """
-    tiny = (
-        "train",
-        work,
-        *LANGUAGE_MODEL,
-        "--arch",
-        "transformer_lm_pn_tiny",
-        "--save-dir",
-        tmp_path,
-    )
+    arch = ("--arch", "transformer_lm_pn_tiny")
+    tiny = ("train", work, *LANGUAGE_MODEL, *arch, "--save-dir", tmp_path)
     checkpoint = work / "transformer_lm_pn_seed1/checkpoints/averaged.pt"
     evaluated = ("eval-lm", work, "--path", checkpoint, "--gen-subset", "test")
     for command, needle in (
@@ -170,21 +140,16 @@ def test_fairseqs_own_commands_end_on_mistakes_with_one_line(work, tmp_path):
     ):
         ended = fairseq(*command, check=False)
         assert ended.returncode == 2, ended.stderr
-        (line,) = [
-            line
-            for line in ended.stderr.splitlines()
-            if line.startswith(f"fairseq-{command[0]}: error: ")
-        ]
+        (line,) = re.findall(f"(?m)^fairseq-{command[0]}: error: .*", ended.stderr)
         assert needle in line and "Traceback" not in ended.stderr
     # Blocks of the default length, 1,024 tokens, are shortened.
     perplexities = []
+    shortened = "blocks of 8 tokens instead of 1024: the model takes no more"
     for options in ((), ("--tokens-per-sample", 8), ("--context-window", 3)):
         ended = fairseq(*evaluated, *options)
         output = ended.stdout + ended.stderr
         perplexities.append(float(re.search(r"Perplexity: ([\d.]+)", output)[1]))
-        assert ("blocks of 8 tokens instead of 1024: the model takes no more" in output) == (
-            8 not in options
-        )
+        assert (shortened in output) == (8 not in options)
     assert perplexities[0] == perplexities[1] > 1 and perplexities[2] > 1
 
 
@@ -210,32 +175,16 @@ INPUT = "--adaptive-input --adaptive-input-cutoff 8,12 --tie-adaptive-weights --
     ],
 )
 def test_fairseq_train_honours_the_flags(work, tmp_path, arch, flags):
-    size = (
-        "--arch",
-        arch,
-        "--decoder-embed-dim",
-        16,
-        "--decoder-ffn-embed-dim",
-        24,
-        "--decoder-layers",
-        2,
+    flags = (
+        f"--arch {arch} --decoder-embed-dim 16 --decoder-ffn-embed-dim 24 --decoder-layers 2 "
+        f"--decoder-norm layer --max-update 2 --lr 0.001 --no-epoch-checkpoints {flags} "
+        "--required-batch-size-multiple 1"
     )
-    options = (
-        "--max-update",
-        2,
-        "--lr",
-        0.001,
-        "--save-dir",
-        tmp_path,
-        "--no-epoch-checkpoints",
-        *flags.split(),
-    )
-    options += ("--required-batch-size-multiple", 1)
-    fairseq("train", work, *LANGUAGE_MODEL, *size, "--decoder-norm", "layer", *options)
+    fairseq("train", work, *LANGUAGE_MODEL, *flags.split(), "--save-dir", tmp_path)
     state = load_checkpoint(tmp_path / "checkpoint_last.pt")
-    weights = {
-        name.removeprefix("decoder."): tuple(value.shape) for name, value in state["model"].items()
-    }
+    weights = {}
+    for name, value in state["model"].items():
+        weights[name.removeprefix("decoder.")] = tuple(value.shape)
     assert state["optimizer_history"][-1]["num_updates"] == 2
     if "transformer" in arch:
         assert any(name.startswith("adaptive_softmax.") for name in weights)
@@ -249,38 +198,27 @@ def test_fairseq_train_honours_the_flags(work, tmp_path, arch, flags):
 
 def test_language_models_generate_by_fairseq_interactive(work, tmp_path):
     (tmp_path / "prefixes").write_text("the king\nhe said to\n")
+    flags = (
+        "--task language_modeling --beam 2 --buffer-size 2 --max-len-b 6 --tokens-per-sample 8 "
+        "--input"
+    )
     for name in ("transformer_lm_pn_seed1", "tensorized_lm_bn_seed1"):
-        model = (
-            "--path",
-            work / name / "checkpoints/averaged.pt",
-            "--task",
-            "language_modeling",
-            "--beam",
-            2,
-        )
-        flags = (
-            "--input",
-            tmp_path / "prefixes",
-            "--buffer-size",
-            2,
-            "--max-len-b",
-            6,
-            "--tokens-per-sample",
-            8,
-        )
-        made = fairseq("interactive", work, *model, *flags).stdout
-        first, second = (line.split("\t")[2] for line in made.splitlines() if line.startswith("H-"))
+        model = ("--path", work / name / "checkpoints/averaged.pt")
+        words = (*model, *flags.split(), tmp_path / "prefixes")
+        made = fairseq("interactive", work, *words).stdout
+        first, second = re.findall(r"(?m)^H-.*?\t.*?\t(.*)", made)
         assert first.startswith("the king") and second.startswith("he said to")
 
 
 def test_what_is_done_is_skipped_and_other_weights_are_evaluated_anew(work):
     name = work / "transformer_lm_pn_seed1"
-    before = result_file(name, "test").stat().st_mtime_ns
+    result, averaged = result_file(name, "test"), name / "checkpoints/averaged.pt"
+    made = stamp.stamp_of(result)
+    before = result.stat().st_mtime_ns
     call("evaluate-lm", "--run", name)
-    assert result_file(name, "test").stat().st_mtime_ns == before
+    assert result.stat().st_mtime_ns == before
     call("evaluate-lm", "--run", name, "--checkpoint", name / "checkpoints/checkpoint_best.pt")
-    made, averaged = stamp.stamp_of(result_file(name, "test")), name / "checkpoints/averaged.pt"
-    assert result_file(name, "test").stat().st_mtime_ns != before
+    assert result.stat().st_mtime_ns != before
     assert stamp.read(made)["checkpoint_file"] == "checkpoint_best.pt"
     assert outdated.of_result("test.json", made, averaged) == []  # it was asked for
     call("evaluate-lm", "--run", name)
@@ -289,6 +227,20 @@ def test_what_is_done_is_skipped_and_other_weights_are_evaluated_anew(work):
     (text,) = outdated.of_result("test.json", made, averaged)
     assert text == "test.json was made from an earlier averaged.pt: make it again"
     call("evaluate-lm", "--run", name)
+
+
+#: Settings of pn train.
+MISTAKES = """
+dataset.max_tokens=4 | blocks of 8 tokens, and a rank takes 4 at once
+task.max_target_positions=6 | blocks of 8 tokens, the model takes 6
+criterion._name=adaptive_loss | ddp-backend=legacy_ddp
+model.core_rnk=3 | did you mean 'model.core_rank'
+task.tokens_per_sample=0 | task.tokens_per_sample=0 is outside of its range: it must be at least 1
+model.adaptive_softmax_cutoff='8,12' | needs criterion adaptive_loss
+model._name=transformer_lm_pn_wiki103 | --adaptive-softmax-cutoff 20000,60000 must be
+model._name=transformer_ln_tiny | not a model for task._name=language_modeling
+model._name=tensorized_lm_pn_tny | did you mean 'tensorized_lm_pn_tiny'
+"""
 
 
 def test_mistakes_get_one_line(work, tmp_path):
@@ -302,20 +254,7 @@ def test_mistakes_get_one_line(work, tmp_path):
     ):
         assert_refused(in_process("evaluate-lm", "--run", name, *flags), needle)
     settings = ("--data", work / "data", "--run", tmp_path / "run", *SMALL)
-    for setting, needle in (
-        ("dataset.max_tokens=4", "blocks of 8 tokens, and a rank takes 4 at once"),
-        ("task.max_target_positions=6", "blocks of 8 tokens, the model takes 6"),
-        ("criterion._name=adaptive_loss", "ddp-backend=legacy_ddp"),
-        ("model.core_rnk=3", "did you mean 'model.core_rank'"),
-        (
-            "task.tokens_per_sample=0",
-            "task.tokens_per_sample=0 is outside of its range: it must be at least 1",
-        ),
-        ("model.adaptive_softmax_cutoff='8,12'", "needs criterion adaptive_loss"),
-        ("model._name=transformer_lm_pn_wiki103", "--adaptive-softmax-cutoff 20000,60000 must be"),
-        ("model._name=transformer_ln_tiny", "not a model for task._name=language_modeling"),
-        ("model._name=tensorized_lm_pn_tny", "did you mean 'tensorized_lm_pn_tiny'"),
-    ):
+    for setting, needle in rows(MISTAKES):
         arch = () if "_name" in setting else ("model._name=tensorized_lm_pn_tiny",)
         assert_refused(in_process("train", "verses_lm_en", *settings, *arch, setting), needle)
     assert not (tmp_path / "run").exists()
@@ -324,17 +263,7 @@ def test_mistakes_get_one_line(work, tmp_path):
 def test_a_sentence_that_is_longer_than_the_blocks_is_refused(work, tmp_path):
     shutil.copytree(work / "text", tmp_path / "text")
     (tmp_path / "text/test.txt").write_text("the king\n" + "go up " * 5 + "\n")
-    run(
-        "pn",
-        "prepare",
-        "text_lm",
-        "--corpus",
-        tmp_path / "text",
-        "--dest",
-        tmp_path / "data",
-        "--workers",
-        1,
-    )
+    prepare(tmp_path / "text", tmp_path / "data")
     shutil.copytree(work / "adaptive", tmp_path / "run")
     (tmp_path / "run/data").write_text(f"{tmp_path / 'data'}\n")
     (tmp_path / "run/data.settings").unlink()
@@ -359,37 +288,27 @@ def test_report(work, tmp_path):
     call("report", *runs, "--output", tmp_path)
     page = (tmp_path / "report.md").read_text("utf-8")
     assert "(PN after its warm-up), both numbers are the same" in page
-    assert "**Not causal: LN (" in page and f"{read_perplexity(runs[2]).perplexity:.2f}" in page
-    for name in runs:
-        assert (
-            f"{read_perplexity(name).bits:.3f}" in page and read_perplexity(name).signature in page
-        )
+    assert "**Not causal: LN (" in page
+    found = [read_perplexity(name) for name in runs]
+    assert f"{found[2].perplexity:.2f}" in page
+    for perplexity in found:
+        assert f"{perplexity.bits:.3f}" in page and perplexity.signature in page
     assert "Nothing: every run was trained to its end" in page
-    assert (
-        "have no causal mask" in page and (tmp_path / "report-curves-1.png").stat().st_size > 10_000
-    )
+    assert (tmp_path / "report-curves-1.png").stat().st_size > 10_000
     call("report", *runs, "--output", tmp_path, "--paper", "ptb")
     page = (tmp_path / "report.md").read_text("utf-8")
     assert page.count(LM_PAPER["ptb"]["note"]) == 1 and "core-1 + PN" in page and "47.6" in page
-    tokens = read_perplexity(runs[0]).tokens
-    assert (
-        f"their test set has {tokens} tokens, that of PTB 82430. The perplexities cannot be "
-        "compared." in page
-    )
+    sizes = f"their test set has {found[0].tokens} tokens, that of PTB 82430. "
+    assert f"{sizes}The perplexities cannot be compared." in page
 
 
 def test_bytes(work, tmp_path):
-    assert (
-        unit_of(["0a", "ff"]) == "byte"
-        and unit_of(["0a", "the"]) == "word"
-        and unit_of(["0a", "f@@"]) == "subword"
-    )
+    for second, unit in (("ff", "byte"), ("the", "word"), ("f@@", "subword")):
+        assert unit_of(["0a", second]) == unit
     shutil.copytree(work / "transformer_lm_pn_seed1", tmp_path / "run")
     of_bytes = replace(read_perplexity(tmp_path / "run"), unit="byte")
-    assert (
-        f"bits per byte:  {of_bytes.bits:.4f}\n" in of_bytes.text()
-        and "|unit:byte|" in of_bytes.signature
-    )
+    assert f"bits per byte:  {of_bytes.bits:.4f}\n" in of_bytes.text()
+    assert "|unit:byte|" in of_bytes.signature
     result_file(tmp_path / "run", "test").write_text(json.dumps(of_bytes.__dict__))
     call("report", tmp_path / "run", "--output", tmp_path, "--paper", "enwik8")
     page = (tmp_path / "report.md").read_text("utf-8")

@@ -1,12 +1,14 @@
 """pn fold on checkpoints of small models with random weights and statistics."""
 
 import copy
+import re
 
 import pytest
 import torch
 from fairseq import checkpoint_utils, tasks
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.trainer import Trainer
+from torch.testing import assert_close
 
 from pn_fairseq.common.checkpoints import load_checkpoint
 from pn_fairseq.models.fold_checkpoint import TOLERANCE, compare, fold_weights
@@ -25,14 +27,13 @@ STATEFUL = [name for name, entry in NORMS.items() if issubclass(entry.cls, Runni
 
 def fold(state, tmp_path):
     torch.save(state, tmp_path / "trained.pt")
-    assert main([str(tmp_path / "trained.pt"), str(tmp_path / "folded.pt")]) == 0
+    assert main([tmp_path / "trained.pt", tmp_path / "folded.pt"]) == 0
     return tmp_path / "folded.pt"
 
 
 def load(path, dictionaries):
-    (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task(
-        [str(path)], {"data": str(dictionaries)}
-    )
+    place = {"data": str(dictionaries)}
+    (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([str(path)], place)
     return model
 
 
@@ -45,16 +46,12 @@ SOME = [
     ("batch", None),
     ("prep-batch", HEADS),
 ]
-CASES = [
-    pytest.param(norm, groups, flags, marks=() if (norm, groups) in SOME else pytest.mark.slow)
-    for norm in STATEFUL
-    for groups, flags in [
-        (0, {}),
-        (1, {}),
-        (HEADS, {}),
-        (None, {"decoder_norm": norm, "share_all_embeddings": False}),
-    ]
-]
+CASES = []
+for name in STATEFUL:
+    in_both = {"decoder_norm": name, "share_all_embeddings": False}
+    for groups, flags in ((0, {}), (1, {}), (HEADS, {}), (None, in_both)):
+        marks = () if (name, groups) in SOME else pytest.mark.slow
+        CASES.append(pytest.param(name, groups, flags, marks=marks))
 CASES += [("power", 2, {"norm_variant": "release", "decoder_norm": "batch"})]
 LAST = {"encoder_norm_last": "power", "decoder_norm_last": "batch", "share_all_embeddings": False}
 CASES += [("batch", 2, LAST)]
@@ -90,15 +87,13 @@ def test_folded_model_is_the_same_function(norm, groups, flags, dictionaries, tm
     own = {key: value for key, value in wide.state_dict().items() if key not in gone}
     wide_folded.load_state_dict({**own, **weights, FOLDED_MARK: torch.tensor(1)})
     with torch.no_grad():
-        expected = wide(src, None, prev)[0]
-        torch.testing.assert_close(
-            wide_folded(src, None, prev)[0], expected, rtol=1e-10, atol=1e-10
-        )
-        # What was written is float32.
-        scale = float(expected.abs().max())
-        found = folded(src, None, prev)[0]
-        torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5 * scale)
-        torch.testing.assert_close(found, model(src, None, prev)[0], rtol=0, atol=TOLERANCE * scale)
+        expected, exact = (each(src, None, prev)[0] for each in (wide, wide_folded))
+        trained, found = (each(src, None, prev)[0] for each in (model, folded))
+    assert_close(exact, expected, rtol=1e-10, atol=1e-10)
+    # What was written is float32.
+    scale = float(expected.abs().max())
+    assert_close(found.double(), expected, rtol=0, atol=1e-5 * scale)
+    assert_close(found, trained, rtol=0, atol=TOLERANCE * scale)
     assert hypotheses(folded, src) == hypotheses(model, src)
 
     # What is left.
@@ -137,12 +132,11 @@ def test_other_checkpoints(kind, dictionaries, tmp_path):
     model = load(tmp_path / "trained.pt", dictionaries).eval()
     with torch.no_grad():
         exact = model(src, None, prev)[0]
-        torch.testing.assert_close(folded(src, None, prev)[0], exact, rtol=1e-5, atol=2e-5)
+        assert_close(folded(src, None, prev)[0], exact, rtol=1e-5, atol=2e-5)
         if kind == "half":
-            errors = [
-                (each.half()(src, None, prev)[0] - exact).abs().max() for each in (folded, model)
-            ]
             # decoding in half precision: no worse than the original
+            halves = [each.half()(src, None, prev)[0] for each in (folded, model)]
+            errors = [(half - exact).abs().max() for half in halves]
             assert errors[0] < 2 * errors[1]
 
     written = load_checkpoint(path)
@@ -151,25 +145,17 @@ def test_other_checkpoints(kind, dictionaries, tmp_path):
     assert set(written["extra_state"]) == {"train_iterator"}
     assert written["optimizer_history"] == before["optimizer_history"]
     weights = written["model"]
-    assert not [key for key in weights if "encoder" in key.split(".")[0] and "norm" in key]
-    shared = [
-        weights[f"{name}.weight"].data_ptr()
-        for name in ("encoder.embed_tokens", "decoder.output_projection")
-    ]
-    assert shared[0] == shared[1]
-    for key, value in weights.items():
-        if key in before["model"]:
-            changed = key.startswith("encoder.layers") and key.split(".")[-2] in (
-                "q_proj",
-                "k_proj",
-                "v_proj",
-                "fc1",
-            )
-            changed = changed or (
-                "encoder_attn" in key and key.split(".")[-2] in ("k_proj", "v_proj")
-            )
-            assert torch.equal(value.float(), before["model"][key].float()) != changed, key
-            assert value.dtype == (torch.float32 if changed else before["model"][key].dtype), key
+    assert not [key for key in weights if key.startswith("encoder") and "norm" in key]
+    output = weights["decoder.output_projection.weight"]
+    assert output.data_ptr() == weights["encoder.embed_tokens.weight"].data_ptr()
+    changed = r"encoder\.layers\..*\.([qkv]_proj|fc1)\.\w+|.*\.encoder_attn\.[kv]_proj\.\w+"
+    for key in weights.keys() & before["model"].keys():
+        new, old = weights[key], before["model"][key]
+        if re.fullmatch(changed, key):
+            assert new.dtype == torch.float32, key
+            assert not torch.equal(new, old.float()), key
+        else:
+            assert_close(new, old, rtol=0, atol=0)
 
 
 def test_what_is_printed(dictionaries, tmp_path, capsys):
@@ -177,19 +163,13 @@ def test_what_is_printed(dictionaries, tmp_path, capsys):
     captured = capsys.readouterr()
     lines = captured.out.splitlines()
     assert captured.err == ""
+    layer = "encoder.layers.0.self_attn"
     assert lines[0] == (
-        "encoder.layers.0.self_attn_layer_norm: PowerNorm folded into "
-        "encoder.layers.0.self_attn.q_proj, "
-        "encoder.layers.0.self_attn.k_proj, encoder.layers.0.self_attn.v_proj; layer-scale (4 "
-        "groups) stays"
+        f"{layer}_layer_norm: PowerNorm folded into {layer}.q_proj, {layer}.k_proj, "
+        f"{layer}.v_proj; layer-scale (4 groups) stays"
     )
-    assert (
-        sum(
-            line.startswith("encoder.layer_norm: PowerNorm folded into decoder.layers.0.")
-            for line in lines
-        )
-        == 1
-    )
+    last = "encoder.layer_norm: PowerNorm folded into decoder.layers.0."
+    assert captured.out.count(last) == 1
     assert "decoder.layer_norm: LayerNorm stays" in lines
     assert lines[-2].startswith("maximum logit difference ") and "positions" in lines[-2]
     assert lines[-1] == f"wrote {tmp_path / 'folded.pt'} (5 of 12 norms folded)"
@@ -236,7 +216,7 @@ def test_training_a_folded_model_is_refused(dictionaries, tmp_path, capsys):
         error = capsys.readouterr().err
         assert error.startswith("fairseq-train: error: ") and error.count("\n") == 1
         assert all(word in error for word in words)
-    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
 def spoil(name, value):
@@ -257,49 +237,43 @@ def setting(**values):
     return lambda state: vars(state["cfg"]["model"]).update(values)
 
 
+NOT_FINITE = "maximum logit difference nan"
+
+
 @pytest.mark.parametrize(
-    ("flags", "change", "words"),
+    ("change", "words"),
     [
-        ({"norm": "layer"}, None, ["nothing to fold", "LayerNorm"]),
+        (setting(arch="lstm", _name="lstm"), ["architecture lstm is not one of transformer_pn's"]),
+        (setting(encoder_normalize_before=False), ["pre-norm"]),
+        (setting(encoder_layers=3), ["do not fit", "encoder.layers.2"]),
+        (setting(encoder_layers_to_keep="0"), ["encoder_layers_to_keep is 0"]),
+        (setting(quant_noise_scalar=0.1), ["8 bits"]),
+        (spoil("encoder.layers.0.fc1.weight", float("nan")), [NOT_FINITE]),
+        (spoil("encoder.layers.0.self_attn_layer_norm.running_psi2", -1.0), [NOT_FINITE]),
+        (lambda state: state.update(cfg=None), ["no settings"]),
+        (lambda state: state["cfg"].pop("model"), ["no settings of a model"]),
         (
-            {},
-            setting(arch="lstm", _name="lstm"),
-            ["architecture lstm is not one of transformer_pn's"],
-        ),
-        ({}, setting(encoder_normalize_before=False), ["pre-norm"]),
-        (
-            {"encoder_norm_placement": "post"},
-            None,
-            ["encoder_norm_placement=post: such norms cannot be folded"],
-        ),
-        (
-            {"qk_norm": "rms"},
-            None,
-            ["self_attn.q_proj is a HeadNorm and not a plain linear projection"],
-        ),
-        ({}, setting(encoder_layers=3), ["do not fit", "encoder.layers.2"]),
-        ({}, setting(encoder_layers_to_keep="0"), ["encoder_layers_to_keep is 0"]),
-        ({}, setting(quant_noise_scalar=0.1), ["8 bits"]),
-        ({}, spoil("encoder.layers.0.fc1.weight", float("nan")), ["maximum logit difference nan"]),
-        (
-            {},
-            spoil("encoder.layers.0.self_attn_layer_norm.running_psi2", -1.0),
-            ["maximum logit difference nan"],
-        ),
-        ({}, lambda state: state.update(cfg=None), ["no settings"]),
-        ({}, lambda state: state["cfg"].pop("model"), ["no settings of a model"]),
-        (
-            {},
             lambda state: state["model"].pop("encoder.layer_norm.nu"),
             ["do not fit", "encoder.layer_norm.nu"],
         ),
     ],
 )
-def test_what_cannot_be_folded_is_told_in_one_line(flags, change, words, dictionaries, tmp_path):
-    state = state_of(*make(**flags), dictionaries)
-    if change is not None:
-        change(state)
+def test_a_checkpoint_that_is_changed_is_told_in_one_line(change, words, dictionaries, tmp_path):
+    state = state_of(*make(), dictionaries)
+    change(state)
     assert_not_folded(state, tmp_path, *words)
+
+
+def test_models_that_cannot_be_folded_are_told_in_one_line(dictionaries, tmp_path):
+    for flags, words in (
+        ({"norm": "layer"}, ["nothing to fold", "LayerNorm"]),
+        (
+            {"encoder_norm_placement": "post"},
+            ["encoder_norm_placement=post: such norms cannot be folded"],
+        ),
+        ({"qk_norm": "rms"}, ["self_attn.q_proj is a HeadNorm and not a plain linear projection"]),
+    ):
+        assert_not_folded(state_of(*make(**flags), dictionaries), tmp_path, *words)
 
 
 def test_a_difference_beyond_the_tolerance_is_refused(dictionaries, tmp_path, monkeypatch):

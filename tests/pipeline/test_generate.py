@@ -1,6 +1,7 @@
 """Decoding by several processes, with a stand-in for fairseq-generate that fails on request."""
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -65,13 +66,9 @@ def place(tmp_path, monkeypatch) -> Path:
     (package / "__init__.py").touch()
     (package / "generate.py").write_text(STAND_IN)
     (tmp_path / "calls").mkdir()
-    changes = {
-        "PYTHONPATH": package.parent,
-        "CALLS": tmp_path / "calls",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    for name, value in changes.items():
-        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("MODE", raising=False)
     return tmp_path
 
@@ -84,39 +81,41 @@ def calls(place: Path) -> list[dict]:
     """How the stand-in was called since the last time, by rank."""
     found = []
     for path in (place / "calls").iterdir():
-        if text := path.read_text():  # else it was killed while it wrote
+        text = path.read_text()
+        if text:  # else it was killed while it wrote
             found.append(json.loads(text))
         path.unlink()
     return sorted(found, key=lambda call: call["rank"])
 
 
-def options_of(called: dict) -> dict[str, str]:
-    return dict(zip(called["arguments"], [*called["arguments"][1:], ""], strict=True))
+def assert_options(called: dict, expected: str) -> None:
+    """Each of the pairs "--option value" is among the words of a call."""
+    words = expected.split(" ")
+    found = called["arguments"]
+    assert {*zip(words[::2], words[1::2], strict=True)} <= {*itertools.pairwise(found)}
+
+
+def numbered(word: str) -> list[str]:
+    return [f"{word} {number}" for number in range(SENTENCES)]
 
 
 def test_the_shares_are_merged_in_the_order_of_the_text(place):
     assert generate(place) == 0
     output = place / "run/generate/test"
-    assert lines(output / "hyp.tok") == [f"translation {number}" for number in range(SENTENCES)]
+    assert lines(output / "hyp.tok") == numbered("translation")
     for name, language in (("src", "es"), ("ref", "en")):
-        assert (output / f"{name}.tok").read_bytes() == (
-            place / f"data/tok/test.{language}"
-        ).read_bytes()
+        assert lines(output / f"{name}.tok") == lines(place / f"data/tok/test.{language}")
     assert len(re.findall("^H-", (output / "generate.log").read_text(), re.M)) == SENTENCES
     called = calls(place)
     assert len(called) == 3
     for rank, one in enumerate(called):
         expected = (
             f"--distributed-rank {rank} --distributed-world-size 3 --beam 3 --lenpen 0.6 "
-            f"--max-len-a 0 "
+            f"--max-len-a 0 --max-len-b 20 --nbest 1 --remove-bpe subword_nmt --batch-size 5 "
+            f"--required-batch-size-multiple 1 --max-tokens 8000 "
+            f"--path {place}/run/checkpoints/averaged.pt"
         )
-        expected += (
-            "--max-len-b 20 --nbest 1 --remove-bpe subword_nmt --required-batch-size-multiple 1 "
-            "--batch-size 5 "
-        )
-        expected += f"--max-tokens 8000 --path {place}/run/checkpoints/averaged.pt"
-        words = expected.split(" ")
-        assert {*zip(words[::2], words[1::2], strict=True)} <= {*options_of(one).items()}
+        assert_options(one, expected)
         assert "--fp16" not in one["arguments"]
         assert one["arguments"][0] == str(place / "data/bin")
 
@@ -124,33 +123,15 @@ def test_the_shares_are_merged_in_the_order_of_the_text(place):
 def test_options_of_decoding_and_an_ensemble(place, capsys):
     torch.save({"model": {"w": torch.zeros(1)}}, place / "other.pt")
     checkpoints = (place / "run/checkpoints/averaged.pt", place / "other.pt")
-    chosen = (
-        "--checkpoint",
-        *checkpoints,
-        "--max-len-a",
-        "1.5",
-        "--max-len-b",
-        7,
-        "--lenpen",
-        2,
-        "--nbest",
-        2,
-    )
-    assert generate(place, *chosen[:-2]) == 0 and calls(place)  # only the best: not enough for two
+    limits = "--max-len-a 1.5 --max-len-b 7 --lenpen 2".split()
+    best = ("--checkpoint", *checkpoints, *limits)
+    chosen = (*best, "--nbest", 2)
+    assert generate(place, *best) == 0 and calls(place)  # only the best: not enough for two
     assert generate(place, *chosen) == 0
-    expected = {
-        **{
-            "--max-len-a": "1.5",
-            "--max-len-b": "7",
-            "--lenpen": "2.0",
-            "--nbest": "2",
-            "--beam": "3",
-        },
-        **{"--path": ":".join(map(str, checkpoints))},
-    }
-    assert expected.items() <= options_of(calls(place)[0]).items()
+    expected = "--max-len-a 1.5 --max-len-b 7 --lenpen 2.0 --nbest 2 --beam 3 --path "
+    assert_options(calls(place)[0], expected + ":".join(map(str, checkpoints)))
     output = place / "run/generate/test"
-    assert lines(output / "hyp.tok") == [f"translation {number}" for number in range(SENTENCES)]
+    assert lines(output / "hyp.tok") == numbered("translation")
     found = [line.split("\t") for line in lines(output / "nbest.tok")]
     assert len(found) == 2 * SENTENCES
     assert found[2:4] == [["2", "-0.5", "translation 1"], ["2", "-1.5", "translation 1+"]]
@@ -176,25 +157,15 @@ def test_a_folder_of_fairseq_train(languages, place, tmp_path, capsys):
     shutil.copy(folder / "checkpoint_last.pt", folder / "averaged.pt")
     assert main(["--run", folder, "--batch-size", 5, "--beam", 2]) == 0
     output = folder / "generate/test"
-    assert lines(output / "hyp.tok") == [f"translation {number}" for number in range(SENTENCES)]
-    assert lines(output / "src.tok") == [f"source {number}" for number in range(SENTENCES)]
-    assert lines(output / "ref.tok") == [f"target {number}" for number in range(SENTENCES)]
-    (call, *_) = calls(place)
-    words = call["arguments"]
-    assert [words[words.index(f"--{side}-lang") + 1] for side in ("source", "target")] == [
-        "es",
-        "en",
-    ]
+    for name, word in (("hyp", "translation"), ("src", "source"), ("ref", "target")):
+        assert lines(output / f"{name}.tok") == numbered(word)
+    assert_options(calls(place)[0], "--source-lang es --target-lang en")
     refused(capsys, main(["--run", folder, "--subset", "valid"]), "data/bin' has no subset 'valid'")
     if not languages["source_lang"]:
         for path in (place / "data/bin").iterdir():
             path.rename(path.with_name(path.name.replace("es-en", "esen")))
-        refused(
-            capsys,
-            main(["--run", folder]),
-            "is named SPLIT.SOURCE-TARGET.LANG.bin",
-            "no --source-lang",
-        )
+        needles = "is named SPLIT.SOURCE-TARGET.LANG.bin", "no --source-lang"
+        refused(capsys, main(["--run", folder]), *needles)
 
 
 def test_hypotheses_that_are_as_long_as_they_may_be_are_counted(place, capsys):
@@ -202,9 +173,8 @@ def test_hypotheses_that_are_as_long_as_they_may_be_are_counted(place, capsys):
     of_source = ("--max-len-a", 1, "--max-len-b", 10)
     for options, count, first in (((), 2, 4), (("--max-len-b", 19), 37, 1), (of_source, 8, 1)):
         assert generate(place, *options) == 0
-        assert f"note: {count} of 37 hypotheses are as long as they may be" in (
-            messages := capsys.readouterr().err
-        )
+        messages = capsys.readouterr().err
+        assert f"note: {count} of 37 hypotheses are as long as they may be" in messages
         assert f"the first in line {first}\n" in messages
     assert generate(place, "--max-len-b", 21) == 0 and "note" not in capsys.readouterr().err
 
@@ -220,7 +190,7 @@ def test_subwords_are_joined_as_the_data_was_segmented(segmentation, place):
     for settings in (place / "data/settings.txt", place / "run/data.settings"):
         settings.write_text(f"source=es\ntarget=en\nsegmentation={segmentation}\n")
     assert generate(place) == 0
-    assert options_of(calls(place)[0])["--remove-bpe"] == segmentation.replace("-", "_")
+    assert_options(calls(place)[0], f"--remove-bpe {segmentation.replace('-', '_')}")
 
 
 @pytest.fixture
@@ -228,29 +198,20 @@ def gpus(place, monkeypatch):
     """torch.cuda sees as many GPUs as CUDA_VISIBLE_DEVICES names."""
 
     def count() -> int:
-        return (
-            len(os.environ["CUDA_VISIBLE_DEVICES"].split(","))
-            if os.environ["CUDA_VISIBLE_DEVICES"]
-            else 0
-        )
+        return len(re.findall("[^,]+", os.environ["CUDA_VISIBLE_DEVICES"]))
 
     monkeypatch.setattr(torch.cuda, "device_count", count)
     return lambda devices: monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
 
 
-@pytest.mark.parametrize(
-    ("chosen", "devices"), [("0,1,2", ["0", "1", "2"]), ("GPU-af,7", ["GPU-af", "7"])]
-)
-def test_one_process_on_each_visible_gpu(chosen, devices, place, gpus, capsys):
+@pytest.mark.parametrize("devices", [["0", "1", "2"], ["GPU-af", "7"]])
+def test_one_process_on_each_visible_gpu(devices, place, gpus, capsys):
     (place / "run/config.yaml").write_text("common: {fp16: true}\n")
-    gpus(chosen)
+    gpus(",".join(devices))
     assert main(["--run", place / "run", "--batch-size", 5]) == 0
     messages = capsys.readouterr().err
-    assert (
-        f"GPUs: {len(devices)}" in messages
-        and "fp16" in messages
-        and "beam 5, length penalty 1," in messages
-    )
+    for words in (f"GPUs: {len(devices)}", "fp16", "beam 5, length penalty 1,"):
+        assert words in messages
     called = calls(place)
     assert [call["gpu"] for call in called] == devices
     assert all("--fp16" in call["arguments"] for call in called)
@@ -289,23 +250,21 @@ def test_a_decoding_is_done_as_long_as_nothing_that_matters_changed(place, capsy
         assert generate(place, *options) == 0 and "already" in capsys.readouterr().err
     # A copy of the run is as good: contents are compared, not times and places.
     shutil.copytree(place / "run", place / "moved", copy_function=shutil.copyfile)
-    assert (
-        main(["--run", place / "moved", "--batch-size", 5]) == 0
-        and "already" in capsys.readouterr().err
-    )
+    assert main(["--run", place / "moved", "--batch-size", 5]) == 0
+    assert "already" in capsys.readouterr().err
     assert calls(place) == [] and (output / "scores.json").exists()
 
-    torch.save({"model": {"w": torch.zeros(1)}}, checkpoint)
-    assert generate(place) == 0
-    assert len(calls(place)) == 3 and not (output / "scores.json").exists(), (
-        "the scores are of other hypotheses"
-    )
-    for options in (("--beam", 2), ("--beam", 2, "--lenpen", 1)):
+    def assert_decoded_again(*options):
         assert generate(place, *options) == 0
         assert len(calls(place)) == 3
+
+    torch.save({"model": {"w": torch.zeros(1)}}, checkpoint)
+    assert_decoded_again()
+    assert not (output / "scores.json").exists(), "the scores are of other hypotheses"
+    assert_decoded_again("--beam", 2)
+    assert_decoded_again("--beam", 2, "--lenpen", 1)
     (place / "data/bin/test.es-en.es.bin").write_text("binarized again")
-    assert generate(place, "--beam", 2, "--lenpen", 1) == 0
-    assert len(calls(place)) == 3
+    assert_decoded_again("--beam", 2, "--lenpen", 1)
 
 
 def alive(process: int) -> bool:
@@ -328,21 +287,16 @@ def test_one_share_that_fails_fails_all(mode, needles, place, capsys, monkeypatc
     generate(place)
     calls(place)
     output = place / "run/generate/test"
-    before = {path: path.read_bytes() for path in output.iterdir()}
+    before = files_of(output)
     torch.save({"model": {"w": torch.zeros(1)}}, place / "run/checkpoints/averaged.pt")
     began = time.monotonic()
     monkeypatch.setenv("MODE", mode)
     refused(capsys, generate(place), *needles)
     assert time.monotonic() - began < 200, "the others were not ended"  # they sleep for 300 seconds
     assert not any(alive(call["pid"]) for call in calls(place))
-    assert {path: path.read_bytes() for path in output.iterdir()} == before, (
-        "what was there is whole"
-    )
+    assert files_of(output) == before, "what was there is whole"
     errors = output.with_name("test.err")
-    assert {path.name for path in output.parent.iterdir()} == {
-        "test",
-        *(["test.err"] if errors.exists() else []),
-    }
+    assert set(output.parent.iterdir()) <= {output, errors}
     if mode == "fail":
         assert "Traceback" in errors.read_text()
     monkeypatch.delenv("MODE")
@@ -359,24 +313,16 @@ def test_progress_counts_sentences_on_a_terminal(place, capsys, monkeypatch):
 @contextlib.contextmanager
 def decoding(place: Path, mode: str) -> Iterator[subprocess.Popen]:
     """pn generate, when its three processes run."""
-    process = subprocess.Popen(
-        [
-            "bash",
-            SCRIPTS / "generate.sh",
-            "--run",
-            place / "run",
-            "--batch-size",
-            "5",
-            "--ranks",
-            "3",
-        ],
-        **{"env": environment(MODE=mode), "stderr": subprocess.PIPE, "text": True},
-    )
+    words = ["bash", SCRIPTS / "generate.sh", "--run", place / "run"]
+    words += "--batch-size 5 --ranks 3".split()
+    how = {"env": environment(MODE=mode), "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(words, **how)
+
+    def all_run() -> bool:
+        return sum(path.stat().st_size > 0 for path in (place / "calls").iterdir()) == 3
+
     try:
-        wait_for(
-            lambda: sum(path.stat().st_size > 0 for path in (place / "calls").iterdir()) == 3,
-            process,
-        )
+        wait_for(all_run, process)
         yield process
     finally:
         process.kill()
@@ -398,16 +344,10 @@ def test_an_interruption_leaves_nothing_behind(place):
 
 
 def test_a_second_process_is_told_that_the_run_is_being_decoded(place, capsys):
+    made = f"'{place}/run/generate/test' is being made by another process"
     with decoding(place, "sleep") as process:
-        refused(
-            capsys,
-            generate(place),
-            f"'{place}/run/generate/test' is being made by another process ({process.pid}): wait",
-        )
-        assert {path.name for path in (place / "run/generate").iterdir()} == {
-            ".test.lock",
-            "test.partial",
-        }
+        refused(capsys, generate(place), f"{made} ({process.pid}): wait")
+        assert sorted(os.listdir(place / "run/generate")) == [".test.lock", "test.partial"]
 
 
 def test_the_processes_end_when_the_one_above_them_is_killed(place):
@@ -417,7 +357,7 @@ def test_the_processes_end_when_the_one_above_them_is_killed(place):
         process.communicate(timeout=30)
     wait_for(lambda: not any(map(alive, processes)))
     generate(place)
-    assert [path.name for path in (place / "run/generate").iterdir()] == ["test"]
+    assert os.listdir(place / "run/generate") == ["test"]
 
 
 def test_a_further_test_set(place, capsys):
@@ -427,14 +367,9 @@ def test_a_further_test_set(place, capsys):
     assert generate(place, "--subset", "test2017") == 0
     run = place / "run"
     assert f"next: pn score --run {run} --subset test2017\n" in capsys.readouterr().err
-    assert lines(run / "generate/test2017/hyp.tok") == [
-        f"translation {number}" for number in range(SENTENCES)
-    ]
-    refused(
-        capsys,
-        generate(place, "--subset", "test1"),
-        "it has test, test2017 (pn prepare text --test NAME adds one)",
-    )
+    assert lines(run / "generate/test2017/hyp.tok") == numbered("translation")
+    advice = "it has test, test2017 (pn prepare text --test NAME adds one)"
+    refused(capsys, generate(place, "--subset", "test1"), advice)
 
 
 def test_a_directory_with_other_files_is_not_overwritten(place, capsys):

@@ -18,9 +18,8 @@ def test_description_is_of_this_machine_and_of_what_is_installed():
     assert found["python"] == platform.python_version() == sys.version.split()[0]
     assert found["torch"] == torch.__version__ and found["pn_fairseq"] == pn_fairseq.__version__
     assert found["fairseq"] == f"fairseq-fixed {metadata.version('fairseq-fixed')}"
-    assert found["cores"] == int(
-        subprocess.check_output(["nproc"], env={**os.environ, "OMP_NUM_THREADS": ""})
-    )
+    cores = subprocess.check_output(["nproc"], env={**os.environ, "OMP_NUM_THREADS": ""})
+    assert found["cores"] == int(cores)
     assert len(found["gpus"]) == torch.cuda.device_count() and found["cuda"] == torch.version.cuda
     assert platform.release() in found["os"] and found["cpu"]
     commit = git(ROOT, "rev-parse", "HEAD") if (ROOT / ".git").exists() else ""
@@ -29,22 +28,22 @@ def test_description_is_of_this_machine_and_of_what_is_installed():
 
 def git(folder, *arguments: str) -> str:
     who = ("-c", "user.name=x", "-c", "user.email=x@example.org")
-    return subprocess.run(
-        ["git", "-C", str(folder), *who, *arguments], capture_output=True, text=True, check=True
-    ).stdout.strip()
+    words = ["git", "-C", str(folder), *who, *arguments]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
 
 
 def test_commit_is_that_of_the_checkout_and_says_if_files_were_changed(tmp_path):
-    package = tmp_path / "checkout/pn_fairseq"
-    package.mkdir(parents=True)
+    package = tmp_path / "pn_fairseq"
+    package.mkdir()
     (package / "__init__.py").write_text("")
     assert machine._git_commit(package) is None, "no checkout"
-    git(tmp_path / "checkout", "init", "-q")
+    git(tmp_path, "init", "-q")
     assert machine._git_commit(package) is None, "a file of somebody else's repository"
-    git(tmp_path / "checkout", "add", "pn_fairseq")
-    git(tmp_path / "checkout", "commit", "-q", "-m", "first")
-    commit = git(tmp_path / "checkout", "rev-parse", "HEAD")
-    (tmp_path / "checkout/notes").write_text("not tracked")
+    git(tmp_path, "add", "pn_fairseq")
+    git(tmp_path, "commit", "-q", "-m", "first")
+    commit = git(tmp_path, "rev-parse", "HEAD")
+    (tmp_path / "notes").write_text("not tracked")
     assert machine._git_commit(package) == commit
     (package / "__init__.py").write_text("changed = True\n")
     assert machine._git_commit(package) == f"{commit}-modified"

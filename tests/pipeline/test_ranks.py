@@ -25,19 +25,10 @@ from ..scripts_helpers import ROOT, SCRIPTS, environment, run, verb, wait_for
 
 #: Without dropout, whose masks depend on the shape of the batches, an update is the same sum on any
 #: number of ranks.
-SETTINGS = (
-    *(
-        "tokens_per_update=1600",
-        "dataset.max_tokens=400",
-        "model.dropout=0",
-        "model._name=transformer_ln_tiny",
-    ),
-    *(
-        "checkpoint.save_interval_updates=4",
-        "common.log_interval=1",
-        "lr_scheduler.warmup_updates=10",
-    ),
-)
+SETTINGS = """
+tokens_per_update=1600 dataset.max_tokens=400 model.dropout=0 model._name=transformer_ln_tiny
+checkpoint.save_interval_updates=4 common.log_interval=1 lr_scheduler.warmup_updates=10
+""".split()
 
 
 def free_port() -> int:
@@ -46,10 +37,8 @@ def free_port() -> int:
 
 
 def arguments(data: Path, where: Path, *overrides: str) -> list[str]:
-    return [
-        str(word)
-        for word in ("verses_es_en", "--data", data, "--run", where, *SETTINGS, *overrides)
-    ]
+    words = ("verses_es_en", "--data", data, "--run", where, *SETTINGS, *overrides)
+    return [str(word) for word in words]
 
 
 def start(
@@ -77,10 +66,8 @@ def finish(*processes: subprocess.Popen) -> list[tuple[int, str]]:
     finally:
         for process in processes:
             process.kill()
-    return [
-        (process.returncode, out + err)
-        for process, (out, err) in zip(processes, outputs, strict=True)
-    ]
+    codes = [process.returncode for process in processes]
+    return [(code, out + err) for code, (out, err) in zip(codes, outputs, strict=True)]
 
 
 def ranks_of(where: Path) -> list[int]:
@@ -88,11 +75,9 @@ def ranks_of(where: Path) -> list[int]:
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if str(where).encode() in (entry / "cmdline").read_bytes() and entry.name != str(
-                os.getpid()
-            ):
+            if str(where).encode() in (entry / "cmdline").read_bytes():
                 found.append(int(entry.name))
-    return found
+    return [pid for pid in found if pid != os.getpid()]
 
 
 def records(where: Path) -> list[dict]:
@@ -100,9 +85,8 @@ def records(where: Path) -> list[dict]:
 
 
 def updates_of(where: Path) -> int:
-    return load_checkpoint(where / "checkpoints/checkpoint_last.pt")["optimizer_history"][-1][
-        "num_updates"
-    ]
+    state = load_checkpoint(where / "checkpoints/checkpoint_last.pt")
+    return state["optimizer_history"][-1]["num_updates"]
 
 
 def assert_same_curves(several: Path, one: Path) -> None:
@@ -143,22 +127,12 @@ def test_more_ranks_than_gpus_and_machines_that_are_no_number_are_refused():
 
 def test_two_ranks_learn_what_one_does(data, tmp_path, monkeypatch, capsys):
     where = tmp_path / "run"
-    run(
-        "pn",
-        "train",
-        *arguments(data, where, "optimization.max_update=2"),
-        "--ranks",
-        2,
-        CUDA_VISIBLE_DEVICES="",
-    )
+    words = arguments(data, where, "optimization.max_update=2", "--ranks", "2")
+    run("pn", "train", *words, CUDA_VISIBLE_DEVICES="")
     train_on_one_rank(data, monkeypatch, capsys, 2, tmp_path / "one")
     assert_same_curves(where, tmp_path / "one")
     (record,) = records(where)
-    assert (record["world_size"], record["update_freq"], record["ranks_of_this_machine"]) == (
-        2,
-        2,
-        2,
-    )
+    assert record["world_size"] == record["update_freq"] == record["ranks_of_this_machine"] == 2
     assert (record["max_tokens"], record["tokens_per_update"]) == (400, 1600)
 
 
@@ -179,9 +153,8 @@ def test_two_ranks_stop_if_one_dies_and_one_resumes(data, tmp_path, monkeypatch,
     ((code, stderr),) = finish(process)
     assert code == 1
     wait_for(lambda: not ranks_of(where), seconds=20)
-    assert re.search(
-        r"^pn train: error: rank \d was killed by SIGKILL, and all .* to resume$", stderr, re.M
-    ), stderr
+    killed = r"^pn train: error: rank \d was killed by SIGKILL, and all .* to resume$"
+    assert re.search(killed, stderr, re.M), stderr
 
     train_on_one_rank(data, monkeypatch, capsys, updates_of(where) + 2, where, tmp_path / "one")
     assert_same_curves(where, tmp_path / "one")
@@ -205,12 +178,12 @@ def machine(
 @pytest.mark.slow
 def test_two_machines_of_two_ranks(data, tmp_path):
     where, port = tmp_path / "run", free_port()
-    ends = finish(
-        *(machine(data, where, rank, port, "optimization.max_update=4", ranks=2) for rank in (1, 0))
-    )
+    few = "optimization.max_update=4"
+    machines = [machine(data, where, rank, port, few, ranks=2) for rank in (1, 0)]
+    ends = finish(*machines)
     assert [code for code, _ in ends] == [0, 0], ends
-    few = arguments(data, tmp_path / "one", "optimization.max_update=4")
-    run("bash", SCRIPTS / "train.sh", *few, CUDA_VISIBLE_DEVICES="")
+    words = arguments(data, tmp_path / "one", few)
+    run("bash", SCRIPTS / "train.sh", *words, CUDA_VISIBLE_DEVICES="")
     assert_same_curves(where, tmp_path / "one")
     (record,) = records(where)
     assert record["world_size"] == 4 and record["ranks_of_this_machine"] == 2
@@ -219,9 +192,9 @@ def test_two_machines_of_two_ranks(data, tmp_path):
 @pytest.mark.slow
 def test_machines_that_do_not_fit_together(data, tmp_path):
     port = free_port()
-    ends = finish(
-        *(machine(data, tmp_path / "run", rank, port, f"common.seed={rank + 1}") for rank in (0, 1))
-    )
+    where = tmp_path / "run"
+    machines = [machine(data, where, rank, port, f"common.seed={rank + 1}") for rank in (0, 1)]
+    ends = finish(*machines)
     assert all(code != 0 for code, _ in ends)
     assert any("rank 1 was started with different settings" in stderr for _, stderr in ends), ends
 
@@ -251,28 +224,17 @@ def test_a_sweep_over_norms(data, tmp_path):
     """fairseq-hydra-train without scripts/: jobs of one process, each with its own checkpoints,
     log and best loss.
     """
-    sweep = (
-        *(
-            "fairseq-hydra-train",
-            "-m",
-            "--config-dir",
-            ROOT / "configs",
-            "--config-name",
-            "verses_es_en",
-        ),
-        *(f"task.data={data}/bin", f"common.user_dir={ROOT}/pn_fairseq", "dataset.max_tokens=400"),
-        *(
-            "model._name=transformer_ln_tiny,transformer_pn_tiny",
-            "optimization.max_update=2",
-            "common.log_interval=1",
-        ),
+    configuration = ("--config-dir", ROOT / "configs", "--config-name", "verses_es_en")
+    places = (f"task.data={data}/bin", f"common.user_dir={ROOT}/pn_fairseq")
+    settings = (
+        "dataset.max_tokens=400 model._name=transformer_ln_tiny,transformer_pn_tiny "
+        "optimization.max_update=2 common.log_interval=1"
     )
-    run(*sweep, cwd=tmp_path)
+    sweep = (*configuration, *places, *settings.split())
+    run("fairseq-hydra-train", "-m", *sweep, cwd=tmp_path)
     jobs = sorted((tmp_path / "runs/hydra/verses_es_en_sweep").glob("*/*_seed1"))
-    assert [job.name for job in jobs] == [
-        "0_transformer_ln_tiny_seed1",
-        "1_transformer_pn_tiny_seed1",
-    ]
+    names = ["0_transformer_ln_tiny_seed1", "1_transformer_pn_tiny_seed1"]
+    assert [job.name for job in jobs] == names
     for job, power in zip(jobs, (False, True), strict=True):
         assert list(read_log(job / "train.log").train) == [1, 2]
         log = (job / "train.log").read_text("utf-8")
@@ -282,11 +244,9 @@ def test_a_sweep_over_norms(data, tmp_path):
             load_checkpoint(job / f"checkpoints/checkpoint_{name}.pt") for name in ("last", "best")
         )
         assert any(key.endswith("running_psi2") for key in last["model"]) is power
-        assert (
-            last["extra_state"]["best"]
-            == best["extra_state"]["val_loss"]
-            == last["extra_state"]["val_loss"]
-        )
+        smallest = last["extra_state"]["best"]
+        for state in (last, best):
+            assert state["extra_state"]["val_loss"] == smallest
         # The scripts take such a folder as a run.
         run("bash", SCRIPTS / "average.sh", "--run", job)
         run("bash", SCRIPTS / "generate.sh", "--run", job, "--beam", "1", "--max-len-b", "5")
@@ -297,9 +257,8 @@ def batch_script(cluster: Slurm, number: int, command: str, small: str) -> Path:
     """A script of docs/several_gpus.md as printed, with a small training on CPUs in place of
     ``command``.
     """
-    scripts = [
-        block for block in blocks(ROOT / "docs/several_gpus.md", "bash") if block.startswith("#!")
-    ]
+    page = blocks(ROOT / "docs/several_gpus.md", "bash")
+    scripts = [block for block in page if block.startswith("#!")]
     text = scripts[number].replace(" --gpus-per-node=8", "")
     assert text.count(command) == 1, text
     script = cluster.folder / "work/job.sh"
@@ -329,17 +288,14 @@ def undisturbed(slurm, data):  # noqa: F811
 
 def assert_resumed(where: Path) -> None:
     assert [record["world_size"] for record in records(where)] == [2, 2]
-    assert updates_of(where) == 120 and sorted(read_log(where / "train.log").train) == list(
-        range(1, 121)
-    )
+    assert updates_of(where) == 120
+    assert sorted(read_log(where / "train.log").train) == list(range(1, 121))
 
 
 def assert_same_bits(one: Path, other: Path) -> None:
-    one, other = (
-        load_checkpoint(folder / "checkpoints/checkpoint_last.pt")["model"]
-        for folder in (one, other)
-    )
-    torch.testing.assert_close(one, other, rtol=0, atol=0)
+    files = [folder / "checkpoints/checkpoint_last.pt" for folder in (one, other)]
+    ours, theirs = (load_checkpoint(file)["model"] for file in files)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
 @pytest.mark.slow
@@ -367,13 +323,10 @@ def test_a_job_that_scancel_ends_says_so_in_one_line_and_resumes(slurm, data, un
     wait_for(lambda: not slurm.command("squeue", "-h"))
     output = (slurm.folder / f"work/slurm-{job}.out").read_text("utf-8").splitlines()
     own = [line for line in output if not line.startswith(("[train] ", "srun: ", "slurmstepd"))]
-    assert own == 2 * ["pn train: interrupted; run the same command again to resume"], (
-        "one line for each node"
-    )
+    # one line for each node
+    assert own == 2 * ["pn train: interrupted; run the same command again to resume"]
     assert updates_of(where) < 120
-    assert not [
-        path for path in where.rglob("*") if "tmp" in path.suffix or path.name.startswith("tmp")
-    ]
+    assert not [*where.rglob("tmp*"), *where.rglob("*.*tmp*")]
     slurm.wait_for(submit_training(slurm, data, where), "COMPLETED")
     assert_resumed(where)
     assert_same_bits(where, undisturbed)
@@ -381,10 +334,8 @@ def test_a_job_that_scancel_ends_says_so_in_one_line_and_resumes(slurm, data, un
 
 @pytest.mark.slow
 def test_a_job_array_is_a_sweep_with_one_report(slurm, data):  # noqa: F811
-    settings = (
-        f"{' '.join(SETTINGS[:2])} optimization.max_update=6 generation.beam=1 "
-        f"generation.max_len_b=10"
-    )
+    few = "optimization.max_update=6 generation.beam=1 generation.max_len_b=10"
+    settings = " ".join([*SETTINGS[:2], few])
     script = batch_script(slurm, 1, " --runs", f" --data {data} {settings} --runs")
     job = slurm.submit(script, "--array=2-5")
     wait_for(lambda: not slurm.command("squeue", "-h"), seconds=400)

@@ -61,47 +61,40 @@ def checkpoint(file, update, train, valid):
     """
     name = "transformer_pn_tiny"
     cfg = {
-        **{"_name": None, "common": {"seed": 3}, "optimization": {"max_update": 40}},
+        "_name": None,
+        "common": {"seed": 3},
+        "optimization": {"max_update": 40},
         "task": {"_name": "translation", "data": f"{file.parent}/bin:y"},
         "model": argparse.Namespace(arch=name, _name=name, seed=3, dropout=0.3, data="x"),
     }
-    metrics = {
-        group: [
-            (
-                0,
-                name,
-                "AverageMeter",
-                {"sum": torch.tensor(loss * 50.0), "count": torch.tensor(50), "round": 3},
-            )
-            for name, loss in (("loss", nll + 1), ("nll_loss", nll))
-        ]
-        for group, nll in (("train", train), ("valid", valid))
-    }
+    metrics = {}
+    for group, nll in (("train", train), ("valid", valid)):
+        metrics[group] = []
+        for meter, loss in (("loss", nll + 1), ("nll_loss", nll)):
+            sums = {"sum": torch.tensor(loss * 50.0), "count": torch.tensor(50), "round": 3}
+            metrics[group].append((0, meter, "AverageMeter", sums))
     state = {
         "cfg": cfg,
         "model": {"w": torch.zeros(1)},
         "optimizer_history": [{"num_updates": update}],
+        "extra_state": {"metrics": metrics},
     }
-    torch.save(state | {"extra_state": {"metrics": metrics}}, file)
+    torch.save(state, file)
 
 
 def test_a_folder_of_fairseq_train_without_a_log(tmp_path):
     """Settings and losses are read from the checkpoints, and the report says so; also if the log
     is not JSON.
     """
-    for name, update in (
-        ("checkpoint1.pt", 20),
-        ("checkpoint_last.pt", 40),
-        ("checkpoint_best.pt", 40),
-    ):
-        checkpoint(tmp_path / name, update, 8 - update / 20, 7 - update / 20)
+    for name, update in (("1", 20), ("_last", 40), ("_best", 40)):
+        file = tmp_path / f"checkpoint{name}.pt"
+        checkpoint(file, update, 8 - update / 20, 7 - update / 20)
     checkpoint(tmp_path / "averaged.pt", 0, 1, 1)  # no checkpoint of the training
     (tmp_path / "bin").mkdir()
     opened = open_run(tmp_path)
-    assert not opened.ours and opened.checkpoints == tmp_path and opened.bin == tmp_path / "bin"
-    assert (
-        opened.data is None and opened.log is None and "model.seed" not in opened.settings_by_name
-    )
+    assert not opened.ours and opened.data is None and opened.log is None
+    assert opened.checkpoints == tmp_path and opened.bin == tmp_path / "bin"
+    assert "model.seed" not in opened.settings_by_name
     for text in (None, "num. shared model params: 5\nepoch 001:  10 / 20 loss=3, num_updates=10\n"):
         if text:
             (tmp_path / "saved.txt").write_text(text)
@@ -109,11 +102,9 @@ def test_a_folder_of_fairseq_train_without_a_log(tmp_path):
         assert run.log.train_nll == {20: 7.0, 40: 6.0} and run.log.train == {20: 8.0, 40: 7.0}
         assert run.log.valid == {20: 6.0, 40: 5.0} and run.seed == 3
         assert run.get("model.dropout") == 0.3 and run.get("model._name") == "transformer_pn_tiny"
-        assert any(
-            "no log in JSON: settings and losses are from 3 checkpoints" in each
-            for each in run.problems
-        )
-        assert not any("not finished" in each for each in run.problems)
+        problems = "\n".join(run.problems)
+        assert "no log in JSON: settings and losses are from 3 checkpoints" in problems
+        assert "not finished" not in problems
 
 
 LOG = """\
@@ -163,8 +154,8 @@ def test_starts_of_a_run(tmp_path):
     (tmp_path / "train.log").write_text(TWO_STARTS)
     log = read_log(tmp_path / "train.log")
     first, second = log.starts
-    assert (first.world_size, second.world_size) == (1, 4)
-    assert (first.reason, second.reason) == (None, "patience")
+    assert first.world_size == 1 and second.world_size == 4
+    assert first.reason is None and second.reason == "patience"
     assert first.seconds == 15 and second.seconds == 6.5
     assert first.tokens == 1005 + 1000 + 1000
     assert first.interval_seconds == pytest.approx(1005 / 500 + 1000 / 250)
@@ -178,9 +169,10 @@ def test_starts_of_a_run(tmp_path):
 def test_a_start_that_resumed_and_was_cut_off_is_as_long_as_its_records(tmp_path):
     # Without a line on devices, a start is recognized by its updates, which begin again; fairseq's
     # clock is 0 there.
-    record = '{{"loss": "9", "num_updates": "{}", "wps": "100", "wpb": "50", "wall": "{}"}}\n'
-    text = "".join(record.format(*numbers) for numbers in ((10, 8), (20, 13), (20, 0), (30, 0)))
-    (tmp_path / "train.log").write_text(text)
+    with (tmp_path / "train.log").open("w") as file:
+        for update, wall in (("10", "8"), ("20", "13"), ("20", "0"), ("30", "0")):
+            record = {"loss": "9", "num_updates": update, "wps": "100", "wpb": "50", "wall": wall}
+            file.write(f"{json.dumps(record)}\n")
     log = read_log(tmp_path / "train.log")
     assert [start.updates for start in log.starts] == [[10, 20], [20, 30]]
     assert [start.seconds for start in log.starts] == [13, 10] and not log.ended
@@ -189,14 +181,13 @@ def test_a_start_that_resumed_and_was_cut_off_is_as_long_as_its_records(tmp_path
 # --- What pn train says, when it is done, and that it is alone ---
 
 
+FULL = OSError(28, "No space left on device", "/x/checkpoint_last.pt")
+
+
 @pytest.mark.parametrize(
     ("error", "needles", "helps"),
     [
-        (
-            OSError(28, "No space left on device", "/x/checkpoint_last.pt"),
-            ("/x/checkpoint_last.pt: the disk",),
-            True,
-        ),
+        (FULL, ("/x/checkpoint_last.pt: the disk",), True),
         (
             OSError(28, "No space left on device"),
             ("/checkpoints/checkpoint_best.pt: the disk is full",),
@@ -220,10 +211,9 @@ def test_only_a_fault_of_the_machine_says_that_the_same_command_helps(
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints/checkpoint_best.pt.tmp").touch()
     line = str(train.explained(error, cfg, tmp_path))
-    assert (
-        all(needle in line for needle in needles)
-        and ("run the same command again" in line) is helps
-    ), line
+    for needle in needles:
+        assert needle in line
+    assert ("run the same command again" in line) is helps, line
 
 
 def test_a_run_is_finished_where_it_ended_with_the_same_limits(tmp_path):
@@ -302,7 +292,9 @@ def test_progress_in_a_log_is_a_line_every_so_often(capsys, monkeypatch):
     handler.close()
     line = "[train] update 50 of 1600, loss 7.123, 8123 tokens/s, 12.9 minutes left"
     assert capsys.readouterr().err.splitlines() == [
-        *(line, line, "[train] update 60, validation 6.541 bits per token"),
+        line,
+        line,
+        "[train] update 60, validation 6.541 bits per token",
         "[train] resuming from checkpoint_last.pt, update 40",
         "[train] begins with the weights of /a/b.pt",
         "[train] Stopping training due to num_updates: 60 >= max_update: 60",

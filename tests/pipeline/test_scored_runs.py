@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from pn_fairseq.pipeline.paired_bootstrap import compare_folders
 from pn_fairseq.pipeline.translation_scores import is_scored, read_scores, score_run
 
 from ..fixtures import runs
+from ..fixtures.corpora import lines
 from ..fixtures.translations import noisy, reference, score, text_file
 from ..scripts_helpers import files_of, refused, verb
 
@@ -25,9 +27,9 @@ LINES = 24
 SETTINGS = {"source": "es", "target": "en", "lower": "1", "bpe": "300"}
 
 
-def make_run(folder: Path, seed: int, lines: int = LINES, **settings: str) -> Path:
+def make_run(folder: Path, seed: int, **settings: str) -> Path:
     """A run that was trained and decoded, as far as scoring needs it."""
-    texts = [line.replace("’", "'") for line in reference()[:lines]]
+    texts = [line.replace("’", "'") for line in reference()[:LINES]]
     data, decoded = folder.parent / "data", folder / "generate/test"
     for part in (data / "raw", data / "tok", data / "bin", decoded):
         part.mkdir(parents=True, exist_ok=True)
@@ -63,68 +65,52 @@ def as_job_of_hydra(folder: Path) -> None:
     (folder / ".hydra/config.yaml").write_text(task)
 
 
+def titles(printed: list[str]) -> list[str]:
+    return [line.split(":")[0] for line in printed]
+
+
 def test_a_folder_is_scored(tmp_path):
     run_dir = make_run(tmp_path / "run", 1)
     decoded = run_dir / "generate/test"
     scores = score_run(run_dir)
-    tokens = {
-        kind: (decoded / f"{kind}.tok").read_text("utf-8").splitlines() for kind in ("hyp", "ref")
-    }
-    plain = {
-        kind: (decoded / f"{kind}.txt").read_text("utf-8").splitlines() for kind in ("hyp", "ref")
-    }
-    assert plain["ref"] == (tmp_path / "data/raw/test.en").read_text("utf-8").splitlines()
-    assert plain["hyp"] == detokenize(tokens["hyp"], "en")
-    assert (scores.subset, scores.sentences, scores.lowercase, scores.target) == (
-        "test",
-        LINES,
-        True,
-        "en",
-    )
+    tokens = [lines(decoded / f"{kind}.tok") for kind in ("hyp", "ref")]
+    plain = [lines(decoded / f"{kind}.txt") for kind in ("hyp", "ref")]
+    assert plain == [detokenize(tokens[0], "en"), lines(tmp_path / "data/raw/test.en")]
+    assert (scores.subset, scores.target) == ("test", "en")
+    assert scores.sentences == LINES and scores.lowercase
     assert list(scores.by_metric) == list(METRICS) and not scores.warnings
     for name, own in scores.by_metric.items():
-        texts, note = (tokens, "") if METRICS[name].on_tokens else (plain, f"|detok:{DETOKENIZER}")
-        expected = score(name, texts["hyp"], texts["ref"], lowercase=not METRICS[name].on_tokens)
-        assert (own.score, own.signature) == (expected.score, f"{expected.signature}{note}")
-    assert (
-        10 < scores.by_metric["tokenized"].score < 90
-        and "case:lc" in scores.by_metric["chrf"].signature
-    )
+        if METRICS[name].on_tokens:
+            expected, note = score(name, *tokens), ""
+        else:
+            expected, note = score(name, *plain, lowercase=True), f"|detok:{DETOKENIZER}"
+            assert "case:lc" in own.signature
+        assert own.signature == f"{expected.signature}{note}"
+        assert own.score == expected.score
+    assert 10 < scores.by_metric["tokenized"].score < 90
 
     assert read_scores(decoded) == scores
     written = json.loads((decoded / "scores.json").read_text())
     assert {"subset", "sentences", *METRICS} <= written.keys()
     assert written["tokenized"].keys() == {"score", "signature", "verbose", "compound_split"}
-    lines = (decoded / "scores.txt").read_text().splitlines()
-    assert [line.split(":")[0] for line in lines] == [
-        "tokenized BLEU",
-        "detokenized BLEU",
-        "chrF2",
-        "TER",
-    ]
-    for line, one in zip(lines, scores.by_metric.values(), strict=True):
+    printed = lines(decoded / "scores.txt")
+    assert titles(printed) == ["tokenized BLEU", "detokenized BLEU", "chrF2", "TER"]
+    for line, one in zip(printed, scores.by_metric.values(), strict=True):
         assert f"|{one.signature} = {one.score:.2f}" in line
     # A run that was scored before a metric existed is still scored.
     written.pop("ter")
     (decoded / "scores.json").write_text(json.dumps(written))
     assert list(read_scores(decoded).by_metric) == [name for name in METRICS if name != "ter"]
-    assert sorted(path.suffix for path in decoded.iterdir()) == [
-        ".json",
-        *[".tok"] * 2,
-        *[".txt"] * 4,
-    ]
+    suffixes = sorted(path.suffix for path in decoded.iterdir())
+    assert suffixes == [".json", ".tok", ".tok", ".txt", ".txt", ".txt", ".txt"]
 
 
 def test_scores_that_need_no_tokenizer_are_given(tmp_path, capsys):
     run_dir = make_run(tmp_path / "run", 1, target="ja")
     (tmp_path / "data/raw/test.en").rename(tmp_path / "data/raw/test.ja")
-    assert main(["--run", str(run_dir)]) == 0
+    assert main(["--run", run_dir]) == 0
     printed = capsys.readouterr()
-    assert [line.split(":")[0] for line in printed.out.splitlines()] == [
-        "tokenized BLEU",
-        "chrF2",
-        "TER",
-    ]
+    assert titles(printed.out.splitlines()) == ["tokenized BLEU", "chrF2", "TER"]
     assert "warning: no detokenized BLEU: sacrebleu cannot tokenize 'ja'" in printed.err
 
 
@@ -153,13 +139,16 @@ def test_the_datas_settings_say_how_it_is_scored(tmp_path):
     for kind in ("hyp", "ref"):
         first = f"{'ir' * (kind == 'ref')}rich-text"
         text_file(decoded / f"{kind}.tok", [f"{first} {line}" for line in reference()[:LINES]])
-    split = score_run(run_dir).by_metric
-    assert split["tokenized"].compound_split and "compounds:split" in split["tokenized"].signature
-    assert all("case:mixed" in split[name].signature for name in ("detokenized", "chrf"))
-    whole = score_run(run_dir, compound_split=False)
-    tokenized = whole.by_metric["tokenized"]
-    assert whole == read_scores(decoded) and tokenized.score < split["tokenized"].score
-    assert not tokenized.compound_split and "compounds" not in tokenized.signature
+    by_metric = score_run(run_dir).by_metric
+    for name in ("detokenized", "chrf"):
+        assert "case:mixed" in by_metric[name].signature
+    split = by_metric["tokenized"]
+    assert split.compound_split and "compounds:split" in split.signature
+    scores = score_run(run_dir, compound_split=False)
+    assert scores == read_scores(decoded)
+    whole = scores.by_metric["tokenized"]
+    assert not whole.compound_split and "compounds" not in whole.signature
+    assert whole.score < split.score
 
 
 def test_a_line_ends_at_a_line_feed_and_nowhere_else(tmp_path):
@@ -172,38 +161,32 @@ def test_a_line_ends_at_a_line_feed_and_nowhere_else(tmp_path):
     assert (decoded / "hyp.txt").read_bytes() == b"a b c d e f g\n" * LINES
 
 
+HYP, REF = "run/generate/test/hyp.tok", "run/generate/test/ref.tok"
+OWN_SETTINGS, RUN_SETTINGS = "data/settings.txt", "run/data.settings"
+
+
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("files", "content", "message"),
     [
-        (lambda base: (base / "run/generate/test/hyp.tok").unlink(), "hyp.tok.*pn generate"),
-        (lambda base: (base / "run/generate/test/ref.tok").unlink(), "No such file.*ref.tok"),
-        (
-            lambda base: text_file(base / "run/generate/test/hyp.tok", ["a"] * 23),
-            "23 lines, .*ref.tok has 24",
-        ),
-        (
-            lambda base: text_file(base / "data/raw/test.en", ["a"] * 25),
-            "24 lines, .*test.en has 25",
-        ),
-        (
-            lambda base: (base / "data/raw/test.en").write_bytes(b"\xff\n" * LINES),
-            "test.en: line 1 is not UTF-8",
-        ),
-        (lambda base: shutil.rmtree(base / "data"), "the data of .* is gone"),
-        (lambda base: (base / "data/settings.txt").write_text("lower=1\n"), "prepared again"),
-        (
-            lambda base: [
-                (base / f).write_text("lower=1\n")
-                for f in ("data/settings.txt", "run/data.settings")
-            ],
-            "source language",
-        ),
+        ([HYP], None, "hyp.tok.*pn generate"),
+        ([REF], None, "No such file.*ref.tok"),
+        ([HYP], b"a\n" * 23, "23 lines, .*ref.tok has 24"),
+        (["data/raw/test.en"], b"a\n" * 25, "24 lines, .*test.en has 25"),
+        (["data/raw/test.en"], b"\xff\n" * LINES, "test.en: line 1 is not UTF-8"),
+        (["data"], None, "the data of .* is gone"),
+        ([OWN_SETTINGS], b"lower=1\n", "prepared again"),
+        ([OWN_SETTINGS, RUN_SETTINGS], b"lower=1\n", "source language"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    ids=str,
 )
-def test_a_folder_that_cannot_be_scored_stays_as_it_was(spoil, message, tmp_path):
+def test_a_folder_that_cannot_be_scored_stays_as_it_was(files, content, message, tmp_path):
+    """One without these files, or with others in their place."""
     decoded = make_run(tmp_path / "run", 1) / "generate/test"
-    spoil(tmp_path)
+    for file in files:
+        if content is None:
+            shutil.move(tmp_path / file, tmp_path / "away")
+        else:
+            (tmp_path / file).write_bytes(content)
     before = files_of(decoded)
     with pytest.raises((UserError, OSError), match=message):
         score_run(tmp_path / "run")
@@ -231,9 +214,7 @@ def two_runs(tmp_path) -> tuple[Path, Path]:
     for name, seed in (("good", 1), ("bad", 2)):
         decoded = make_run(tmp_path / name, seed) / "generate/test"
         if name == "bad":
-            text_file(
-                decoded / "hyp.tok", noisy((decoded / "hyp.tok").read_text("utf-8").splitlines(), 3)
-            )
+            text_file(decoded / "hyp.tok", noisy(lines(decoded / "hyp.tok"), 3))
         score_run(tmp_path / name)
         folders.append(decoded)
     return tuple(folders)
@@ -245,15 +226,12 @@ def test_folders_are_compared(two_runs, tmp_path):
     found = compare_folders({"good": good, "bad": bad}, resamples=100)
     assert list(found) == list(METRICS)
     for metric in METRICS:
-        for result, folder in zip(found[metric].results.values(), (good, bad), strict=True):
-            assert result.score == pytest.approx(
-                read_scores(folder).by_metric[metric].score, abs=1e-9
-            )
-        assert found[metric].results["bad"].p_value < 0.05
-        assert (
-            read_scores(good).by_metric[metric].signature.split("|case")[1]
-            in found[metric].signature
-        )
+        results = found[metric].results
+        for name, folder in (("good", good), ("bad", bad)):
+            own = read_scores(folder).by_metric[metric]
+            assert results[name].score == pytest.approx(own.score, abs=1e-9)
+        assert results["bad"].p_value < 0.05
+        assert own.signature.split("|case")[1] in found[metric].signature
     score_run(tmp_path / "bad", compound_split=True)
     with pytest.raises(UserError, match="scored in different ways: .* and .*compounds:split"):
         compare_folders({"good": good, "bad": bad})
@@ -265,17 +243,15 @@ def test_folders_are_compared(two_runs, tmp_path):
 
 def test_a_comparison_in_words(two_runs, capsys):
     good, bad = two_runs
-    folders = [str(folder.parents[1]) for folder in two_runs]
-    assert main(["--compare", *folders, "--resamples", "100"]) == 0
+    folders = [folder.parents[1] for folder in two_runs]
+    assert main(["--compare", *folders, "--resamples", 100]) == 0
     text = capsys.readouterr().out
     assert "|bs:100|seed:12345|" in text and f"test, {LINES} sentences" in text
-    scores = read_scores(good), read_scores(bad)
     header, *rows = text.split("\n\n")[1].splitlines()
-    assert [cell.strip() for cell in header.split("  ") if cell.strip()] == [
-        one.title for one in METRICS.values()
-    ]
-    for row, name, one in zip(rows, ("good (baseline)  ", "bad  "), scores, strict=True):
-        assert row.startswith(name) and f"{one.by_metric['chrf'].score:.2f} (" in row
+    assert re.split(" {2,}", header.strip()) == [metric.title for metric in METRICS.values()]
+    for row, name, folder in zip(rows, ("good (baseline)  ", "bad  "), two_runs, strict=True):
+        chrf = read_scores(folder).by_metric["chrf"]
+        assert row.startswith(name) and f"{chrf.score:.2f} (" in row
     assert rows[1].count(") p = 0.010 *") == len(METRICS) and "p = " not in rows[0]
     assert "not over training seeds" in text
 
@@ -285,21 +261,19 @@ def test_a_comparison_in_words(two_runs, capsys):
 
 
 def test_runs_are_scored_where_they_are_not_before_they_are_compared(tmp_path, capsys):
-    good, bad = (make_run(tmp_path / name, seed) for name, seed in (("it's, good", 1), ("bad", 2)))
-    assert main(["--compare", str(good), str(bad), "--resamples", "10"]) == 0
-    assert (
-        "it's, good (baseline)" in capsys.readouterr().out
-        and (bad / "generate/test/scores.json").is_file()
-    )
+    good, bad = make_run(tmp_path / "it's, good", 1), make_run(tmp_path / "bad", 2)
+    assert main(["--compare", good, bad, "--resamples", 10]) == 0
+    assert "it's, good (baseline)" in capsys.readouterr().out
+    assert (bad / "generate/test/scores.json").is_file()
 
 
 def test_a_bleu_below_1_warns(tmp_path, capsys):
     run_dir = make_run(tmp_path / "run", 1)
     text_file(run_dir / "generate/test/hyp.tok", ["the"] * LINES)
-    assert main(["--run", str(run_dir)]) == 0
+    assert main(["--run", run_dir]) == 0
     assert "warning: BLEU is 0.00, below 1" in capsys.readouterr().err
     good = make_run(tmp_path / "good", 1)
-    assert main(["--compare", str(good), str(run_dir), "--resamples", "20"]) == 0
+    assert main(["--compare", good, run_dir, "--resamples", 20]) == 0
     printed = capsys.readouterr().out
     assert "run is not tested: BLEU is 0.00" in printed
     assert "p =" not in printed and " *\n" not in printed
@@ -311,15 +285,12 @@ def test_a_run_on_data_of_others_is_scored_with_detokenized_references(tmp_path)
     known = score_run(job)
     (tmp_path / "data/settings.txt").unlink()
     scores = score_run(job)
-    tokens = (job / "generate/test/ref.tok").read_text("utf-8").splitlines()
-    assert (job / "generate/test/ref.txt").read_text("utf-8").splitlines() == detokenize(
-        tokens, "en"
-    )
-    assert (
-        scores.by_metric["chrf"].signature.endswith(f"|detok:{DETOKENIZER}|ref:detok")
-        and not scores.lowercase
-    )
-    assert known.lowercase and "ref:" not in known.by_metric["chrf"].signature
+    tokens = lines(job / "generate/test/ref.tok")
+    assert lines(job / "generate/test/ref.txt") == detokenize(tokens, "en")
+    signature = scores.by_metric["chrf"].signature
+    assert signature.endswith(f"|detok:{DETOKENIZER}|ref:detok")
+    assert known.lowercase and not scores.lowercase
+    assert "ref:" not in known.by_metric["chrf"].signature
     assert scores.by_metric["tokenized"] == known.by_metric["tokenized"]
 
 
@@ -329,23 +300,20 @@ def write_results(
     """What fairseq-generate --results-path writes, in batches of its own order, with n-best;
     returns the hypotheses.
     """
-    decoded = run_dir / "generate/test"
-    texts = {
-        kind: (decoded / f"{kind}.tok").read_text("utf-8").splitlines() for kind in ("hyp", "ref")
-    }
-    lines = []
+    hypotheses, references = (
+        lines(run_dir / f"generate/test/{kind}.tok") for kind in ("hyp", "ref")
+    )
+    written = []
     for n in order:
-        hypothesis = texts["hyp"][n].replace("the", "th@@ e") if subwords else texts["hyp"][n]
-        lines += [
-            f"S-{n}\tsource",
-            f"T-{n}\t{texts['ref'][n]}",
-            f"H-{n}\t-0.5\t{hypothesis}",
-            f"D-{n}\t-0.5\tx",
-        ]
-        lines += [f"P-{n}\t-0.1", f"H-{n}\t-0.9\tsecond best"]
-    lines = [line for line in lines if not (lose and line.startswith(lose))]
-    text_file(path, [*lines, "Generate test with beam=5: BLEU4 = 1.00"])
-    return texts["hyp"]
+        hypothesis = hypotheses[n]
+        if subwords:
+            hypothesis = hypothesis.replace("the", "th@@ e")
+        written += [f"S-{n}\tsource", f"T-{n}\t{references[n]}", f"H-{n}\t-0.5\t{hypothesis}"]
+        written += [f"D-{n}\t-0.5\tx", f"P-{n}\t-0.1", f"H-{n}\t-0.9\tsecond best"]
+    if lose:
+        written = [line for line in written if not line.startswith(lose)]
+    text_file(path, [*written, "Generate test with beam=5: BLEU4 = 1.00"])
+    return hypotheses
 
 
 def test_results_of_fairseq_generate_are_scored(tmp_path, capsys):
@@ -374,11 +342,8 @@ def test_results_of_fairseq_generate_are_scored(tmp_path, capsys):
         shutil.move(tmp_path / "away", decoded)
     hypotheses = write_results(results, run_dir, order)
     shutil.rmtree(decoded)
-    assert main(["--run", str(run_dir)]) == 0
-    assert (
-        read_scores(decoded) == expected
-        and (decoded / "hyp.tok").read_text("utf-8").splitlines() == hypotheses
-    )
+    assert main(["--run", run_dir]) == 0
+    assert read_scores(decoded) == expected and lines(decoded / "hyp.tok") == hypotheses
     # Decoded again: the new file is scored; the references are fairseq's where only it knows them.
     (tmp_path / "data/settings.txt").unlink()
     as_job_of_hydra(run_dir)

@@ -2,42 +2,24 @@
 configurations.
 """
 
-import pytest
+from pn_fairseq.pipeline import setting_roles
+from pn_fairseq.pipeline.setting_roles import WEIGHTS, is_main, listed_role, role_of
 
-from pn_fairseq.pipeline.setting_roles import (
-    PLACE,
-    RESULT,
-    RUNNING,
-    STARTED,
-    WEIGHTS,
-    is_main,
-    listed_role,
-    role_of,
-)
+ROLES = {
+    "PLACE": "task.data common.tensorboard_logdir model.norm_probe",
+    "RUNNING": "model.norm_probe_interval dataset.max_tokens distributed_training.ddp_backend",
+    "STARTED": "dataset.batch_size",
+    "RESULT": "optimization.max_update checkpoint.keep_interval_updates model.norm_module "
+    "common.fp16_no_flatten_grads",
+    "WEIGHTS": "model.norm_options.unified.window common.fp16 tokens_per_update "
+    "checkpoint.finetune_from_model",
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "role"),
-    [
-        ("task.data", PLACE),
-        ("common.tensorboard_logdir", PLACE),
-        ("model.norm_probe", PLACE),
-        ("model.norm_probe_interval", RUNNING),
-        ("dataset.max_tokens", RUNNING),
-        ("dataset.batch_size", STARTED),
-        ("distributed_training.ddp_backend", RUNNING),
-        ("optimization.max_update", RESULT),
-        ("checkpoint.keep_interval_updates", RESULT),
-        ("common.fp16_no_flatten_grads", RESULT),
-        ("model.norm_module", RESULT),
-        ("model.norm_options.unified.window", WEIGHTS),
-        ("common.fp16", WEIGHTS),
-        ("checkpoint.finetune_from_model", WEIGHTS),
-        ("tokens_per_update", WEIGHTS),
-    ],
-)
-def test_roles(name, role):
-    assert listed_role(name) is role
+def test_roles():
+    for role, names in ROLES.items():
+        for name in names.split():
+            assert listed_role(name) is getattr(setting_roles, role), name
 
 
 def test_a_setting_of_another_component_decides_the_weights():

@@ -23,6 +23,7 @@ from pn_fairseq.common.checkpoints import load_checkpoint
 from pn_fairseq.norms import running_norms
 from pn_fairseq.pipeline.training_log import read_log
 
+from ..models.helpers import both_sides
 from ..scripts_helpers import (
     ROOT,
     SCRIPTS,
@@ -33,22 +34,16 @@ from ..scripts_helpers import (
     verb,
     wait_for,
 )
+from ..tables import rows
 
 #: A training of seconds. The psi warm-up ends at update 6, in the middle. Each of its three
 #: checkpoints is the best so far.
-SHORT = (
-    *(
-        "optimization.max_update=12",
-        "checkpoint.save_interval_updates=4",
-        "dataset.validate_interval_updates=100",
-    ),
-    *(
-        "tokens_per_update=400",
-        "lr_scheduler.warmup_updates=6",
-        "optimization.lr=[0.002]",
-        "common.log_interval=2",
-    ),
-)
+SHORT = """
+optimization.max_update=12 checkpoint.save_interval_updates=4 tokens_per_update=400
+dataset.validate_interval_updates=100 lr_scheduler.warmup_updates=6 optimization.lr=[0.002]
+common.log_interval=2
+""".split()
+train = verb("train")
 
 
 @pytest.fixture(autouse=True)
@@ -59,9 +54,7 @@ def one_rank_on_the_cpu(monkeypatch):
 
 
 def start(data: Path, run: Path, *overrides: str) -> int:
-    return verb("train")(
-        ["verses_es_en", "--data", str(data), "--run", str(run), *SHORT, *overrides]
-    )
+    return train(["verses_es_en", "--data", data, "--run", run, *SHORT, *overrides])
 
 
 @pytest.fixture(scope="module")
@@ -80,22 +73,13 @@ def snapshot(folder: Path) -> dict[Path, int]:
 def same_end(one: Path, other: Path) -> None:
     """Same weights, statistics, optimizer and best loss, to the bit."""
     for name in ("last", "best"):
-        first, second = (
-            load_checkpoint(run / f"checkpoints/checkpoint_{name}.pt") for run in (one, other)
-        )
-        assert (
-            first["optimizer_history"][-1]["num_updates"]
-            == second["optimizer_history"][-1]["num_updates"]
-        )
-        assert first["extra_state"]["best"] == second["extra_state"]["best"]
-        for key, value in second["model"].items():
-            assert torch.equal(first["model"][key], value), (name, key)
-        states = (state["last_optimizer_state"]["state"] for state in (first, second))
-        for ours, theirs in zip(*(state.values() for state in states), strict=True):
-            assert all(
-                torch.equal(torch.as_tensor(ours[key]), torch.as_tensor(theirs[key]))
-                for key in theirs
-            )
+        ends = []
+        for run in (one, other):
+            state = load_checkpoint(run / f"checkpoints/checkpoint_{name}.pt")
+            updates = state["optimizer_history"][-1]["num_updates"]
+            optimizer = state["last_optimizer_state"]["state"]
+            ends.append([updates, state["extra_state"]["best"], state["model"], optimizer])
+        torch.testing.assert_close(*ends, rtol=0, atol=0)
 
 
 def test_what_a_run_holds(data, trained):
@@ -107,19 +91,14 @@ def test_what_a_run_holds(data, trained):
         "the points where it can be killed differ"
     )
     text = (trained / "train.log").read_text("utf-8")
-    assert all(
-        words in text
-        for words in ("Saved checkpoint", "num. shared model params", "norm_psi_distance")
-    )
+    for words in ("Saved checkpoint", "num. shared model params", "norm_psi_distance"):
+        assert words in text
     assert (trained / "data").read_text() == f"{data}\n"
     assert (trained / "data.settings").read_bytes() == (data / "settings.txt").read_bytes()
-    (record,) = map(json.loads, (trained / "starts.jsonl").read_text().splitlines())
-    assert (record["world_size"], record["tokens_per_update"], record["max_tokens"]) == (
-        1,
-        400,
-        400,
-    )
-    assert record["ranks_of_this_machine"] == 1 and record["gpus"] == [] and record["torch"]
+    record = json.loads((trained / "starts.jsonl").read_text())
+    assert record["world_size"] == record["ranks_of_this_machine"] == 1
+    assert record["tokens_per_update"] == record["max_tokens"] == 400
+    assert record["gpus"] == [] and record["torch"]
     assert record["command"] == ["verses_es_en", "--data", str(data), "--run", str(trained), *SHORT]
     assert any((trained / "tensorboard").rglob("events.*"))
 
@@ -129,147 +108,103 @@ def test_a_seed_of_the_initial_weights(data, trained, tmp_path):
     the same batches.
     """
     expected = load_checkpoint(trained / "checkpoints/checkpoint_1_4.pt")["model"]
+    logs = []
     for seed, same in ((1, True), (2, False)):
-        assert (
-            start(
-                data, tmp_path / f"{seed}", f"model.init_seed={seed}", "optimization.max_update=4"
-            )
-            == 0
-        )
-        state = load_checkpoint(tmp_path / f"{seed}/checkpoints/checkpoint_last.pt")
+        run = tmp_path / f"{seed}"
+        assert start(data, run, f"model.init_seed={seed}", "optimization.max_update=4") == 0
+        state = load_checkpoint(run / "checkpoints/checkpoint_last.pt")
         assert state["cfg"]["model"]["init_seed"] == seed
         assert all(torch.equal(state["model"][key], expected[key]) for key in expected) == same
-    logs = [read_log(tmp_path / seed / "train.log") for seed in "12"]
-    assert logs[0].starts[0].tokens == logs[1].starts[0].tokens and logs[0].train != logs[1].train
+        logs.append(read_log(run / "train.log"))
+    one, two = logs
+    assert one.starts[0].tokens == two.starts[0].tokens and one.train != two.train
 
 
 def test_norms_of_a_model_of_fairseq_are_converted(data, tmp_path, capsys):
-    sizes = [
-        f"model.{side}_{name}={value}"
-        for side in ("encoder", "decoder")
-        for name, value in (
-            ("embed_dim", 16),
-            ("ffn_embed_dim", 16),
-            ("layers", 1),
-            ("attention_heads", 2),
-        )
-    ]
-    norms = "model.convert_norms=['encoder.*=batch,alpha_fwd=0.5']"
-    given = ("model._name=transformer_iwslt_de_en", *sizes, norms, "optimization.max_update=2")
+    sizes = both_sides(embed_dim=16, ffn_embed_dim=16, layers=1, attention_heads=2)
+    given = ["model._name=transformer_iwslt_de_en", "optimization.max_update=2"]
+    given += [f"model.{name}={value}" for name, value in sizes.items()]
+    given += ["model.convert_norms=['encoder.*=batch,alpha_fwd=0.5']"]
     assert start(data, tmp_path, *given) == 0
-    state = load_checkpoint(tmp_path / "checkpoints/checkpoint_last.pt")
+    path = tmp_path / "checkpoints/checkpoint_last.pt"
+    state = load_checkpoint(path)
     converted = [name.rpartition(".")[0] for name in state["model"] if name.endswith("running_var")]
     assert converted == [f"encoder.layers.0.{name}_layer_norm" for name in ("self_attn", "final")]
     specification = ["encoder.*=batch,alpha_fwd=0.5"]
     assert state["cfg"]["model"]["convert_norms"] == specification
     assert OmegaConf.load(tmp_path / "config.yaml").model.convert_norms == specification
-    (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task(
-        [str(tmp_path / "checkpoints/checkpoint_last.pt")]
-    )
+    (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([str(path)])
     assert [norm.alpha_fwd for norm in running_norms(model)] == [0.5, 0.5]
     capsys.readouterr()
-    other = "model.convert_norms=['encoder.*=power']"
-    assert "model.convert_norms ['encoder.*=batch" in refused(
-        capsys, start(data, tmp_path, *given, other)
-    )
+    code = start(data, tmp_path, *given, "model.convert_norms=['encoder.*=power']")
+    refused(capsys, code, "model.convert_norms ['encoder.*=batch")
 
 
 def test_a_second_start_does_nothing(data, trained, capsys):
     before = snapshot(trained)
+    longer = "was trained for 12 updates, more than optimization.max_update=10"
     for also in ((), ("common.log_interval=3",), ("optimization.max_update=10",)):
         assert start(data, trained, *also) == 0
         said = capsys.readouterr().err
         assert "already trained; nothing to do" in said
-        assert ("was trained for 12 updates, more than optimization.max_update=10" in said) == (
-            "=10" in str(also)
-        )
+        assert (longer in said) == ("optimization.max_update=10" in also)
     refused(capsys, start(data, trained, "common.seed=2"), "common.seed 1 -> 2")
-    refused(
-        capsys,
-        start(data, trained, "model.decoder_layerdrop=0.5"),
-        "model.decoder_layerdrop unset -> 0.5",
-    )
+    code = start(data, trained, "model.decoder_layerdrop=0.5")
+    refused(capsys, code, "model.decoder_layerdrop unset -> 0.5")
     assert snapshot(trained) == before
 
 
 def test_a_finished_run_takes_other_settings_of_decoding(data, trained, tmp_path, capsys):
     """pn average and pn generate read them in its config.yaml."""
     run = shutil.copytree(trained, tmp_path / "run")
-    assert start(data, run, "generation.beam=1", "average_last=2") == 0
-    assert (
-        "is already trained; now with generation.beam=1, average_last=2" in capsys.readouterr().err
-    )
-    before, after = (OmegaConf.load(folder / "config.yaml") for folder in (trained, run))
-    assert (after.generation.beam, after.average_last) == (1, 2)
-    after.generation.beam, after.average_last = before.generation.beam, before.average_last
-    assert after == before
-    assert start(data, run, "generation.beam=1", "average_last=2") == 0
-    assert "nothing to do" in capsys.readouterr().err
+    expected = OmegaConf.load(run / "config.yaml")
+    expected.generation.beam, expected.average_last = 1, 2
+    said = "is already trained; now with generation.beam=1, average_last=2", "nothing to do"
+    for words in said:
+        assert start(data, run, "generation.beam=1", "average_last=2") == 0
+        assert words in capsys.readouterr().err
+        assert OmegaConf.load(run / "config.yaml") == expected
 
 
 def test_languages_are_those_of_the_data_unless_they_are_named(data, tmp_path, capsys):
-    words = [
-        "own_text",
-        "--data",
-        str(data),
-        "--run",
-        str(tmp_path / "run"),
-        *SHORT,
-        "optimization.max_update=1",
-    ]
-    assert verb("train")([*words, "task.target_lang=en"]) == 0
+    words = ["own_text", "--data", data, "--run", tmp_path / "run", *SHORT]
+    words += ["optimization.max_update=1"]
+    assert train([*words, "task.target_lang=en"]) == 0
     task = OmegaConf.load(tmp_path / "run/config.yaml").task
     assert (task.source_lang, task.target_lang) == ("es", "en")
     capsys.readouterr()
-    assert verb("train")([*words, "--check"]) == 0, "the same settings as in the run"
-    needles = (
-        "prepared from es-en",
-        "the settings say es-de: add task.source_lang=es task.target_lang=en",
-    )
-    refused(capsys, verb("train")([*words, "task.target_lang=de"]), *needles)
+    assert train([*words, "--check"]) == 0, "the same settings as in the run"
+    advice = "the settings say es-de: add task.source_lang=es task.target_lang=en"
+    code = train([*words, "task.target_lang=de"])
+    refused(capsys, code, "prepared from es-en", advice)
     (tmp_path / "lm/bin").mkdir(parents=True)
     (tmp_path / "lm/settings.txt").write_text("task=language_modeling\n")
-    refused(
-        capsys,
-        verb("train")(["own_text", "--data", str(tmp_path / "lm")]),
-        "settings.txt names no languages",
-    )
+    code = train(["own_text", "--data", tmp_path / "lm"])
+    refused(capsys, code, "settings.txt names no languages")
 
 
-@pytest.mark.parametrize(
-    ("overrides", "needles"),
-    [
-        (
-            ("task.source_lang=fr",),
-            ("prepared from es-en", "the settings say fr-en: add task.source_lang=es"),
-        ),
-        (
-            ("dataset.max_tokens=30",),
-            (
-                "error: dataset.max_tokens is too small: ",
-                "train.es has 533 sentences of more than 27 subwords",
-                "silently skip",
-            ),
-        ),
-        (
-            ("tokens_per_update=60", "--ranks", "4"),
-            ("train.es", "4 ranks x 15 tokens", "fewer ranks"),
-        ),
-        (("task.max_target_positions=20",), ("error: task.max_target_positions is too small",)),
-        (("dataset.train_subset=tain",), ("dataset.train_subset=tain: ", "did you mean 'train'?")),
-        (
-            ("dataset.valid_subset='valid,dev'", "--check"),
-            ("dataset.valid_subset=valid,dev: ", "'dev'", "there are test, train, valid"),
-        ),
-        (("checkpoint.restore_file=other.pt",), ("other.pt", "checkpoint.finetune_from_model")),
-        (("checkpoint.finetune_from_model=/none.pt",), ("/none.pt: cannot be read (No such file",)),
-    ],
-)
+#: Settings, and what the line says; ``;`` stands between several.
+REFUSED = """
+task.source_lang=fr | prepared from es-en; the settings say fr-en: add task.source_lang=es
+dataset.max_tokens=30 | error: dataset.max_tokens is too small: ; silently skip; \
+train.es has 533 sentences of more than 27 subwords
+tokens_per_update=60 --ranks 4 | train.es; 4 ranks x 15 tokens; fewer ranks
+task.max_target_positions=20 | error: task.max_target_positions is too small
+dataset.train_subset=tain | dataset.train_subset=tain: ; did you mean 'train'?
+dataset.valid_subset='valid,dev' --check | dataset.valid_subset=valid,dev: ; 'dev'; \
+there are test, train, valid
+checkpoint.restore_file=other.pt | other.pt; checkpoint.finetune_from_model
+checkpoint.finetune_from_model=/none.pt | /none.pt: cannot be read (No such file
+"""
+
+
+@pytest.mark.parametrize(("overrides", "needles"), rows(REFUSED))
 def test_a_setting_that_does_not_fit_is_refused_before_anything_is_made(
     overrides, needles, data, tmp_path, capsys
 ):
     """Sentences that are too long for the settings among them: fairseq would silently skip them."""
-    refused(capsys, start(data, tmp_path / "run", *overrides), *needles)
+    code = start(data, tmp_path / "run", *overrides.split())
+    refused(capsys, code, *needles.split("; "))
     assert not (tmp_path / "run").exists()
 
 
@@ -277,22 +212,15 @@ def test_weights_and_biases_writes_into_the_run_and_has_to_be_installed(
     monkeypatch, tmp_path, capsys
 ):
     """As --check says, which needs no data."""
-    command = [
-        "verses_es_en",
-        "--check",
-        "--data",
-        "/nowhere",
-        "--run",
-        str(tmp_path),
-        "common.wandb_project=verses",
-    ]
+    words = ["verses_es_en", "--check", "--data", "/nowhere", "--run", tmp_path]
+    words += ["common.wandb_project=verses"]
     monkeypatch.setenv("WANDB_DIR", "")
     monkeypatch.delenv("WANDB_DIR")
     for missing in (None, ModuleType("wandb")):  # the latter is a folder of runs, ./wandb
         monkeypatch.setitem(sys.modules, "wandb", missing)
-        assert "pip install wandb" in refused(capsys, verb("train")(command))
+        refused(capsys, train(words), "pip install wandb")
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=None))
-    assert verb("train")(command) == 0 and os.environ["WANDB_DIR"] == str(tmp_path)
+    assert train(words) == 0 and os.environ["WANDB_DIR"] == str(tmp_path)
     assert capsys.readouterr().err == "[train] the settings are valid\n"
 
 
@@ -305,20 +233,18 @@ def test_an_error_in_the_training_is_one_line_with_the_traceback_in_the_log(
     monkeypatch.setattr("fairseq_cli.train.main", fail)
     assert start(data, tmp_path / "run") == 1
     line = capsys.readouterr().err.splitlines()[-1]
-    assert (
-        line.startswith("pn train: error: RuntimeError: CUDA out of memory.") and "resume" in line
-    )
+    assert line.startswith("pn train: error: RuntimeError: CUDA out of memory.")
+    assert "resume" in line
     assert "Traceback" in (tmp_path / "run/train.log").read_text()
-    assert start(data, tmp_path / "run", "model.dropout=0.2") == 1, (
-        "the folder accepts another setting"
-    )
+    code = start(data, tmp_path / "run", "model.dropout=0.2")
+    assert code == 1, "the folder accepts another setting"
 
 
 def test_a_training_that_begins_with_the_weights_of_another(data, trained, tmp_path, capsys):
     """It does not resume it: it counts updates from 0. The file has the name of a run's own."""
     weights = trained / "checkpoints/checkpoint_last.pt"
-    settings = (f"checkpoint.finetune_from_model={json.dumps(str(weights))}",)
-    assert start(data, tmp_path / "run", *settings, "optimization.max_update=4") == 0
+    setting = f"checkpoint.finetune_from_model={json.dumps(str(weights))}"
+    assert start(data, tmp_path / "run", setting, "optimization.max_update=4") == 0
     printed = capsys.readouterr().err
     assert f"[train] begins with the weights of {weights}\n" in printed
     assert "resuming" not in printed and "update 4, validation" in printed
@@ -345,37 +271,38 @@ def test_checkpoints_that_cannot_be_resumed_or_started_from(
     last = run / "checkpoints/checkpoint_last.pt"
     state = load_checkpoint(last)
     key = "encoder.embed_tokens.weight"
-    missing = {
-        name: value
-        for name, value in state["model"].items()
-        if not name.startswith("decoder.layers.1.")
-    }
-    damaged = last.read_bytes()
+    weights = state["model"]
+    missing = dict(weights)
+    for name in weights:
+        if name.startswith("decoder.layers.1."):
+            del missing[name]
+    vocabulary = (
+        f"{key} is [373, 128] in the checkpoint and [376, 128] in the model; the checkpoint was "
+        "trained with another vocabulary; use the data that it was trained on, or prepare other "
+        "text with that data's vocabulary (pn prepare text --like DATA)"
+    )
+    damaged = last.read_bytes()[:-1000]
     for content, needle in (
-        (
-            {**state, "model": {**state["model"], key: state["model"][key][:-3]}},
-            f"{key} is [373, 128] in the checkpoint and [376, 128] in the model; the checkpoint "
-            "was trained with "
-            "another vocabulary; use the data that it was trained on, or prepare other text with "
-            "that data's "
-            "vocabulary (pn prepare text --like DATA)",
-        ),
+        ({**state, "model": {**weights, key: weights[key][:-3]}}, vocabulary),
         ({**state, "model": missing}, "the checkpoint has no decoder.layers.1."),
         ({**state, "extra": Hostile()}, "system"),
-        (damaged[:-1000], "cut off or damaged"),
+        (damaged, "cut off or damaged"),
     ):
-        last.write_bytes(content) if isinstance(content, bytes) else torch.save(content, last)
-        line = refused(capsys, start(data, run, "optimization.max_update=14"))
-        assert str(last) in line and needle in line and "weights_only" not in line, line
-        line = refused(
-            capsys, start(data, tmp_path / "new", f"checkpoint.finetune_from_model='{last}'")
-        )
-        assert str(last) in line and needle in line and not (tmp_path / "new").exists(), line
+        if content is damaged:
+            last.write_bytes(damaged)
+        else:
+            torch.save(content, last)
+        resumed = start(data, run, "optimization.max_update=14")
+        line = refused(capsys, resumed, str(last), needle)
+        assert "weights_only" not in line, line
+        begun = start(data, tmp_path / "new", f"checkpoint.finetune_from_model='{last}'")
+        refused(capsys, begun, str(last), needle)
+        assert not (tmp_path / "new").exists()
     assert not (tmp_path / "executed").exists()
     line = refused(capsys, start(data, run, "optimization.max_update=14"))
-    command = line.partition("the newest other one: ")[2]
-    assert shlex.split(command)[0] == "cp" and shlex.split(command)[-1] == str(last), line
-    subprocess.run(shlex.split(command), check=True)
+    command = shlex.split(line.partition("the newest other one: ")[2])
+    assert command[0] == "cp" and command[-1] == str(last), line
+    subprocess.run(command, check=True)
     assert start(data, run, "optimization.max_update=14") == 0
 
 
@@ -464,9 +391,12 @@ def test_an_interrupted_save_leaves_no_half_of_a_file(data, tmp_path, capsys):
 def test_damaged_data_is_named(file, change, needle, data, tmp_path, capsys):
     copy = shutil.copytree(data, tmp_path / "data")
     damaged = copy / "bin" / file
-    damaged.write_bytes(change(damaged.read_bytes())) if change else damaged.unlink()
-    also = ("model.share_all_embeddings=false",) if file.startswith("dict") else ()
-    assert needle in refused(capsys, start(copy, tmp_path / "run", *also))
+    if change:
+        damaged.write_bytes(change(damaged.read_bytes()))
+    else:
+        damaged.unlink()
+    also = ["model.share_all_embeddings=false"] if file.startswith("dict") else []
+    refused(capsys, start(copy, tmp_path / "run", *also), needle)
     assert not (tmp_path / "run").exists()
 
 
@@ -478,14 +408,10 @@ def test_a_gradient_that_is_not_finite_says_so_and_where(data, tmp_path, capsys)
     )
     assert start(data, tmp_path / "run", *huge) == 1
     (line,) = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("[")]
-    assert re.match(
-        "pn train: error: the loss or its gradients are not finite in update [23] ", line
-    ), line
-    assert (
-        re.search(r"\((NaN|Inf) first in the output of (en|de)coder\.", line)
-        and "learning rate" in line
-    )
-    assert "again" not in line
+    beginning = "pn train: error: the loss or its gradients are not finite in update [23] "
+    assert re.match(beginning, line), line
+    assert re.search(r"\((NaN|Inf) first in the output of (en|de)coder\.", line)
+    assert "learning rate" in line and "again" not in line
 
 
 @pytest.mark.parametrize("setting", ["common.fp16=true", "common.bf16=true"])
@@ -493,14 +419,12 @@ def test_half_precision_on_a_cpu(setting, data, tmp_path):
     few = ("optimization.max_update=3", "dataset.disable_validation=true", setting)
     assert start(data, tmp_path / "run", *few) == 0
     model = load_checkpoint(tmp_path / "run/checkpoints/checkpoint_last.pt")["model"]
-    assert {int(value) for key, value in model.items() if key.endswith("num_batches_tracked")} == {
-        3
-    }
+    counted = [int(value) for key, value in model.items() if key.endswith("num_batches_tracked")]
+    assert set(counted) == {3}
     for key, value in model.items():
         if key.endswith(("running_psi2", ".nu")):
-            assert value.dtype == torch.float32 and not torch.equal(
-                value, value.bfloat16().float()
-            ), key
+            assert value.dtype == torch.float32, key
+            assert not torch.equal(value, value.bfloat16().float()), key
 
 
 # --- Interruptions ---
@@ -517,11 +441,9 @@ def kill_at(point: int, patch: pytest.MonkeyPatch) -> None:
     After a renaming there is nothing but the next point without its cut-off file.
     """
     passed = 0
-    save, copy, rename = (
-        checkpoint_utils._torch_persistent_save,
-        shutil.copyfile,
-        PathManager.rename,
-    )
+    save = checkpoint_utils._torch_persistent_save
+    copy = shutil.copyfile
+    rename = PathManager.rename
 
     def at(what=lambda: None):
         nonlocal passed
@@ -558,34 +480,23 @@ def test_a_kill_at_any_point_of_saving_changes_no_bit(point, data, trained, tmp_
     with pytest.MonkeyPatch.context() as patch:
         kill_at(point, patch)
         with pytest.raises(Killed):
-            pytest.fail(
-                f"the training ended with exit code {start(data, run)} before point {point}"
-            )
+            code = start(data, run)
+            pytest.fail(f"the training ended with exit code {code} before point {point}")
         logging.getLogger("fairseq_cli.train").handlers.clear()
     assert start(data, run) == 0
     printed = capsys.readouterr().err
     # The last copy of a save is checkpoint_last.pt.
-    assert ("resuming from" in printed) is (point > 6) and (
-        point <= 6 or f"update {(point - 1) // 6 * 4}" in printed
-    )
+    assert ("resuming from" in printed) is (point > 6)
+    if point > 6:
+        assert f"update {(point - 1) // 6 * 4}" in printed
     same_end(run, trained)
-    assert {path.name for path in run.rglob("checkpoints/*")} == {
-        path.name for path in trained.rglob("checkpoints/*")
-    }, "nothing is left of what was cut off"
+    names = [sorted(os.listdir(folder / "checkpoints")) for folder in (run, trained)]
+    assert names[0] == names[1], "nothing is left of what was cut off"
 
 
 def command(data: Path, run: Path, *overrides: str) -> list[str]:
-    words = (
-        "bash",
-        SCRIPTS / "train.sh",
-        "verses_es_en",
-        "--data",
-        data,
-        "--run",
-        run,
-        *SHORT,
-        *overrides,
-    )
+    program = ("bash", SCRIPTS / "train.sh", "verses_es_en")
+    words = (*program, "--data", data, "--run", run, *SHORT, *overrides)
     return list(map(str, words))
 
 
@@ -595,40 +506,40 @@ def test_sigkill_in_the_middle_of_training_and_resuming_ends_in_the_same_bits(
 ):
     run = tmp_path / "run"
     with (tmp_path / "stderr").open("w") as errors:
-        process = subprocess.Popen(
-            command(data, run), env=environment(), stderr=errors, start_new_session=True
-        )
+        how = {"env": environment(), "stderr": errors, "start_new_session": True}
+        process = subprocess.Popen(command(data, run), **how)
         last = run / "checkpoints/checkpoint_last.pt"
         wait_for(last.exists, process)
         os.killpg(process.pid, signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL, "it ended before it could be killed"
     # A line of progress, and nothing of what fairseq and hydra print.
-    assert all(
-        line.startswith("[train] ") for line in (tmp_path / "stderr").read_text().splitlines()
-    )
+    lines = (tmp_path / "stderr").read_text().splitlines()
+    assert all(line.startswith("[train] ") for line in lines)
     assert start(data, run) == 0
     assert "resuming from checkpoint_last.pt, update" in capsys.readouterr().err
     same_end(run, trained)
 
 
+DURING_TRAINING = "; run the same command again to resume"
+DURING_IMPORTS = " before anything was saved; the same command begins again"
+
+
 @pytest.mark.parametrize(
-    ("number", "during"),
-    [(signal.SIGINT, "training"), (signal.SIGTERM, "imports")],
+    ("number", "advice"),
+    [(signal.SIGINT, DURING_TRAINING), (signal.SIGTERM, DURING_IMPORTS)],
     ids=["SIGINT", "SIGTERM"],
 )
-def test_a_signal_ends_it_with_one_line(number, during, data, tmp_path):
+def test_a_signal_ends_it_with_one_line(number, advice, data, tmp_path):
     """Also where SIGINT was ignored, as in the background of a shell that is not interactive."""
+    many = ("optimization.max_update=4000", "checkpoint.save_interval_updates=1")
     process = subprocess.Popen(
-        command(
-            data,
-            tmp_path / "run",
-            "optimization.max_update=4000",
-            "checkpoint.save_interval_updates=1",
-        ),
-        **{"env": environment(), "stderr": subprocess.PIPE, "text": True},
+        command(data, tmp_path / "run", *many),
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
     )
-    if during == "training":
+    if advice is DURING_TRAINING:
         wait_for((tmp_path / "run/checkpoints/checkpoint_last.pt").exists, process)
     else:
         maps = Path(f"/proc/{process.pid}/maps")
@@ -636,11 +547,7 @@ def test_a_signal_ends_it_with_one_line(number, during, data, tmp_path):
     process.send_signal(number)
     _, printed = process.communicate(timeout=120)
     lines = [line for line in printed.splitlines() if not line.startswith("[train] ")]
-    advice = {
-        "training": "; run the same command again to resume",
-        "imports": " before anything was saved; the same command begins again",
-    }
-    assert lines == [f"pn train: interrupted{advice[during]}"]
+    assert lines == [f"pn train: interrupted{advice}"]
     assert process.returncode == 128 + number
 
 
@@ -652,15 +559,12 @@ def test_a_disk_that_is_full_while_a_checkpoint_is_saved(data, trained, tmp_path
     size = (trained / "checkpoints/checkpoint_last.pt").stat().st_size * 3 // 2
     inside = f'mount -t tmpfs -o size={size} tmpfs "$0" && exec "$@"'
     namespace = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c")
-    if (
-        not shutil.which("unshare")
-        or subprocess.run([*namespace, inside, tmp_path, "true"]).returncode
-    ):
+    words = [*namespace, inside, tmp_path, "true"]
+    if not shutil.which("unshare") or subprocess.run(words).returncode:
         pytest.skip("this machine lets nobody mount a file system in a namespace")
     words = [*namespace, inside, tmp_path, *command(data, tmp_path / "run")]
     result = subprocess.run(words, env=environment(), capture_output=True, text=True)
     (line,) = [line for line in result.stderr.splitlines() if not line.startswith("[train] ")]
-    assert result.returncode == 1 and line.startswith(
-        f"pn train: error: {tmp_path / 'run/checkpoints'}/checkpoint_"
-    )
-    assert ".pt: the disk is full" in line and line.endswith("run the same command again to resume")
+    assert result.returncode == 1
+    assert line.startswith(f"pn train: error: {tmp_path / 'run/checkpoints'}/checkpoint_")
+    assert ".pt: the disk is full" in line and line.endswith(DURING_TRAINING[2:])

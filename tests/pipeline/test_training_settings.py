@@ -12,6 +12,7 @@ from pn_fairseq.pipeline.checks import check_same_run
 from pn_fairseq.pipeline.training_settings import Batches, compose, spread
 
 from ..scripts_helpers import ROOT, verb
+from ..tables import rows
 
 VERSES = ROOT / "configs/verses_es_en.yaml"
 
@@ -41,39 +42,37 @@ def test_tokens_per_update_are_kept_on_any_number_of_ranks():
                 if tokens % (ranks * cap) == 0:
                     assert batches.max_tokens == cap
     assert spread(4, 400, 4) == Batches(4, 1, 1, 4), "the least that there can be"
-    assert (
-        str(Batches(2, 3, 5, 32))
-        == "2 ranks x 5 tokens x update-freq 3 = 30 of 32 tokens per update"
-    )
+    words = "2 ranks x 5 tokens x update-freq 3 = 30 of 32 tokens per update"
+    assert str(Batches(2, 3, 5, 32)) == words
     with pytest.raises(UserError, match="too few"):
         spread(3, 400, 4)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "ranks", "expected"),
-    [
-        ((), 1, Batches(1, 1, 2048, 2048)),
-        ((), 4, Batches(4, 1, 512, 2048)),
-        ((), 3, Batches(3, 1, 682, 2048)),
-        (("dataset.max_tokens=512",), 2, Batches(2, 2, 512, 2048)),
-        (("dataset.max_tokens=500",), 1, Batches(1, 5, 409, 2048)),
-        (("tokens_per_update=8192",), 2, Batches(2, 2, 2048, 8192)),
-        (("+tokens_per_update=8192",), 2, Batches(2, 2, 2048, 8192)),
-        (("optimization.update_freq=[4]",), 2, Batches(2, 2, 2048, 8192)),
-        (("optimization.update_freq=[4]", "dataset.max_tokens=100"), 4, Batches(4, 1, 100, 400)),
-    ],
-)
-def test_what_an_override_means_for_the_batches(overrides, ranks, expected):
-    cfg, batches = composed(*overrides, world_size=ranks)
+#: Settings, ranks, and the numbers of Batches.
+BATCHES = """
+                                                    | 1 | 1 1 2048 2048
+                                                    | 4 | 4 1 512 2048
+                                                    | 3 | 3 1 682 2048
+dataset.max_tokens=512                              | 2 | 2 2 512 2048
+dataset.max_tokens=500                              | 1 | 1 5 409 2048
+tokens_per_update=8192                              | 2 | 2 2 2048 8192
++tokens_per_update=8192                             | 2 | 2 2 2048 8192
+optimization.update_freq=[4]                        | 2 | 2 2 2048 8192
+optimization.update_freq=[4] dataset.max_tokens=100 | 4 | 4 1 100 400
+"""
+
+
+@pytest.mark.parametrize(("overrides", "ranks", "numbers"), rows(BATCHES))
+def test_what_an_override_means_for_the_batches(overrides, ranks, numbers):
+    expected = Batches(*map(int, numbers.split()))
+    cfg, batches = composed(*overrides.split(), world_size=int(ranks))
     assert batches == expected
     assert list(cfg.optimization.update_freq) == [expected.update_freq]
-    assert (
-        cfg.dataset.max_tokens == expected.max_tokens
-        and cfg.tokens_per_update == expected.tokens_per_update
-    )
-    given = dict(override.split("=") for override in overrides).get("dataset.max_tokens", 2048)
+    assert cfg.dataset.max_tokens == expected.max_tokens
+    assert cfg.tokens_per_update == expected.tokens_per_update
+    given = re.search(r"dataset.max_tokens=(\d+)|$", overrides)[1] or 2048
     assert cfg.dataset.max_tokens_valid == int(given), "validation is not part of an update"
-    assert cfg.distributed_training.distributed_world_size == ranks
+    assert cfg.distributed_training.distributed_world_size == int(ranks)
 
 
 def test_a_config_of_ones_own(tmp_path):
@@ -82,9 +81,8 @@ def test_a_config_of_ones_own(tmp_path):
     text = VERSES.read_text("utf-8").replace("update_freq: [1]", "update_freq: [3]")
     own.write_text(text)
     assert composed(config=own, world_size=2)[1] == Batches(2, 2, 1536, 6144)
-    assert composed("dataset.max_tokens=1024", config=own, world_size=2)[1] == Batches(
-        2, 3, 1024, 6144
-    )
+    _, batches = composed("dataset.max_tokens=1024", config=own, world_size=2)
+    assert batches == Batches(2, 3, 1024, 6144)
     own.write_text(text.replace("encoder_norm", "encoder_nrom").replace("dropout:", "drop_out:"))
     assert "unknown setting 'model.drop_out', did you mean 'model.dropout'" in refused(config=own)
 
@@ -128,78 +126,56 @@ def test_a_config_that_builds_on_another(tmp_path):
     assert "In 'own': Could not load 'no_such_file'" in refused(config=own)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "needles"),
-    [
-        (
-            "tokens_per_update=0",
-            ("tokens_per_update must be a whole number of at least 1, not '0'",),
-        ),
-        (
-            "tokens_per_update=many",
-            ("tokens_per_update must be a whole number of at least 1, not 'many'",),
-        ),
-        ("average_last=some", ("average_last must be a whole number",)),
-        ("tokens_per_update=400 optimization.update_freq=[2]", ("the same thing",)),
-        ("optimization.update_freq=[1,2]", ("update_freq",)),
-        ("dataset.batch_size=8", ("dataset.batch_size",)),  # it is refused on several ranks
-        ("distributed_training.distributed_world_size=2", ("--ranks",)),
-        (
-            "model.norm_probe=pn+layer_scale_groups=0/probe",
-            ("model.norm_probe=pn+l", "KEY=\"'VALUE'\""),
-        ),
-        ("model.encoder_nrom=layer", ("model.encoder_nrom", "did you mean 'model.encoder_norm'")),
-        (
-            "model._name=transformer_pn_tinyy",
-            ("transformer_pn_tinyy", "did you mean 'transformer_pn_tiny'"),
-        ),
-        (
-            "model._name=quite_another",
-            ("quite_another", "transformer_ln_tiny", "transformer_pn_iwslt"),
-        ),
-        ("task._name=translatoin", ("task._name=translatoin", "did you mean 'translation'")),
-        ("+criterion.label_smoth=1", ("criterion.label_smoth", "'criterion.label_smoothing'")),
-        ("optimizer.lrate=1", ("optimizer.lrate",)),
-        ("comon.seed=1", ("'comon'", "'common'")),
-        ("optimization.lr=abc", ("optimization.lr[0]: Value 'abc'", "Float")),
-        ("optimization.max_update=1e3", ("optimization.max_update", "Integer")),
-        ("optimizer.adam_betas=(0.9,0.98)", ("adam_betas", "extraneous input '('")),
-        ("optimizer=adam", ("did you mean 'optimizer._name=adam'",)),
-        ("lr=0.001", ("unknown setting 'lr', did you mean 'optimization.lr'",)),
-        ("seed=2", ("did you mean 'common.seed'",)),
-        ("dropoutt=0.1", ("did you mean 'model.dropout'",)),
-        ("model.label_smoothing=0.1", ("did you mean 'criterion.label_smoothing'",)),
-        ("task.max_source_position=9", ("did you mean 'task.max_source_positions'",)),
-        ("scoring.average_first=3", ("scoring.average_first", "'average_last'")),
-        # The same names in another section only if they are nearly the same; else who has such a
-        # setting.
-        ("model.max_update=3", ("did you mean 'optimization.max_update'",)),
-        (
-            "lr_scheduler.end_learning_rate=0",
-            ("inverse_sqrt has no such setting, polynomial_decay has one",),
-        ),
-        ("optimizer.momentum=0.9", ("optimizer._name=adam has no such setting, nag has one",)),
-    ],
-)
+#: Settings, and what the line says; ``;`` stands between several.
+REFUSED = """
+tokens_per_update=0 | tokens_per_update must be a whole number of at least 1, not '0'
+tokens_per_update=many | tokens_per_update must be a whole number of at least 1, not 'many'
+average_last=some | average_last must be a whole number
+tokens_per_update=400 optimization.update_freq=[2] | the same thing
+optimization.update_freq=[1,2] | update_freq
+dataset.batch_size=8 | dataset.batch_size
+distributed_training.distributed_world_size=2 | --ranks
+model.norm_probe=pn+layer_scale_groups=0/probe | model.norm_probe=pn+l; KEY="'VALUE'"
+model.encoder_nrom=layer | model.encoder_nrom; did you mean 'model.encoder_norm'
+model._name=transformer_pn_tinyy | transformer_pn_tinyy; did you mean 'transformer_pn_tiny'
+model._name=quite_another | quite_another; transformer_ln_tiny; transformer_pn_iwslt
+task._name=translatoin | task._name=translatoin; did you mean 'translation'
++criterion.label_smoth=1 | criterion.label_smoth; 'criterion.label_smoothing'
+optimizer.lrate=1 | optimizer.lrate
+comon.seed=1 | 'comon'; 'common'
+optimization.lr=abc | optimization.lr[0]: Value 'abc'; Float
+optimization.max_update=1e3 | optimization.max_update; Integer
+optimizer.adam_betas=(0.9,0.98) | adam_betas; extraneous input '('
+optimizer=adam | did you mean 'optimizer._name=adam'
+lr=0.001 | unknown setting 'lr', did you mean 'optimization.lr'
+seed=2 | did you mean 'common.seed'
+dropoutt=0.1 | did you mean 'model.dropout'
+model.label_smoothing=0.1 | did you mean 'criterion.label_smoothing'
+task.max_source_position=9 | did you mean 'task.max_source_positions'
+scoring.average_first=3 | scoring.average_first; 'average_last'
+model.max_update=3 | did you mean 'optimization.max_update'
+lr_scheduler.end_learning_rate=0 | inverse_sqrt has no such setting, polynomial_decay has one
+optimizer.momentum=0.9 | optimizer._name=adam has no such setting, nag has one
+"""
+
+
+@pytest.mark.parametrize(("overrides", "needles"), rows(REFUSED))
 def test_a_setting_or_value_that_is_refused_is_one_line_with_advice(overrides, needles):
+    """The same names in another section only if they are nearly the same; else who has such a
+    setting. A batch of sentences is refused on several ranks.
+    """
     line = refused(*overrides.split(), world_size=2)
-    assert all(needle in line for needle in needles), line
+    for needle in needles.split("; "):
+        assert needle in line
 
 
 @pytest.mark.parametrize(("plus", "lr"), [("", "0.001"), ("+", "1e-3"), ("++", "[0.001]")])
 def test_settings_work_with_and_without_plus_and_a_number_is_a_list_of_one(plus, lr):
-    given = (
-        "model.encoder_norm=batch",
-        "generation.max_len_b=20",
-        "model.dropout=0.3",
-        f"optimization.lr={lr}",
-    )
+    given = "model.encoder_norm=batch generation.max_len_b=20 model.dropout=0.3".split()
+    given.append(f"optimization.lr={lr}")
     cfg, _ = composed(*(f"{plus}{override}" for override in given))
-    assert (cfg.model.encoder_norm, cfg.generation.max_len_b, cfg.model.dropout) == (
-        "batch",
-        20,
-        0.3,
-    )
+    assert cfg.model.encoder_norm == "batch" and cfg.model.dropout == 0.3
+    assert cfg.generation.max_len_b == 20
     assert cfg.optimization.lr == [0.001]
 
 
@@ -264,66 +240,38 @@ def begun(tmp_path):
     OmegaConf.save(composed()[0], tmp_path / "run/config.yaml")
 
     def check(*overrides, world_size=1):
-        check_same_run(
-            composed(*overrides, world_size=world_size)[0], tmp_path / "data", tmp_path / "run"
-        )
+        cfg, _ = composed(*overrides, world_size=world_size)
+        check_same_run(cfg, tmp_path / "data", tmp_path / "run")
 
-    check.data, check.run = tmp_path / "data", tmp_path / "run"
+    check.data = tmp_path / "data"
     return check
+
+
+#: What may change in a run, and what may not.
+CHANGES = """
+optimization.max_update=14 generation.max_len_b=5 generation.beam=7 common.log_interval=7
+checkpoint.save_interval_updates=3 checkpoint.keep_interval_updates=2 checkpoint.patience=3
+dataset.validate_interval_updates=7 average_last=3 common.wandb_project=x dataset.num_workers=2
+""".split()
+DIFFERENCES = """
+dataset.required_batch_size_multiple=2 common.seed=2 common.fp16=true model.dropout=0.2
+optimizer.weight_decay=0.1 model._name=transformer_bn_tiny optimization.clip_norm=1
+""".split()
 
 
 def test_limits_decoding_saving_validation_and_ranks_may_change(begun):
     begun()
-    begun(
-        *(
-            "optimization.max_update=14",
-            "generation.max_len_b=5",
-            "generation.beam=7",
-            "common.log_interval=7",
-        ),
-        *(
-            "checkpoint.save_interval_updates=3",
-            "checkpoint.keep_interval_updates=2",
-            "checkpoint.patience=3",
-        ),
-        *(
-            "dataset.validate_interval_updates=7",
-            "average_last=3",
-            "common.wandb_project=x",
-            "dataset.num_workers=2",
-        ),
-        world_size=2,
-    )
+    begun(*CHANGES, world_size=2)
 
 
 def test_other_differences_are_refused_those_of_the_model_first(begun):
     with pytest.raises(UserError) as caught:
-        begun(
-            *(
-                "dataset.required_batch_size_multiple=2",
-                "common.seed=2",
-                "common.fp16=true",
-                "model.dropout=0.2",
-            ),
-            *(
-                "optimizer.weight_decay=0.1",
-                "model._name=transformer_bn_tiny",
-                "optimization.clip_norm=1",
-            ),
-        )
+        begun(*DIFFERENCES)
     text = str(caught.value)
-    order = (
-        "model._name transformer_pn_tiny -> transformer_bn_tiny",
-        "model.dropout 0.1 -> 0.2",
-        "common.fp16",
-    )
-    places = [text.index(part) for part in order]
-    assert (
-        places == sorted(places)
-        and re.search(r"and \d more", text)
-        and "decoding" in text
-        and "\n" not in text
-    )
+    model = "model._name transformer_pn_tiny -> transformer_bn_tiny"
+    places = [text.index(part) for part in (model, "model.dropout 0.1 -> 0.2", "common.fp16")]
+    assert places == sorted(places)
+    assert re.search(r"and \d more", text) and "decoding" in text and "\n" not in text
     (begun.data / "settings.txt").write_text("source=de\n")
     with pytest.raises(UserError, match="different data"):
         begun()

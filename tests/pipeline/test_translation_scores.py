@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import sys
 
 import numpy
 import pytest
@@ -13,11 +14,14 @@ from pn_fairseq.pipeline.paired_bootstrap import paired_bootstrap
 
 from ..fixtures.translations import metric_of, noisy, reference, score, text_file
 from ..scripts_helpers import refused, run, verb
+from ..tables import rows
 
 main = verb("score")
 
 #: Sentences of a text.
 LINES = 24
+#: The scores of plain text.
+PLAIN = ("detokenized", "chrf", "ter")
 
 
 def joined_by(lines: list[str], seed: int, *spaces: str) -> list[str]:
@@ -30,36 +34,38 @@ ODD = joined_by(TEXT, 7, "\xa0", "\u3000", "\u2028", "\x85", "\x1c", "\x1f")
 WITH_HYPHENS = joined_by(TEXT, 9, "-", "-é-", " @-@ ")
 WITH_MORE_HYPHENS = noisy(joined_by(WITH_HYPHENS, 10, "-", " - ", "--"), 11)
 
+
+def emptied(lines: list[str], each: int) -> list[str]:
+    """One line of ``each`` lines is empty, and the first is."""
+    return [line * (number % each > 0) for number, line in enumerate(lines)]
+
+
 #: name -> hypotheses and references
 CASES = {
     "shorter": (noisy(TEXT, 1, drop=0.2, double=0), TEXT),
     "longer": (noisy(TEXT, 2, drop=0, double=0.3), TEXT),
     "equal": (TEXT, TEXT),
     "one line": (["the cat sat on the the mat ."], ["the cat sat on the mat ."]),
-    "no 4-gram": ([" ".join(line.split()[::-1]) for line in TEXT[:9]], TEXT[:9]),
-    "short lines": ([line[:9] for line in TEXT], [line[:11] for line in TEXT]),
-    "empty lines": (
-        [line * (number % 3 > 0) for number, line in enumerate(noisy(TEXT, 4))],
-        [line * (number % 5 > 0) for number, line in enumerate(TEXT)],
-    ),
-    # Perl splits bytes at ASCII spaces, of which these are some ...
-    "ASCII spaces": (
-        [
-            f" {line}\t "
-            for line in joined_by(noisy(TEXT, 5), 5, "\t", "  ", "\v", "\f", "\r", " \t ")
-        ],
-        [f"{line}  " for line in joined_by(TEXT, 6, "  ", "\t")],
-    ),
-    # ... and these are none, though Python takes them for spaces.
-    "other spaces": (noisy(ODD, 8), ODD),
-    # A to Z only: É stays.
-    "lower case": (
-        [line.translate(str.maketrans("aeo", "ÁEO")) for line in noisy(TEXT, 9)],
-        [line.replace("a", "Á") for line in TEXT],
-    ),
-    "compounds": (WITH_MORE_HYPHENS, WITH_HYPHENS),
-    "hyphens as they are": (WITH_MORE_HYPHENS, WITH_HYPHENS),
 }
+backwards = [" ".join(line.split()[::-1]) for line in TEXT[:9]]
+CASES["no 4-gram"] = backwards, TEXT[:9]
+CASES["short lines"] = [line[:9] for line in TEXT], [line[:11] for line in TEXT]
+CASES["empty lines"] = emptied(noisy(TEXT, 4), 3), emptied(TEXT, 5)
+# Perl splits bytes at ASCII spaces, of which these are some ...
+spaced = joined_by(noisy(TEXT, 5), 5, "\t", "  ", "\v", "\f", "\r", " \t ")
+CASES["ASCII spaces"] = (
+    [f" {line}\t " for line in spaced],
+    [f"{line}  " for line in joined_by(TEXT, 6, "  ", "\t")],
+)
+# ... and these are none, though Python takes them for spaces.
+CASES["other spaces"] = noisy(ODD, 8), ODD
+# A to Z only: É stays.
+capitals = str.maketrans("aeo", "ÁEO")
+CASES["lower case"] = (
+    [line.translate(capitals) for line in noisy(TEXT, 9)],
+    [line.replace("a", "Á") for line in TEXT],
+)
+CASES["compounds"] = CASES["hyphens as they are"] = WITH_MORE_HYPHENS, WITH_HYPHENS
 SETTINGS = {"lower case": {"lowercase": True}, "compounds": {"compound_split": True}}
 
 #: What multi-bleu.perl prints for them (moses-smt/mosesdecoder, scripts/generic/multi-bleu.perl as
@@ -134,9 +140,8 @@ def test_texts_that_do_not_belong_together_are_refused(metric):
 
 
 def sacrebleu_says(*arguments) -> list[dict]:
-    return json.loads(
-        run("warm-python", "-m", "sacrebleu", *arguments, "-f", "json", "-w", 8).stdout
-    )
+    words = ("-m", "sacrebleu", *arguments, "-f", "json", "-w", 8)
+    return json.loads(run(sys.executable, *words).stdout)
 
 
 def test_scores_of_plain_text_are_those_of_sacrebleus_command(tmp_path):
@@ -144,18 +149,14 @@ def test_scores_of_plain_text_are_those_of_sacrebleus_command(tmp_path):
     hypotheses = [line.upper() for line in noisy(references, 12)]
     files = text_file(tmp_path / "ref", references), "-i", text_file(tmp_path / "hyp", hypotheses)
     expected = sacrebleu_says(*files, "-m", "bleu", "chrf", "ter", "-lc", "--chrf-lowercase")
-    found = [
-        score(metric, hypotheses, references, lowercase=True)
-        for metric in ("detokenized", "chrf", "ter")
-    ]
-    assert [one.score for one in found] == [
-        pytest.approx(one["score"], abs=1e-7) for one in expected
-    ]
-    assert [one.signature for one in found] == [one["signature"] for one in expected]
-    assert found[0].verbose == expected[0]["verbose_score"]
-    assert score("detokenized", hypotheses, references).score < found[0].score, (
-        "case counts unless lowercase is set"
-    )
+    for metric, line in zip(PLAIN, expected, strict=True):
+        found = score(metric, hypotheses, references, lowercase=True)
+        assert found.score == pytest.approx(line["score"], abs=1e-7)
+        assert found.signature == line["signature"]
+        if metric == "detokenized":
+            assert found.verbose == line["verbose_score"]
+            with_case = score(metric, hypotheses, references)
+            assert with_case.score < found.score, "case counts unless lowercase is set"
 
 
 def test_the_tokenizer_is_that_of_the_language():
@@ -169,39 +170,29 @@ def test_the_tokenizer_is_that_of_the_language():
 def test_paired_bootstrap_is_sacrebleus(tmp_path):
     """The command line of sacrebleu, with the same seed, finds the same."""
     systems = {
-        name: noisy(reference(), seed, swap=swap)
-        for name, seed, swap in (("b", 14, 0.1), ("c", 15, 0.2))
+        "a": noisy(reference(), 13),
+        "b": noisy(reference(), 14, swap=0.1),
+        "c": noisy(reference(), 15, swap=0.2),
     }
-    baseline = noisy(reference(), 13)
-    files = {
-        name: text_file(tmp_path / name, lines)
-        for name, lines in {"a": baseline, **systems}.items()
-    }
-    command = [
-        text_file(tmp_path / "ref", reference()),
-        "-i",
-        *files.values(),
-        "--paired-bs",
-        "--paired-bs-n",
-        "300",
-    ]
-    command += ["-m", "bleu", "chrf", "-f", "latex", "-w", "6"]
-    table = run("warm-python", "-m", "sacrebleu", *command).stdout
+    files = [text_file(tmp_path / name, lines) for name, lines in systems.items()]
+    command = [text_file(tmp_path / "ref", reference()), "-i", *files]
+    command += "--paired-bs --paired-bs-n 300 -m bleu chrf -f latex -w 6".split()
+    table = run(sys.executable, "-m", "sacrebleu", *command).stdout
     # Of each metric: score (mean ± interval), and of the two systems (p = ...)
-    rows = [
-        re.findall(r"\d+\.\d+", line) for line in table.partition(r"\midrule")[2].splitlines()[1:4]
-    ]
+    body = table.partition(r"\midrule")[2].splitlines()
+    rows = [re.findall(r"\d+\.\d+", line) for line in body[1:4]]
     assert [len(row) for row in rows] == [6, 8, 8]
     for place, metric in enumerate(("detokenized", "chrf")):
-        found = paired_bootstrap({"a": baseline, **systems}, reference(), metric_of(metric), 300)
+        found = paired_bootstrap(systems, reference(), metric_of(metric), 300)
         assert found.signature in table and "bs:300|seed:12345" in found.signature
         for result, row in zip(found.results.values(), rows, strict=True):
             half = len(row) // 2
-            score, mean, ci, *p_value = map(float, row[place * half :][:half])
-            assert (result.score, result.mean, result.ci) == pytest.approx(
-                (score, mean, ci), abs=1e-6
-            )
-            assert ([] if result.p_value is None else [round(result.p_value, 4)]) == p_value
+            printed = [float(number) for number in row[place * half :][:half]]
+            values = [result.score, result.mean, result.ci]
+            assert values == pytest.approx(printed[:3], abs=1e-6)
+            if result.p_value is not None:
+                values.append(round(result.p_value, 4))
+            assert values[3:] == printed[3:]
     assert list(found.results) == ["a", "b", "c"]
     assert found.results["b"].p_value > 0.05 > found.results["c"].p_value
 
@@ -218,20 +209,19 @@ def test_paired_bootstrap_of_tokens_against_resampled_texts(monkeypatch):
     texts = {"a": noisy(references, 16), "b": noisy(references, 17, swap=0.15)}
     found = paired_bootstrap(texts, references, metric_of("tokenized"), resamples)
     draws = numpy.random.default_rng(seed).choice(count, size=(resamples, count), replace=True)
-    scores = {
-        name: numpy.array(
-            [bleu([lines[i] for i in draw], [references[i] for i in draw]) for draw in draws]
-        )
-        for name, lines in texts.items()
-    }
-    differences = abs(scores["b"] - scores["a"])
+    differences, scores = [], []
+    for draw in draws:
+        drawn = [references[i] for i in draw]
+        a, b = (bleu([lines[i] for i in draw], drawn) for lines in texts.values())
+        scores.append(b)
+        differences.append(abs(b - a))
     real = abs(bleu(texts["b"], references) - bleu(texts["a"], references))
     result = found.results["b"]
-    assert result.mean == pytest.approx(scores["b"].mean(), abs=1e-3)
-    assert result.ci == pytest.approx(
-        (numpy.sort(scores["b"])[-2] - numpy.sort(scores["b"])[1]) / 2, abs=1e-3
-    )
-    assert result.p_value == (sum(differences - differences.mean() > real) + 1) / (resamples + 1)
+    scores.sort()
+    assert result.mean == pytest.approx(numpy.mean(scores), abs=1e-3)
+    assert result.ci == pytest.approx((scores[-2] - scores[1]) / 2, abs=1e-3)
+    larger = sum(differences - numpy.mean(differences) > real)
+    assert result.p_value == (larger + 1) / (resamples + 1)
     assert 0 < result.p_value < 1
 
 
@@ -247,86 +237,65 @@ def test_the_same_translations_do_not_differ():
 
 def test_any_text_is_scored(tmp_path, capsys):
     texts = {"ref": reference()[:30], "b": noisy(reference()[:30], 1)}
-    files = {name: str(text_file(tmp_path / name, lines)) for name, lines in texts.items()}
-    assert main(["--hyp", files["b"], "--ref", files["ref"]]) == 0
-    for metric, line in zip(
-        ("detokenized", "chrf", "ter"), capsys.readouterr().out.splitlines(), strict=True
-    ):
-        one = score(metric, texts["b"], texts["ref"])
-        assert (
-            line.startswith(METRICS[metric].title) and f"|{one.signature} = {one.score:.2f}" in line
-        )
+    ref, hyp = (text_file(tmp_path / name, lines) for name, lines in texts.items())
+    words = ("--hyp", hyp, "--ref", ref)
+    assert main(words) == 0
+    printed = capsys.readouterr().out.splitlines()
+    for metric, line in zip(PLAIN, printed, strict=True):
+        expected = score(metric, texts["b"], texts["ref"])
+        assert line.startswith(METRICS[metric].title)
+        assert f"|{expected.signature} = {expected.score:.2f}" in line
         assert "detok:" not in line, "nothing was detokenized"
-    assert main(["--hyp", files["b"], "--ref", files["ref"], "--tokenized"]) == 0
-    assert f"= {score('tokenized', texts['b'], texts['ref']).score:.2f} " in capsys.readouterr().out
-    assert (
-        main(
-            [
-                "--hyp",
-                files["ref"],
-                "--ref",
-                files["ref"],
-                "--tokenized",
-                "--lowercase",
-                "--compound-split",
-            ]
-        )
-        == 0
-    )
-    assert (
-        "case:lc[ascii]|" in (printed := capsys.readouterr().out) and "compounds:split" in printed
-    )
+    assert main([*words, "--tokenized"]) == 0
+    expected = score("tokenized", texts["b"], texts["ref"])
+    assert f"= {expected.score:.2f} " in capsys.readouterr().out
+    assert main([*words, "--tokenized", "--lowercase", "--compound-split"]) == 0
+    printed = capsys.readouterr().out
+    assert "case:lc[ascii]|" in printed and "compounds:split" in printed
 
 
-@pytest.mark.parametrize(
-    ("hypothesis", "options", "warning"),
-    [
-        ("A man , who sees &apos; it .", (), "the hypotheses look tokenized"),
-        ("Ein Mann , der sieht .", (), "the hypotheses look tokenized"),
-        ("A m@@ an sees it.", (), "the hypotheses hold subwords"),
-        ("A m@@ an sees it .", ("--tokenized",), "the hypotheses hold subwords"),
-        ("\u2581A \u2581man", (), "the hypotheses hold subwords"),
-        ("A man sees it.", (), "the hypotheses are the references"),
-        ("A man, who sees it, comes at 5 p.m.", (), ""),
-        ("Vois-tu ? Oui !", (), ""),
-        ("A man sees it .", ("--tokenized",), ""),
-        ("a man sees it .", ("--tokenized",), "the references are not: add --lowercase"),
-        (
-            "a man, who sees it, comes.",
-            (),
-            "the hypotheses are lower-cased, and the references are not: add --lowercase",
-        ),
-        ("a man, who sees it, comes.", ("--lowercase",), ""),
-        ("3.14", (), ""),
-    ],
-)
+#: A hypothesis, options, and what is said of it beside the references "A man sees it."
+LOOKS = """
+A man , who sees &apos; it . |  | the hypotheses look tokenized
+Ein Mann , der sieht . |  | the hypotheses look tokenized
+A m@@ an sees it. |  | the hypotheses hold subwords
+A m@@ an sees it . | --tokenized | the hypotheses hold subwords
+\u2581A \u2581man |  | the hypotheses hold subwords
+A man sees it. |  | the hypotheses are the references
+A man, who sees it, comes at 5 p.m. |  | nothing
+Vois-tu ? Oui ! |  | nothing
+A man sees it . | --tokenized | nothing
+a man sees it . | --tokenized | the references are not: add --lowercase
+a man, who sees it, comes. |  | the hypotheses are lower-cased, and \
+the references are not: add --lowercase
+a man, who sees it, comes. | --lowercase | nothing
+3.14 |  | nothing
+"""
+
+
+@pytest.mark.parametrize(("hypothesis", "options", "warning"), rows(LOOKS))
 def test_text_that_is_not_what_is_scored_warns(hypothesis, options, warning, tmp_path, capsys):
     texts = {"hyp": [hypothesis] * 9, "ref": ["A man sees it."] * 9}
     hypotheses, references = (text_file(tmp_path / name, lines) for name, lines in texts.items())
-    assert main(["--hyp", hypotheses, "--ref", references, *options]) == 0
-    warnings = [line for line in capsys.readouterr().err.splitlines() if "below 1" not in line]
-    assert len(warnings) == bool(warning) and all(warning in line for line in warnings)
+    assert main(["--hyp", hypotheses, "--ref", references, *options.split()]) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if "below 1" not in line]
+    if warning == "nothing":
+        assert not said
+    else:
+        (line,) = said
+        assert warning in line
 
 
 def test_several_references_are_those_of_sacrebleu(tmp_path, capsys):
     texts = {name: noisy(reference()[:30], seed) for seed, name in enumerate(("hyp", "one", "two"))}
-    files = {name: text_file(tmp_path / name, lines) for name, lines in texts.items()}
-    assert main(["--hyp", str(files["hyp"]), "--ref", str(files["one"]), str(files["two"])]) == 0
+    hyp, one, two = (text_file(tmp_path / name, lines) for name, lines in texts.items())
+    words = ("--hyp", hyp, "--ref", one, two)
+    assert main(words) == 0
     lines = capsys.readouterr().out.splitlines()
-    expected = sacrebleu_says(
-        files["one"], files["two"], "-i", files["hyp"], "-m", "bleu", "chrf", "ter"
-    )
-    for line, of_sacrebleu in zip(lines, expected, strict=True):
-        assert (
-            f"|{of_sacrebleu['signature']} = {of_sacrebleu['score']:.2f}" in line
-            and "nrefs:2" in line
-        )
-    (tmp_path / "two").write_text("a\n")
-    words = ("--hyp", files["hyp"], "--ref", files["one"], files["two"])
-    refused(capsys, main(words), "two: 1 line, but", "one has 30")
-    refused(
-        capsys,
-        main(["--hyp", files["two"], "--ref", files["one"]]),
-        "two: 1 line, but",
-        "one has 30",
-    )
+    expected = sacrebleu_says(one, two, "-i", hyp, "-m", "bleu", "chrf", "ter")
+    for line, says in zip(lines, expected, strict=True):
+        assert f"|{says['signature']} = {says['score']:.2f}" in line
+        assert "nrefs:2" in line
+    two.write_text("a\n")
+    for wrong in (words, ("--hyp", two, "--ref", one)):
+        refused(capsys, main(wrong), "two: 1 line, but", "one has 30")

@@ -41,8 +41,9 @@ def test_curves_that_are_flat_short_or_not_finite(tmp_path):
     # LN with other initial weights is compared with LN, which is in another picture, and PN with
     # that LN.
     of_another = {"LN (init_seed=1)": "LN", "PN (init_seed=1)": "LN (init_seed=1)"}
+    with_faults = {name: [full, full], "c": [faulty]}
     for systems, baselines in (
-        ({name: [full, full], "c": [faulty]}, {"c": name}),
+        (with_faults, {"c": name}),
         ({"a": [flat]}, {}),
         (dict.fromkeys(of_another, [full]), of_another),
     ):

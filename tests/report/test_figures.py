@@ -122,14 +122,15 @@ def test_spectra(tmp_path):
     *seeds, without = (Subject(name, "ln", "ln", checkpoint=tmp_path / name) for name in files)
     ln = Subject("x", "LN", "LN", spectrum=np.array([4.0, 4.0, 2.0, 2.0]))
     ratio = FIGURES[6].draw([*seeds, ln]).axes[3]
-    expected = np.array([8, 4, 2, 1]) / 85**0.5 / (np.array([4, 4, 2, 2]) / 40**0.5)
+    own, others = np.array([8, 4, 2, 1]), np.array([4, 4, 2, 2])
+    expected = own / 85**0.5 / (others / 40**0.5)
     np.testing.assert_allclose(ratio.lines[0].get_ydata(), expected)
     np.testing.assert_allclose(ratio.lines[2].get_ydata(), np.ones(4))
     figure = FIGURES[6].draw(seeds)
     for axis, divisor in zip(figure.axes, (8.0, 4.0, np.sqrt(85.0)), strict=True):
         for line in axis.lines:
             if line.get_marker() == "None":
-                np.testing.assert_allclose(line.get_ydata(), np.array([8, 4, 2, 1]) / divisor)
+                np.testing.assert_allclose(line.get_ydata(), own / divisor)
     with pytest.raises(Absent, match="without.pt has no word embeddings"):
         FIGURES[6].draw([without])
 
@@ -157,7 +158,7 @@ def test_the_papers_gains_stand_at_their_layers(runs):
 
 
 def test_files_and_what_is_said_of_what_is_missing(runs, tmp_path, capsys):
-    main([*map(str, runs), "--output", str(tmp_path / "out")])
+    main([*runs, "--output", tmp_path / "out"])
     out, err = capsys.readouterr()
     names = []
     for number in (2, 3, 4, 7):
@@ -181,7 +182,7 @@ def test_what_a_run_lacks_is_said_and_old_figures_are_removed(runs, tmp_path, ca
     for name in ("figure-2.png", "figure-6.png", "figure-6.pdf", "figure-8.png"):
         (out / name).touch()
     scored = with_score(make_run(tmp_path / "scored"), 20)
-    main([str(scored), str(runs[0]), "--output", str(out), "--labels", "a", "b"])
+    main([scored, runs[0], "--output", out, "--labels", "a", "b"])
     name = read_runs([scored, runs[0]])[0].name
     line = f"Figure 2 is without {name}: not every run has a --norm-probe file"
     assert line in capsys.readouterr().err
@@ -199,13 +200,14 @@ def test_runs_that_differ_by_their_seed_or_mini_batch_are_a_line(tmp_path, monke
 
     monkeypatch.setitem(FIGURES, 5, FIGURES[5]._replace(draw=draw))
     changes = [{}, {"dataset__max_tokens": 512}, {"model__layer_scale_groups": 0}]
-    arguments = ["--output", str(tmp_path / "out")]
+    words = []
     for seed, settings in enumerate(changes, 1):
         run = make_run(tmp_path / str(seed), "pn", seed, **settings)
-        arguments.append(str(with_score(run, 20)))
-    assert main(arguments[2:] + arguments[:2]) == 0
+        words.append(with_score(run, 20))
+    words += ["--output", tmp_path / "out"]
+    assert main(words) == 0
     assert drawn == [(2048, "PN"), (512, "PN"), (2048, "PN (layer_scale_groups=0)")]
-    assert main([*arguments[2:], *arguments[:2], "--labels", "x", "x", "y"]) == 0
+    assert main([*words, "--labels", "x", "x", "y"]) == 0
     assert drawn == [(2048, "x"), (512, "x"), (2048, "y")]
 
 

@@ -8,13 +8,15 @@ import pytest
 from scipy import stats
 
 from pn_fairseq.common.command import UserError
+from pn_fairseq.report import curves, intervals
 from pn_fairseq.report.measures import of_file
 
 from ..docs.pages import ROOT, blocks
-from ..fixtures.reports import make_run, report
+from ..fixtures.reports import make_run, make_runs, report
 from ..scripts_helpers import refused, verb
 
 COMET = {"name": "COMET", "better": "higher", "margin": 0.005, "signature": "wmt22-comet-da|x"}
+ERRORS = {"name": "errors", "better": "lower", "margin": 1}
 SCORES = {"ln": (0.8112, 0.8131, 0.8102), "pn": (0.8203, 0.8211, 0.8199)}
 
 
@@ -31,12 +33,7 @@ def runs(tmp_path):
     for norm, scores in SCORES.items():
         for seed, value in enumerate(scores, 1):
             run = make_run(tmp_path / f"{norm}_{seed}", norm, seed)
-            errors = {
-                "name": "errors",
-                "better": "lower",
-                "margin": 1,
-                "value": round(1000 * value),
-            }
+            errors = ERRORS | {"value": round(1000 * value)}
             made.append(write(run, COMET | {"value": value}, errors))
     made += [make_run(tmp_path / f"bn_{seed}", "bn", seed) for seed in (1, 2)]
     return made
@@ -74,10 +71,8 @@ def test_a_measure_of_a_file_is_shown_and_compared(runs, tmp_path):
 
 def test_the_picture_has_a_panel_for_it(runs, tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(
-        "pn_fairseq.report.intervals.save", lambda figure, file: drawn.append(figure)
-    )
-    monkeypatch.setattr("pn_fairseq.report.curves.plot", lambda rows, file: file.touch())
+    monkeypatch.setattr(intervals, "save", lambda figure, file: drawn.append(figure))
+    monkeypatch.setattr(curves, "plot", lambda rows, file: file.touch())
     arguments = [*runs, "--output", tmp_path / "out", "--resamples", "10"]
     assert verb("report")(arguments) == 0
     (figure,) = drawn
@@ -86,10 +81,10 @@ def test_the_picture_has_a_panel_for_it(runs, tmp_path, monkeypatch):
 
 
 def test_without_a_margin_a_measure_is_shown_and_not_tested(tmp_path):
-    for norm, seed in (("ln", 1), ("ln", 2), ("pn", 1), ("pn", 2)):
-        run = make_run(tmp_path / f"{norm}{seed}", norm, seed)
-        write(run, {"name": "words", "value": 7 + seed, "better": "higher", "margin": None})
-    runs = sorted(tmp_path.iterdir())
+    words = {"name": "words", "better": "higher", "margin": None}
+    runs = make_runs(tmp_path, ("ln", 1), ("ln", 2), ("pn", 1), ("pn", 2))
+    for run, value in zip(runs, (8, 9, 8, 9), strict=True):
+        write(run, words | {"value": value})
     page = report(*runs)
     assert page.systems["PN"]["words"] == "8.50"
     assert "words" not in page.table("system", "tokenized BLEU")[0]
@@ -131,8 +126,8 @@ def test_mistakes_in_the_file_are_one_line(text, tmp_path):
     (tmp_path / "measures.json").write_text(text)
     with pytest.raises(UserError) as caught:
         of_file(tmp_path)
-    assert MISTAKES[text] in str(caught.value) and "measures.json" in str(caught.value)
-    assert len(str(caught.value).splitlines()) == 1
+    (line,) = str(caught.value).splitlines()
+    assert MISTAKES[text] in line and "measures.json" in line
 
 
 def test_the_report_lists_a_bad_file_and_an_old_one(tmp_path):

@@ -20,6 +20,7 @@ from pn_fairseq.report.significance import Design
 from pn_fairseq.report.tables import relative
 
 from ..fixtures.reports import DATA, START, Page, make_run, report, scores_of, with_score
+from ..scripts_helpers import files_of
 
 LABELS = {"ln": "LN", "bn": "BN", "pnv": "PN-V", "pn": "PN"}
 
@@ -38,6 +39,10 @@ def comparison(tmp_path_factory) -> tuple[dict[str, list[Path]], Path, Page]:
     return runs, output, page
 
 
+#: BLEU of two seeds.
+LOW, HIGH = (20.0, 20.2), (25.0, 25.1)
+BETTER = "better than LN: PN +4.95 (+4.31 to +5.59)."
+INCONCLUSIVE = "no system differs significantly from LN; inconclusive: PN +0.50"
 #: Measure -> its title.
 TITLES = {"tokenized": "tokenized BLEU", "detokenized": "detokenized BLEU", "chrf": "chrF2"}
 
@@ -71,8 +76,10 @@ def test_differences_over_seeds(comparison):
     assert design.degrees == 6
     assert design.critical() == pytest.approx(3.10, abs=0.0075)
     half = design.critical() * (noise * 2 / 3) ** 0.5
-    cells = {row["system"]: row["tokenized BLEU"] for row in page.table("system", "chrF2")}
-    bootstrap = page.table("measure", "norm")
+    cells = page.column("system", "tokenized BLEU")
+    bootstrap = {}
+    for row in page.table("measure", "norm"):
+        bootstrap.setdefault(row["norm"], row["difference and p, per seed"])
     for norm, mine in zip(("bn", "pnv", "pn"), values[1:], strict=True):
         label = LABELS[norm]
         difference = mine.mean() - values[0].mean()
@@ -81,8 +88,7 @@ def test_differences_over_seeds(comparison):
         if low > 0 or high < 0:
             verdict = "better" if low > 0 else "worse"
         assert cells[label] == minus(f"{difference:+.2f} ({low:+.2f} to {high:+.2f}) {verdict}")
-        row = next(row for row in bootstrap if row["norm"] == label)
-        per_seed = row["difference and p, per seed"]
+        per_seed = bootstrap[label]
         for seed, difference in enumerate(mine - values[0], 1):
             assert minus(f"seed {seed}: {difference:+.2f}") in per_seed
         if norm == "bn":  # the least p of 100 resamples, 1 / 101, for three systems
@@ -123,17 +129,11 @@ def test_csv_has_the_scores_of_every_run(comparison):
 
 def test_page_is_whole(comparison):
     runs, output, page = comparison
-    files = [
-        "report-curves-1.png",
-        "report-curves.csv",
-        "report-intervals-1.png",
-        "report.csv",
-        "report.md",
-    ]
-    assert sorted(path.name for path in output.iterdir()) == files
+    pictures = {"report-curves-1.png", "report-intervals-1.png"}
+    files = {path.name for path in output.iterdir()}
+    assert files == pictures | {"report-curves.csv", "report.csv", "report.md"}
     assert page.says("Nothing: every run was trained to its end, decoded and scored.")
-    pictures = {image.get("src") for image in page.tree.iter("img")}
-    assert pictures == {name for name in files if name.endswith(".png")}
+    assert {image.get("src") for image in page.tree.iter("img")} == pictures
     for words in ("|tok:none|", "|tok:13a|", "|nc:6|", "beam=5 lenpen=1.0"):
         assert page.says(words)
     assert page.says("Imaginary 9000") and page.says("2 × H <x> & y")
@@ -167,11 +167,10 @@ def test_other_data_is_compared_with_nothing(tmp_path):
         if titles[:2] == ["norm", "seeds scored"]:
             systems.append([row[0] for row in rows])
     assert systems == [["LN"], ["PN"]]
-    assert page.says(
-        "Nothing to compare: LN, or every other system, is missing or was not measured."
-    )
+    nothing = "Nothing to compare: LN, or every other system, is missing or was not measured."
+    assert page.says(nothing)
     assert (tmp_path / "out/report-curves-2.png").exists()
-    rows = {row["data"]: row["value"] for row in page.table("data", "value")}
+    rows = page.column("data", "value")
     assert rows["sentence pairs, train"] == "28,170"
     assert rows["sentence pairs, valid"] == "not known"
     assert rows["sentence pairs, test"] == "30"  # as many as were decoded
@@ -201,29 +200,14 @@ def with_scores(folder: Path, bleu: dict[str, tuple[float, ...]]) -> list[Path]:
 @pytest.mark.parametrize(
     ("bleu", "sentence"),
     [
-        (
-            {"ln": (20.0, 20.2), "pn": (25.0, 25.1)},
-            "**Tokenized BLEU:** better than LN: PN +4.95 (+4.31 to +5.59).",
-        ),
-        (
-            {"ln": (20.0, 22.0), "pn": (21.0, 22.0)},
-            "no system differs significantly from LN; inconclusive: PN +0.50",
-        ),
-        ({"ln": (20.0, 20.2), "pn": (18.0, 18.1)}, "worse than LN: PN −2.05"),
-        (
-            {"ln": (20.0, 21.0, 22.0), "pn": (20.1, 21.0, 22.1)},
-            "equivalent to LN within ±0.3: PN +0.07",
-        ),
-        (
-            {"bn": (20.0, 20.2), "pn": (25.0, 25.1)},
-            "no control (LN), with which the systems could be compared",
-        ),
         # A system with one seed is not tested and does not count.
-        (
-            {"ln": (20.0, 20.2), "bn": (10.0,), "pn": (25.0, 25.1)},
-            "better than LN: PN +4.95 (+4.31 to +5.59).",
-        ),
-        ({"pn": (20.0, 20.2)}, "PN is the only system that was scored"),
+        ({"ln": LOW, "bn": (10.0,), "pn": HIGH}, BETTER),
+        ({"ln": LOW, "pn": HIGH}, f"**Tokenized BLEU:** {BETTER}"),
+        ({"ln": (20, 22), "pn": (21, 22)}, INCONCLUSIVE),
+        ({"ln": LOW, "pn": (18.0, 18.1)}, "worse than LN: PN −2.05"),
+        ({"ln": (20, 21, 22), "pn": (20.1, 21, 22.1)}, "equivalent to LN within ±0.3: PN +0.07"),
+        ({"bn": LOW, "pn": HIGH}, "no control (LN), with which the systems could be compared"),
+        ({"pn": LOW}, "PN is the only system that was scored"),
         ({}, "no run was scored"),
     ],
 )
@@ -255,7 +239,7 @@ def test_systems_of_other_machines_are_not_compared(tmp_path):
         starts = [other | {"git_commit": commit} for commit in ("1a", "1a", "2b-modified")]
         (run / "starts.jsonl").write_text("".join(f"{json.dumps(start)}\n" for start in starts))
     page = report(*runs)
-    rows = {row["system"]: row["tokenized BLEU"] for row in page.table("system", "tokenized BLEU")}
+    rows = page.column("system", "tokenized BLEU")
     assert rows["BN"] == "not tested: no seed on one machine in common with LN"
     assert rows["PN"].startswith("+1.10 (")
     assert page.says("The runs are of several machines (H <x> & y; Other 1)")
@@ -271,13 +255,9 @@ def test_only_its_own_files_are_written(tmp_path):
     output = tmp_path / "deep/er/out"
     report(run, output=output)
     (output / "mine.png").write_text("mine")
-    first = contents(output)
+    first = files_of(output)
     report(run, output=output)
-    assert contents(output) == first
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert files_of(output) == first
 
 
 def test_markdown_by_hand():
@@ -352,7 +332,7 @@ def test_rows_of_a_table_that_share_a_norm(tmp_path):
     def papers(*runs, table="adanorm-3"):
         page = report(*runs, options=("--paper", table))
         assert not page.says("is of models with")
-        return {norm: row["paper"] for norm, row in page.systems.items()}, page
+        return page.column("norm", "paper"), page
 
     runs = []
     for name in ("mean", "std"):
@@ -372,16 +352,13 @@ def test_rows_of_a_table_that_share_a_norm(tmp_path):
     assert set(found.values()) == {"31.6", "31.2"}
 
 
+IWSLT14 = "source=de\ntarget=en\nlower=1\nbpe=10000\n"
+WMT14 = "source=en\ntarget=de\nlower=0\nbpe=32764\naggressive=1\ncompound_split=1\n"
+
+
 @pytest.mark.parametrize(
     ("name", "count", "data"),
-    [
-        ("powernorm-1", 6750, "source=de\ntarget=en\nlower=1\nbpe=10000\n"),
-        (
-            "powernorm-1-wmt14",
-            3003,
-            "source=en\ntarget=de\nlower=0\nbpe=32764\naggressive=1\ncompound_split=1\n",
-        ),
-    ],
+    [("powernorm-1", 6750, IWSLT14), ("powernorm-1-wmt14", 3003, WMT14)],
 )
 def test_paper_is_recognised_by_the_data(name, count, data, tmp_path):
     run = make_run(tmp_path / "run", "ln", data=data, count=1)
@@ -397,7 +374,7 @@ def test_paper_is_recognised_by_the_data(name, count, data, tmp_path):
         scores["tokenized"]["compound_split"] = compound_split
         (folder / "scores.json").write_text(json.dumps(scores))
         page = report(run)
-        assert page.table("norm", "paper")[0]["paper"] == str(PAPER[name].row("layer", {}).bleu)
+        assert page.column("norm", "paper") == {"LN": str(PAPER[name].row("layer", {}).bleu)}
         assert page.says("Not comparable") is (compound_split is not split)
         assert page.says("35.4 in its text") == (not split)
     how = "without" if split else "with"
@@ -409,6 +386,5 @@ def test_paper_is_recognised_by_the_data(name, count, data, tmp_path):
             row = report(run).systems["LN"]
             assert ("paper" in row) is (pairs > 150_000)
         page = report(run, "--paper", name)
-        assert page.says(
-            "Not comparable with the paper: its training set has 160,239 pairs, this one 14,410."
-        )
+        sizes = "its training set has 160,239 pairs, this one 14,410."
+        assert page.says(f"Not comparable with the paper: {sizes}")

@@ -25,6 +25,7 @@ from ..fixtures.reports import (
     START,
     corpus_text,
     make_run,
+    make_runs,
     report,
     scores_of,
     settings,
@@ -54,76 +55,52 @@ class Damage(NamedTuple):
 
 
 LOG, SCORES, STARTS = "train.log", "generate/test/scores.json", "starts.jsonl"
-DAMAGES = {
-    "failed": Damage("failed", "train: boom <b>\n", "failed: train: boom <b>", ("failed: train",)),
-    "unfinished": Damage(
-        LOG, train_log(5, 20, done=None), "not finished", ("not finished: update 20 of 40",)
-    ),
-    "cut off": Damage(
-        LOG, train_log(5, done=None), "complete", ("training cut off, but at update 40 of 40",)
-    ),
-    "patience": Damage(
-        LOG, train_log(5, 20, done=None) + PATIENCE, "complete", ("20 of 40 (patience 5)",)
-    ),
-    "nan": Damage(
-        LOG,
-        NAN,
-        "complete",
-        ("the training loss is not finite", "2 of 4 records, first at update 30"),
-    ),
-    "faults": Damage(
-        LOG,
-        train_log(5) + "NaN detected in output of fc1\n",
-        "complete",
-        ("an infinity in 1 lines",),
-    ),
-    "never validated": Damage(LOG, NOT_VALIDATED, "complete", ("never validated",)),
-    "no log": Damage(LOG, None, "not trained", ("not trained: there is no train.log",)),
-    "empty log": Damage(LOG, "nothing\n", "not trained", ("train.log has no record",)),
-    "broken line": Damage(
-        LOG, train_log(5) + BROKEN, "complete", ("1 line of train.log cannot be read",)
-    ),
-    "no checkpoint": Damage(
-        "checkpoints/averaged.pt", None, "trained, not decoded", (", and there is no checkpoint",)
-    ),
-    "not decoded": Damage(
-        HYPOTHESES, None, "trained, not decoded", ("there is no generate/test/hyp.tok",)
-    ),
-    "not scored": Damage(
-        SCORES, None, "decoded, not scored", ("scores.json' (pn score writes it)",)
-    ),
-    "bad scores": Damage(SCORES, "{}", "decoded, not scored", ("is not a file of pn score",)),
-    "old scores": Damage(
-        f"{SCORES}.made.txt",
-        "hypotheses=0\n",
-        "decoded, not scored",
-        ("scores.json belongs to other hypotheses",),
-    ),
-    "no starts": Damage(STARTS, None, "complete", ("there is no starts.jsonl", "Not recorded")),
-    "bad start": Damage(
-        STARTS,
-        json.dumps(START) + "\n{\n",
-        "complete",
-        ("line 2 of starts.jsonl cannot be read",),
-    ),
-    "no data.settings": Damage(
-        "data.settings", None, "complete", ("data.settings does not exist", "Data not known")
-    ),
-    "bad config": Damage("config.yaml", "a: [", "complete", ("config.yaml cannot be read",)),
-}
+COMPLETE, UNDECODED, UNSCORED = "complete", "trained, not decoded", "decoded, not scored"
+DAMAGES = {}
 
 
-def damaged(run: Path, damage: Damage) -> Path:
-    file = run / damage.file
-    if damage.text is None:
-        file.unlink()
-    else:
-        file.write_text(damage.text)
-    return run
+def damage(what: str, file: str, text: str | None, state: str, *says: str) -> None:
+    DAMAGES[what] = Damage(file, text, state, says)
+
+
+damage("failed", "failed", "train: boom <b>\n", "failed: train: boom <b>", "failed: train")
+unfinished = train_log(5, 20, done=None)
+damage("unfinished", LOG, unfinished, "not finished", "not finished: update 20 of 40")
+damage("patience", LOG, unfinished + PATIENCE, COMPLETE, "20 of 40 (patience 5)")
+cut_off = train_log(5, done=None)
+damage("cut off", LOG, cut_off, COMPLETE, "training cut off, but at update 40 of 40")
+two_of_four = "2 of 4 records, first at update 30"
+damage("nan", LOG, NAN, COMPLETE, "the training loss is not finite", two_of_four)
+faults = train_log(5) + "NaN detected in output of fc1\n"
+damage("faults", LOG, faults, COMPLETE, "an infinity in 1 lines")
+damage("never validated", LOG, NOT_VALIDATED, COMPLETE, "never validated")
+damage("no log", LOG, None, "not trained", "not trained: there is no train.log")
+damage("empty log", LOG, "nothing\n", "not trained", "train.log has no record")
+broken = train_log(5) + BROKEN
+damage("broken line", LOG, broken, COMPLETE, "1 line of train.log cannot be read")
+averaged = "checkpoints/averaged.pt"
+damage("no checkpoint", averaged, None, UNDECODED, ", and there is no checkpoint")
+damage("not decoded", HYPOTHESES, None, UNDECODED, "there is no generate/test/hyp.tok")
+damage("not scored", SCORES, None, UNSCORED, "scores.json' (pn score writes it)")
+damage("bad scores", SCORES, "{}", UNSCORED, "is not a file of pn score")
+of_others = "scores.json belongs to other hypotheses"
+damage("old scores", f"{SCORES}.made.txt", "hypotheses=0\n", UNSCORED, of_others)
+damage("no starts", STARTS, None, COMPLETE, "there is no starts.jsonl", "Not recorded")
+half = json.dumps(START) + "\n{\n"
+damage("bad start", STARTS, half, COMPLETE, "line 2 of starts.jsonl cannot be read")
+no_settings = "data.settings does not exist"
+damage("no data.settings", "data.settings", None, COMPLETE, no_settings, "Data not known")
+damage("bad config", "config.yaml", "a: [", COMPLETE, "config.yaml cannot be read")
 
 
 def test_no_hole(tmp_path):
-    runs = {what: damaged(make_run(tmp_path / what), damage) for what, damage in DAMAGES.items()}
+    runs = {}
+    for what, made in DAMAGES.items():
+        runs[what] = make_run(tmp_path / what)
+        if made.text is None:
+            (runs[what] / made.file).unlink()
+        else:
+            (runs[what] / made.file).write_text(made.text)
     (runs["no checkpoint"] / HYPOTHESES).unlink()
     with_patience = settings() | {"checkpoint": {"patience": 5}}
     (runs["patience"] / "config.yaml").write_text(yaml.safe_dump(with_patience))
@@ -133,11 +110,11 @@ def test_no_hole(tmp_path):
         if titles[3:4] == ["state"]:
             states |= {row[2]: row[3] for row in rows}
     bullets = re.findall(r"^- `(.+?)`: (.+)$", html.unescape(page.text), re.M)
-    for what, damage in DAMAGES.items():
-        assert states[what] == damage.state
+    for what, made in DAMAGES.items():
+        assert states[what] == made.state
         problems = [text for path, text in bullets if path == str(runs[what])]
         sentences = " ".join(problems).replace("\\", "")
-        for words in damage.says:
+        for words in made.says:
             assert words in sentences or page.says(words), words
         assert bool(sentences) == (what != "patience")
     assert not page.says("Nothing: every run")
@@ -180,7 +157,7 @@ def test_a_validation_alone_is_a_training_that_began(tmp_path):
 def test_machines(tmp_path):
     runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b", seed=2)]
     page = report(*runs)
-    rows = {row["what"]: row["all starts"] for row in page.table("what", "all starts")}
+    rows = page.column("what", "all starts")
     assert rows["torch"] == "2.13.0" and rows["starts"] == "2"
     later = {"torch": "2.14.0", "started": "2026-01-03T00:00:00+00:00"}
     ranks = {"machines": [{"ranks": 1, "gpus": []}] * 2, "torch": ""}
@@ -188,12 +165,10 @@ def test_machines(tmp_path):
         with (run / "starts.jsonl").open("a") as file:
             file.write(json.dumps(START | changes) + "\n")
     page = report(*runs)
-    assert page.table("what", "machine 2")[-5]["machine 2"] == "2 × ranks 1, no gpus"
-    rows = {row["what"]: row for row in page.table("what", "machine 1", "machine 3")}
-    assert rows["runs"]["machine 1"] == "a, b"
-    assert rows["torch"]["machine 2"] == "none"
-    third = {what: row["machine 3"] for what, row in rows.items()}
-    assert (third["torch"], third["runs"]) == ("2.14.0", "b")
+    first, second, third = (page.column("what", f"machine {number}") for number in (1, 2, 3))
+    assert first["runs"] == "a, b"
+    assert second["torch"] == "none" and "2 × ranks 1, no gpus" in second.values()
+    assert third["torch"] == "2.14.0" and third["runs"] == "b"
     assert third["last start"] == "2026-01-03T00:00:00+00:00"
 
 
@@ -207,9 +182,8 @@ def test_a_bleu_below_1_is_a_problem(tmp_path, monkeypatch):
     compared = {"tokenized": comparison, "chrf": comparison}
     monkeypatch.setattr(translation, "compare_folders", lambda folders, resamples: compared)
     (run,) = read_runs([tmp_path / "run"])
-    assert (
-        translation.bootstrap_texts(run, run, 1, 1)["chrf"] == "−19.10, not tested (BLEU below 1)"
-    )
+    texts = translation.bootstrap_texts(run, run, 1, 1)
+    assert texts["chrf"] == "−19.10, not tested (BLEU below 1)"
     system.score = 1.0
     for comparisons, p in ((3, "0.030"), (200, "1.000")):
         assert translation.bootstrap_texts(run, run, 1, comparisons)["chrf"] == f"−19.00, p = {p}"
@@ -238,8 +212,7 @@ def test_folders_of_fairseq_train(tmp_path):
     for norm, seed in (("ln", 1), ("ln", 2), ("pn", 1), ("pn", 2)):
         runs.append(plain_run(tmp_path / f"{norm}{seed}", norm, seed, tmp_path / "bin"))
     page = report(*runs)
-    seeds = {norm: row["seeds scored"] for norm, row in page.systems.items()}
-    assert seeds == {"LN": "2 (1, 2)", "PN": "2 (1, 2)"}
+    assert page.column("norm", "seeds scored") == {"LN": "2 (1, 2)", "PN": "2 (1, 2)"}
     assert page.says("es to en") and page.says("Nothing: every run was trained to its end")
     assert page.table("state", "updates")[0]["updates"] == "40 of 40"
     # Prepared by the scripts: comparable with runs of pn train.
@@ -332,11 +305,11 @@ def test_variants_are_named_by_what_differs_from_most_runs(tmp_path):
         "PN (norm_alpha_fwd=0.99)": "LN",
         "PN (norm_alpha_bwd=0.95, norm_alpha_fwd=0.9)": "LN",
     }
-    seeds = {norm: row["seeds scored"] for norm, row in page.systems.items()}
+    seeds = page.column("norm", "seeds scored")
     assert list(seeds)[0] == "LN" and seeds.keys() == {"LN", *against}
     several = [label for label, which in seeds.items() if which == "2 (1, 2)"]
     assert several == ["LN", "PN"]
-    tests = {row["system"]: row["tokenized BLEU"] for row in page.table("system", "tokenized BLEU")}
+    tests = page.column("system", "tokenized BLEU")
     assert tests.keys() == against.keys()
     for label, other in against.items():
         assert page.says(f"{label} is compared with {other}.")
@@ -356,7 +329,7 @@ def test_a_batch_is_the_same_on_any_number_of_ranks(tmp_path):
         start = {"world_size": workers, "tokens_per_update": 4096}
         runs.append(make_run(tmp_path / str(workers), seed=workers, start=start, **changes))
     page = report(*runs)
-    assert [row["seeds scored"] for row in page.systems.values()] == ["2 (1, 2)"]
+    assert page.column("norm", "seeds scored") == {"PN": "2 (1, 2)"}
     # Without a record it follows from the settings and the log: 2048 tokens x 2 x 1 rank in one, x
     # 1 in the other.
     for run in runs:
@@ -382,16 +355,15 @@ def test_a_mini_batch_is_a_setting_of_norms_that_read_it(tmp_path):
 
 
 def test_seeds_on_one_side_and_seeds_not_known(tmp_path):
-    runs = []
-    for norm, seed in (("ln", 1), ("ln", 2), ("pn", 2), ("pn", 3)):
-        runs.append(make_run(tmp_path / f"{norm}{seed}", norm, seed))
+    runs = make_runs(tmp_path, ("ln", 1), ("ln", 2), ("pn", 2), ("pn", 3))
     for norm in ("ln", "pn"):
         runs.append(make_run(tmp_path / norm, norm, common__seed=None))
     page = report(*runs)
-    text = page.table("measure", "difference and p, per seed")[0]["difference and p, per seed"]
-    assert re.fullmatch(r"seed 2: \S+, p [<=] \S+; seed not known: \S+, p [<=] \S+", text)
-    assert page.systems["LN"]["seeds scored"] == "3 (1, 2, not known)"
-    assert page.systems["PN"]["seeds scored"] == "3 (2, 3, not known)"
+    first, *_ = page.table("measure", "difference and p, per seed")
+    expected = r"seed 2: \S+, p [<=] \S+; seed not known: \S+, p [<=] \S+"
+    assert re.fullmatch(expected, first["difference and p, per seed"])
+    seeds = {"LN": "3 (1, 2, not known)", "PN": "3 (2, 3, not known)"}
+    assert page.column("norm", "seeds scored") == seeds
 
 
 def test_a_seed_that_was_run_twice_counts_once(tmp_path):
@@ -431,15 +403,15 @@ def test_more_than_the_norm_differs(tmp_path):
     """The first sentence says so, and the labels show it; options of norms are part of the norm."""
     control = make_run(tmp_path / "a", "ln")
     few = make_run(tmp_path / "b", "pn", model__dropout=0.3, model__norm_alpha_fwd=0.5)
-    names = [f"model__x{number}" for number in range(6)]
-    many = make_run(tmp_path / "c", "pn", **dict(zip(names, range(6), strict=True)))
+    six = {f"model__x{number}": number for number in range(6)}
+    many = make_run(tmp_path / "c", "pn", **six)
     for run, sentence in (
         (few, "PN (dropout=0.3, norm_alpha_fwd=0.5) differs from LN (dropout=0.1) in dropout."),
         (many, "PN (6 settings differ) differs from LN in x0, x1, x2, x3, x4, x5."),
     ):
         page = report(control, run)
         assert f"**Not only the norms differ:** {sentence}" in page.headline
-    others = make_run(tmp_path / "d", "pn", **dict.fromkeys(names, -1))
+    others = make_run(tmp_path / "d", "pn", **dict.fromkeys(six, -1))
     page = report(many, others, output=tmp_path / "o")
     assert [*page.systems] == ["PN (settings 1)", "PN (settings 2)"]
     assert page.table("setting", "PN (settings 2)")[5]["PN (settings 1)"] == "5"
@@ -466,7 +438,7 @@ def test_a_test_set_that_was_added_later_is_named_with_its_size(tmp_path):
     (run / "data").write_text(f"{data}\n")
     (run / "generate/test").rename(run / "generate/test2017")
     page = report(run, options=("--resamples", "10", "--subset", "test2017"))
-    rows = {row["data"]: row["value"] for row in page.table("data", "value")}
+    rows = page.column("data", "value")
     assert rows["sentence pairs, test2017"] == "30" and rows["sentence pairs, test"] == "20"
 
 
@@ -505,6 +477,5 @@ def test_corpora_of_the_same_languages_are_told_apart(tmp_path):
             runs.append(run)
     text = report(*runs).text
     headings = re.findall(r"(?m)^## (es to en.*)$", text)
-    assert len(headings) == 2
-    assert all(name in text for name, text in zip(("news", "talks"), headings, strict=True))
-    assert all(f"- {heading}. **" in text for heading in headings)
+    for name, heading in zip(("news", "talks"), headings, strict=True):
+        assert name in heading and f"- {heading}. **" in text

@@ -13,20 +13,37 @@ from pn_fairseq.report.intervals import Compared
 from pn_fairseq.report.measures import LOSS, MEASURES
 from pn_fairseq.report.significance import ERROR_RATE, POWER, Design, Interval, families
 
+
+def table(text: str) -> dict[str, list[float]]:
+    """A line for each system: its name, and its values."""
+    values = {}
+    for line in text.strip().splitlines():
+        name, numbers = line.split(":")
+        values[name] = [float(number) for number in numbers.split()]
+    return values
+
+
 #: Dunnett 1955, section 4: blood counts of a control group and of animals under two drugs.
-BLOOD = {
-    "control": (7.40, 8.50, 7.20, 8.24, 9.84, 8.32),
-    "drug A": (9.76, 8.80, 7.68, 9.36),
-    "drug B": (12.80, 9.68, 12.16, 9.20, 10.55),
-}
+BLOOD = table("""
+control: 7.40 8.50 7.20 8.24 9.84 8.32
+drug A: 9.76 8.80 7.68 9.36
+drug B: 12.80 9.68 12.16 9.20 10.55
+""")
 #: Minutes of recovery under blankets (Westfall et al. 1999; `recovery` of R's package multcomp),
 #: one of which is usual.
-RECOVERY = {
-    "control": (15, 13, 12, 16, 16, 17, 13, 13, 16, 17, 17, 19, 17, 15, 13, 12, 16, 10, 17, 12),
-    "b1": (13, 16, 9),
-    "b2": (5, 8, 9),
-    "b3": (14, 16, 16, 12, 7, 12, 13, 13, 9, 16, 13, 18, 13, 12, 13),
-}
+RECOVERY = table("""
+control: 15 13 12 16 16 17 13 13 16 17 17 19 17 15 13 12 16 10 17 12
+b1: 13 16 9
+b2: 5 8 9
+b3: 14 16 16 12 7 12 13 13 9 16 13 18 13 12 13
+""")
+#: Dunnett 1964, two-sided, 5%, equal numbers of values, by degrees of freedom: 1 to 9 systems and a
+#: control.
+CRITICAL = table("""
+10: 2.23 2.57 2.76 2.89 2.99 3.07 3.14 3.19 3.24
+20: 2.09 2.38 2.54 2.65 2.73 2.80 2.86 2.90 2.95
+30: 2.04 2.32 2.47 2.58 2.66 2.72 2.77 2.82 2.86
+""")
 
 
 def rows(
@@ -37,15 +54,10 @@ def rows(
     records = []
     for system, scores in values.items():
         for seed, value in enumerate(scores, 1):
-            records.append(
-                {
-                    "system": system,
-                    "compared with": None if system == control else control,
-                    "machine": machine,
-                    "seed": len(records) if own_seeds else seed,
-                    "tokenized": value,
-                }
-            )
+            record = {"system": system, "machine": machine, "tokenized": value}
+            record["compared with"] = None if system == control else control
+            record["seed"] = len(records) if own_seeds else seed
+            records.append(record)
     return pandas.DataFrame(records)
 
 
@@ -90,20 +102,12 @@ def test_published_estimates_of_the_blankets():
         assert (separate.high - separate.low) / 2 == pytest.approx(half, abs=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("degrees", "printed"),
-    [
-        (10, (2.23, 2.57, 2.76, 2.89, 2.99, 3.07, 3.14, 3.19, 3.24)),
-        (20, (2.09, 2.38, 2.54, 2.65, 2.73, 2.80, 2.86, 2.90, 2.95)),
-        (30, (2.04, 2.32, 2.47, 2.58, 2.66, 2.72, 2.77, 2.82, 2.86)),
-    ],
-)
-def test_critical_values_are_those_of_dunnetts_table(degrees, printed):
-    """Dunnett 1964, two-sided, 5%, equal numbers of values: 1 to 9 systems and a control."""
-    for systems, value in enumerate(printed, 1):
+@pytest.mark.parametrize("degrees", CRITICAL)
+def test_critical_values_are_those_of_dunnetts_table(degrees):
+    for systems, value in enumerate(CRITICAL[degrees], 1):
         runs = [(name, "one block") for name in range(systems + 1)]
         design = Design(runs * 3, 0)
-        design.degrees = degrees
+        design.degrees = int(degrees)
         assert design.critical() == pytest.approx(value, abs=0.0075)  # printed with two digits
 
 
@@ -243,11 +247,10 @@ def test_verdicts(measure, low, high, verdict):
 @pytest.mark.parametrize("low", ["control", "pn"])
 def test_scores_of_a_system_that_did_not_learn_to_translate_are_not_tested(low):
     """As docs/decoding.md says of the bootstrap; the loss is tested."""
-    frame = rows(
-        {"control": (20.0, 21.0, 20.5), "pn": (21.0, 23.0, 22.0), "bn": (19.0, 19.5, 21.0)}
-    )
-    loss = frame["system"].map({"control": 5.0, "pn": 5.1, "bn": 5.2}) + frame["seed"] ** 2 / 99
-    frame = frame.assign(chrf=frame["tokenized"] * 1.5, **{LOSS: loss + frame["tokenized"] / 99})
+    frame = rows({"control": (20, 21, 20.5), "pn": (21, 23, 22), "bn": (19, 19.5, 21)})
+    frame["chrf"] = frame["tokenized"] * 1.5
+    frame[LOSS] = frame["system"].map({"control": 5.0, "pn": 5.1, "bn": 5.2})
+    frame[LOSS] += (frame["seed"] ** 2 + frame["tokenized"]) / 99
     assert set(families(frame, "chrf")[0][0].intervals) == {"pn", "bn"}
     frame.loc[frame["system"] == low, "tokenized"] = (0.1, 0.4, 0.9)
     for measure in ("tokenized", "chrf"):

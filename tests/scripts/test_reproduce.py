@@ -13,12 +13,14 @@ import time
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from pn_fairseq.common.command import UserError
 from pn_fairseq.common.files import only_writer, write_settings
 from pn_fairseq.pipeline import steps, train
 from pn_fairseq.pipeline.data.recipes import RECIPES
 from pn_fairseq.pipeline.published import LM_TABLES, PAPER
+from pn_fairseq.pipeline.training_settings import compose
 
 from .. import scripts_helpers
 from ..scripts_helpers import ROOT, assert_refused, environment, locked_by_another, wait_for
@@ -50,24 +52,19 @@ def dry_run(name: str, *arguments, **environ) -> list[str]:
 
 @pytest.mark.parametrize("name", ["verses", "iwslt14", "iwslt15_envi", "wmt14"])
 def test_dry_run_prints_every_command(name, unchecked):
-    config, size = steps.experiments()[name].config, steps.experiments()[name].size
-    runs = f"runs/{config}"
+    experiment = steps.experiments()[name]
+    config, few = experiment.config, "optimization.max_update=9"
+    folders = []
     expected = [f"pn prepare {name} --dest runs/data/{config}"]
     for norm in ("bn", "pn"):
         for seed in (1, 7):
-            run = f"{runs}/{norm}_seed{seed}"
-            settings = (
-                f"model._name=transformer_{norm}_{size} common.seed={seed} "
-                f"optimization.max_update=9"
-            )
+            run = f"runs/{config}/{norm}_seed{seed}"
+            folders.append(run)
+            settings = f"model._name=transformer_{norm}_{experiment.size} common.seed={seed} {few}"
             expected.append(f"pn train {config} --data runs/data/{config} --run {run} {settings}")
             expected += [f"pn {step} --run {run}" for step in ("average", "generate", "score")]
-    folders = " ".join(f"{runs}/{norm}_seed{seed}" for norm in ("bn", "pn") for seed in (1, 7))
-    expected.append(f"pn report {folders} --output {runs}/report")
-    assert (
-        dry_run(name, "optimization.max_update=9", "--norms", " bn  pn", "--seeds", "1 7")
-        == expected
-    )
+    expected.append(f"pn report {' '.join(folders)} --output runs/{config}/report")
+    assert dry_run(name, few, "--norms", " bn  pn", "--seeds", "1 7") == expected
     assert (ROOT / f"configs/{config}.yaml").is_file()
 
 
@@ -78,24 +75,21 @@ def trained(lines: list[str]) -> dict[str, str]:
 
 def test_rows_of_a_table(unchecked):
     lines = dry_run("iwslt14", "common.fp16=true", "--table", "powernorm-4", "--seeds", "1")
+    expected = {}
+    for norm in ("ln", "gn", "pnv"):
+        expected[f"{norm}_seed1"] = f"model._name=transformer_{norm}_iwslt common.seed=1"
     release, one_group = "norm_variant=release", "layer_scale_groups=1"
-    rows = {
-        "bn": release,
-        "brn": one_group,
-        "mabn": one_group,
-        "ln": "",
-        "gn": "",
-        "pnv": "",
-        "pn": release,
-    }
-    assert trained(lines) == {
-        f"{name}+{setting}_seed1"
-        if setting
-        else f"{name}_seed1": f"model._name=transformer_{name}_iwslt common.seed=1"
-        + (f" model.{setting}" if setting else "")
-        + " common.fp16=true"
-        for name, setting in rows.items()
-    }
+    for norm, setting in (
+        ("bn", release),
+        ("brn", one_group),
+        ("mabn", one_group),
+        ("pn", release),
+    ):
+        settings = f"model._name=transformer_{norm}_iwslt common.seed=1 model.{setting}"
+        expected[f"{norm}+{setting}_seed1"] = settings
+    for run in expected:
+        expected[run] += " common.fp16=true"
+    assert trained(lines) == expected
     folder = "runs/iwslt14_de_en"
     assert lines[-1].startswith(f"pn report {folder}/bn+norm_variant=release_seed1 ")
     assert lines[-1].endswith(f" --output {folder}/report-powernorm-4 --paper powernorm-4")
@@ -111,7 +105,8 @@ def test_help_lists_the_tables_and_each_is_planned(name, unchecked):
     listed = re.search(r"--table NAME(?s:.*?)NAME:(?s:(.*?))\n  --", text)
     config, tables = steps.experiments()[name].config, {**PAPER, **LM_TABLES}
     known = [table for table, rows in tables.items() if rows.config.startswith(config)]
-    assert (re.findall(r"[^\s,]+", re.sub(r"-\n +", "-", listed[1])) if listed else []) == known
+    words = re.sub(r"-\n +", "-", listed[1]) if listed else ""
+    assert re.findall(r"[^\s,]+", words) == known
     text = ("--corpus", "/texts") if "--corpus" in RECIPES[name].OPTIONS else ()
     for table in known:
         lines = dry_run(name, *text, "--table", table, "--seeds", "1")
@@ -132,19 +127,14 @@ def test_the_settings_of_a_table_are_checked():
 
 
 def test_tables_have_the_norms_and_options_of_the_papers(unchecked):
-    text = ("--seeds", "1")
-    bn = trained(dry_run("wmt14", "--table", "powernorm-1-wmt14", *text))[
-        "bn+norm_variant=release+norm_sync=on_seed1"
-    ]
+    one = ("--seeds", "1")
+    rows = trained(dry_run("wmt14", "--table", "powernorm-1-wmt14", *one))
+    bn = rows["bn+norm_variant=release+norm_sync=on_seed1"]
     assert bn.endswith("model.norm_variant=release model.norm_sync=on")
-    lines = dry_run("ptb", "--corpus", "/texts", *text)
-    scaled = {
-        name.split("+")[0]
-        for name, settings in trained(lines).items()
-        if "layer_scale_groups=1" in settings
-    }
-    assert scaled == {"bn", "brn", "mabn"} and len(trained(lines)) == 7
-    rows = trained(dry_run("iwslt14", "--table", "adanorm-3", *text))
+    rows = trained(dry_run("ptb", "--corpus", "/texts", *one))
+    scaled = [name for name, settings in rows.items() if "layer_scale_groups=1" in settings]
+    assert {name.split("+")[0] for name in scaled} == {"bn", "brn", "mabn"} and len(rows) == 7
+    rows = trained(dry_run("iwslt14", "--table", "adanorm-3", *one))
     assert rows["dn+decoder_norm=detach+norm_options.detach=std_seed1"] == (
         "model._name=transformer_dn_iwslt common.seed=1 model.decoder_norm=detach "
         "model.norm_options.detach=std"
@@ -152,27 +142,21 @@ def test_tables_have_the_norms_and_options_of_the_papers(unchecked):
 
 
 def test_language_models_are_trained_for_every_model_and_norm(unchecked):
-    lines = dry_run(
-        "verses_lm",
-        "optimization.max_update=9",
-        "--norms",
-        "pn ln+layer_scale_groups=1",
-        "--seeds",
-        "3",
-    )
+    few = "optimization.max_update=9"
+    norms = ("--norms", "pn ln+layer_scale_groups=1", "--seeds", "3")
+    lines = dry_run("verses_lm", few, *norms)
     expected, folders = ["pn prepare verses_lm --dest runs/data/verses_lm_en"], []
+    command = "pn train verses_lm_en --data runs/data/verses_lm_en --run"
     for model in ("transformer_lm", "tensorized_lm"):
-        for norm, arch in (("pn", "pn_tiny"), ("ln+layer_scale_groups=1", "ln_tiny")):
-            folders.append(f"runs/verses_lm_en/{model}_{norm}_seed3")
-            setting = "model.layer_scale_groups=1 " if "+" in norm else ""
-            settings = (
-                f"model._name={model}_{arch} common.seed=3 {setting}optimization.max_update=9"
-            )
-            expected.append(
-                f"pn train verses_lm_en --data runs/data/verses_lm_en --run {folders[-1]} "
-                f"{settings}"
-            )
-            expected += [f"pn {step} --run {folders[-1]}" for step in ("average", "evaluate-lm")]
+        for norm, setting in (("pn", ""), ("ln", "layer_scale_groups=1")):
+            name = f"{norm}+{setting}" if setting else norm
+            run = f"runs/verses_lm_en/{model}_{name}_seed3"
+            settings = f"model._name={model}_{norm}_tiny common.seed=3"
+            if setting:
+                settings += f" model.{setting}"
+            folders.append(run)
+            expected.append(f"{command} {run} {settings} {few}")
+            expected += [f"pn {step} --run {run}" for step in ("average", "evaluate-lm")]
     assert lines == [*expected, f"pn report {' '.join(folders)} --output runs/verses_lm_en/report"]
     one = ("--norms", "pn", "--seeds", "1")
     lines = dry_run("ptb", "--corpus", "/texts", "--size", "wt103", *one)
@@ -182,17 +166,8 @@ def test_language_models_are_trained_for_every_model_and_norm(unchecked):
 
 
 def test_dry_run_can_be_pasted_into_a_shell(unchecked, tmp_path):
-    lines = dry_run(
-        "iwslt14",
-        "--archive",
-        "my talks.tgz",
-        "--runs",
-        tmp_path / "a b",
-        "--norms",
-        "pn",
-        "--seeds",
-        "1",
-    )
+    places = ("--archive", "my talks.tgz", "--runs", tmp_path / "a b")
+    lines = dry_run("iwslt14", *places, "--norms", "pn", "--seeds", "1")
     assert shlex.split(lines[0])[-2:] == ["--archive", "my talks.tgz"]
     assert "a b/pn_seed1" in shlex.split(lines[1])
     assert not (tmp_path / "a b").exists()
@@ -237,22 +212,20 @@ def made(calls, *arguments, **environ) -> tuple[subprocess.CompletedProcess, lis
     result = in_process("iwslt14", *TWO, *arguments, **environ)
     first, *lines = calls.read_text().splitlines()
     # The settings are checked before the data is prepared.
-    assert first == " ".join(
-        ["train iwslt14_de_en --check model._name=transformer_ln_iwslt", *arguments]
-    )
+    check = "train iwslt14_de_en --check model._name=transformer_ln_iwslt"
+    assert first == " ".join([check, *arguments])
     # "train iwslt14_de_en --data ... --run R ..." -> "train ln_seed1"
-    lines = [line for line in lines if "--check" not in line]
-    return result, [
-        f"{line.split()[0]} {line.split('--run ')[-1].split()[0].split('/')[-1]}" for line in lines
-    ]
+    found = []
+    for line in lines:
+        if "--check" not in line:
+            run = line.split("--run ")[-1].split()[0]
+            found.append(f"{line.split()[0]} {run.split('/')[-1]}")
+    return result, found
 
 
 TWO = ("--norms", "ln,pn", "--seeds", "1")
-ALL = [
-    f"{step} {run}"
-    for run in ("ln_seed1", "pn_seed1")
-    for step in ("train", "average", "generate", "score")
-]
+STEPS = ["train", "average", "generate", "score"]
+ALL = [f"{step} ln_seed1" for step in STEPS] + [f"{step} pn_seed1" for step in STEPS]
 
 
 RUNS = Path("runs/iwslt14_de_en")
@@ -291,10 +264,8 @@ def test_a_run_that_another_process_trains_is_no_failure(calls):
 
 def test_each_norm_with_settings_is_checked_before_the_preparation(calls):
     norms = ("--norms", "ln,ln+encoder_layers=2,pn+dropout=0.1", "--seeds", "1,2")
-    checks = [
-        f"train iwslt14_de_en --check model._name=transformer_{words}"
-        for words in ("ln_iwslt model.encoder_layers=2", "pn_iwslt model.dropout=0.1")
-    ]
+    check = "train iwslt14_de_en --check model._name=transformer_"
+    checks = [f"{check}ln_iwslt model.encoder_layers=2", f"{check}pn_iwslt model.dropout=0.1"]
     assert in_process("iwslt14", *norms).returncode == 0
     assert calls.read_text().splitlines()[:2] == checks
     calls.unlink()
@@ -313,13 +284,10 @@ def test_the_messages_of_a_step_are_complete(shell, tmp_path, capfdbinary):
 
     They are whole lines.
     """
-    code = steps.execute(
-        ["(sleep 0.5; printf fai >&2; sleep 0.1; printf led >&2) & exit 7"], tmp_path / "messages"
-    )
-    assert (
-        code == 7
-        and (tmp_path / "messages").read_bytes() == capfdbinary.readouterr().err == b"failed\n"
-    )
+    step = ["(sleep 0.5; printf fai >&2; sleep 0.1; printf led >&2) & exit 7"]
+    assert steps.execute(step, tmp_path / "messages") == 7
+    assert (tmp_path / "messages").read_bytes() == b"failed\n"
+    assert capfdbinary.readouterr().err == b"failed\n"
 
 
 def test_what_a_step_writes_is_read_to_its_end_though_nobody_takes_it(shell, tmp_path):
@@ -334,17 +302,19 @@ def test_what_a_step_writes_is_read_to_its_end_though_nobody_takes_it(shell, tmp
     assert steps.execute(step, Path("/dev/full")) == 3
 
 
-@pytest.mark.parametrize(("number", "code"), [("TERM", 143), ("INT", 130), ("KILL", 137)])
+@pytest.mark.parametrize(("number", "code"), [("TERM", 143), ("INT", 130), ("KILL", 1)])
 def test_a_step_that_a_signal_ends(calls, monkeypatch, number, code):
     # A background job inherits that SIGINT is ignored.
     kill = ["env", "--default-signal", "bash", "-c", f"kill -{number} $$"]
     monkeypatch.setattr(steps, "program", lambda step: kill if step[0] == "average" else ["true"])
     result = in_process("iwslt14", *TWO)
-    assert result.returncode == (1 if number == "KILL" else code)
-    assert (RUNS / "ln_seed1/failed").exists() is (number == "KILL")
+    assert result.returncode == code
+    failed = RUNS / "ln_seed1/failed"
     if number == "KILL":
-        failed = (RUNS / "ln_seed1/failed").read_text()
-        assert failed == "average: killed by SIGKILL, as happens when memory runs out\n"
+        said = "average: killed by SIGKILL, as happens when memory runs out\n"
+        assert failed.read_text() == said
+    else:
+        assert not failed.exists()
 
 
 @pytest.mark.parametrize(("fails", "count"), [("prepare iwslt14", 1), ("report /", 10)])
@@ -392,18 +362,19 @@ def test_an_interruption_ends_it_all(calls, tmp_path, number):
         **{"start_new_session": True, "stderr": subprocess.PIPE, "text": True},
     )
     wait_for(lambda: calls.exists() and "generate" in calls.read_text(), process)
-    os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)
+    else:
+        process.send_signal(number)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 128 + number
-    assert (
-        stderr.splitlines()[-1] == "pn reproduce: interrupted; run the same command again to resume"
-    )
-    assert [line.split()[0] for line in calls.read_text().splitlines()] == [
-        "prepare",
-        "train",
-        "average",
-        "generate",
-    ]
+    last = stderr.splitlines()[-1]
+    assert last == "pn reproduce: interrupted; run the same command again to resume"
+    assert began(calls.read_text().splitlines()) == ["prepare", "train", "average", "generate"]
+
+
+def began(lines: list[str]) -> list[str]:
+    return [line.split()[0] for line in lines]
 
 
 # --- a configuration, with your own data ---
@@ -417,18 +388,13 @@ def test_a_configuration_with_own_data(data, calls):
     planned = own(data, "--dry-run", "--seeds", "5")
     assert planned.returncode == 0 and "pn prepare" not in planned.stdout
     settings = "model._name=transformer_pn_tiny common.seed=5"
-    assert (
-        f"pn train verses_es_en --data {data} --run sweep/pn_seed5 {settings}"
-        in planned.stdout.splitlines()
-    )
+    command = f"pn train verses_es_en --data {data} --run sweep/pn_seed5 {settings}"
+    assert command in planned.stdout.splitlines()
     assert own(data, *TWO, "optimization.max_update=3").returncode == 0
     lines = [line for line in calls.read_text().splitlines() if "--check" not in line]
-    assert [line.split()[0] for line in lines] == ["train", "average", "generate", "score"] * 2 + [
-        "report"
-    ]
-    assert lines[0].endswith(
-        "model._name=transformer_ln_tiny common.seed=1 optimization.max_update=3"
-    )
+    assert began(lines) == [*STEPS, *STEPS, "report"]
+    settings = "model._name=transformer_ln_tiny common.seed=1 optimization.max_update=3"
+    assert lines[0].endswith(settings)
 
 
 @pytest.mark.parametrize("option", [[], ["--dry-run"]])
@@ -438,87 +404,72 @@ def test_conflicts_are_found_before_anything_runs(data, tmp_path, monkeypatch, o
     french = tmp_path / "french"
     (french / "bin").mkdir(parents=True)
     (french / "settings.txt").write_text("source=fr\ntarget=en\n")
-    one = ("--norms", "pn", "--seeds", "1")
-    assert_refused(
-        own(french, *option, *one), "fr-en", "es-en", "add task.source_lang=fr task.target_lang=en"
-    )
-    refused = in_process("verses", "--data", french, "task.source_lang=fr", *option, *one)
-    assert (
-        refused.returncode == 2
-        and "(source=fr, not es)" in refused.stderr
-        and "another" in refused.stderr
-    )
-    refused = in_process("verses", "--data", data, *option, *one)
+    one = ("--norms", "pn", "--seeds", "1", *option)
+    advice = "add task.source_lang=fr task.target_lang=en"
+    assert_refused(own(french, *one), "fr-en", "es-en", advice)
+    refused = in_process("verses", "--data", french, "task.source_lang=fr", *one)
+    assert refused.returncode == 2
+    assert "(source=fr, not es)" in refused.stderr and "another" in refused.stderr
+    refused = in_process("verses", "--data", data, *one)
     assert refused.returncode == 2 and "(bpe=300, not 4000)" in refused.stderr
-    assert_refused(own(tmp_path, *option, *one), "--data '", "is not prepared data")
-    (tmp_path / "sweep/pn_seed1").mkdir(parents=True)
-    (tmp_path / "sweep/pn_seed1/config.yaml").write_text(
-        "model: {_name: transformer_pn_tiny, dropout: 0.5}\n"
-    )
-    assert_refused(
-        own(data, *option, *one),
-        "pn_seed1' was started with different settings",
-        "use another --run",
-    )
+    assert_refused(own(tmp_path, *one), "--data '", "is not prepared data")
+    run = tmp_path / "sweep/pn_seed1"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text("model: {_name: transformer_pn_tiny, dropout: 0.5}\n")
+    different = "pn_seed1' was started with different settings"
+    assert_refused(own(data, *one), different, "use another --run")
+
+
+@pytest.fixture
+def begun(tmp_path) -> Path:
+    """The folder of a run of :func:`own`, which has no model yet."""
+    run = tmp_path / "sweep/pn_seed1"
+    run.mkdir(parents=True)
+    cfg, _ = compose(ROOT / "configs/verses_es_en.yaml", [], world_size=1, on_cpu=True)
+    (run / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
+    return run
+
+
+PLAN = ("--dry-run", "--norms", "pn", "--seeds", "1,2")
 
 
 @pytest.mark.parametrize(
     ("limit", "named"),
     [("optimization.max_update=60", "60 updates"), ("optimization.max_epoch=2", "2 epochs")],
 )
-def test_a_run_that_is_longer_than_the_others_is_named_at_once(limit, named, data, tmp_path):
-    from omegaconf import OmegaConf
-
-    from pn_fairseq.pipeline.training_settings import compose
-
-    run = tmp_path / "sweep/pn_seed1"
-    run.mkdir(parents=True)
-    cfg, _ = compose(ROOT / "configs/verses_es_en.yaml", [], world_size=1, on_cpu=True)
-    (run / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
-    planned = own(data, "--dry-run", "--norms", "pn", "--seeds", "1,2", limit)
+def test_a_run_that_is_longer_than_the_others_is_named_at_once(limit, named, data, begun):
+    planned = own(data, *PLAN, limit)
     assert planned.returncode == 0 and "note:" not in planned.stderr
-    (run / "train.log").write_text(
-        "Saved checkpoint a (epoch 3 @ 150 updates, score 4.2) (writing took 1 seconds)\n"
-    )
-    said = own(data, "--dry-run", "--norms", "pn", "--seeds", "1,2", limit).stderr
-    assert (
-        f"note: '{run}' was trained for " in said
-        and f", more than {limit}: it stays as it is" in said
-    )
+    saved = "Saved checkpoint a (epoch 3 @ 150 updates, score 4.2) (writing took 1 seconds)\n"
+    (begun / "train.log").write_text(saved)
+    said = own(data, *PLAN, limit).stderr
+    assert f"note: '{begun}' was trained for " in said
+    assert f", more than {limit}: it stays as it is" in said
     assert f"is not comparable with runs of {named}" in said
-    longer = own(
-        data, "--dry-run", "--norms", "pn", "--seeds", "1,2", limit.partition("=")[0] + "=150"
-    )
+    longer = own(data, *PLAN, limit.partition("=")[0] + "=150")
     assert "note:" not in longer.stderr
 
 
-def test_a_dry_run_says_what_is_done_and_what_would_be_made_again(data, tmp_path):
-    from omegaconf import OmegaConf
-
-    from pn_fairseq.pipeline.training_settings import compose
-
-    words = ("--dry-run", "--norms", "pn", "--seeds", "1,2")
-    run = tmp_path / "sweep/pn_seed1"
-    (run / "checkpoints").mkdir(parents=True)
-    cfg, _ = compose(ROOT / "configs/verses_es_en.yaml", [], world_size=1, on_cpu=True)
-    (run / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
-    shutil.copy(data / "settings.txt", run / "data.settings")
-    write_settings(run / "made.txt", train.goal(cfg, data))
-    (run / "checkpoints/averaged.pt").touch()
+def test_a_dry_run_says_what_is_done_and_what_would_be_made_again(data, begun):
+    shutil.copy(data / "settings.txt", begun / "data.settings")
+    cfg = OmegaConf.load(begun / "config.yaml")
+    write_settings(begun / "made.txt", train.goal(cfg, data))
+    (begun / "checkpoints").mkdir()
+    (begun / "checkpoints/averaged.pt").touch()
 
     def marked(planned) -> list[str]:
         lines = planned.stdout.splitlines()
         return [line.split()[1] for line in lines if line.endswith("  # done")]
 
-    planned = own(data, *words)
+    planned = own(data, *PLAN)
     assert marked(planned) == ["train", "average"]
     assert planned.stderr == "[verses_es_en] the settings are valid\n"
-    again = own(data, *words, "generation.beam=2")
+    again = own(data, *PLAN, "generation.beam=2")
     assert marked(again) == []
-    assert f"note: '{run}' would be decoded again, with generation.beam=2\n" in again.stderr
+    assert f"note: '{begun}' would be decoded again, with generation.beam=2\n" in again.stderr
     assert again.stderr.endswith("the settings are valid; notes above: 1\n")
-    more = own(data, *words, "optimization.max_update=99999")
-    assert marked(more) == [] and f"'{run}' would be trained on from update 0\n" in more.stderr
+    more = own(data, *PLAN, "optimization.max_update=99999")
+    assert marked(more) == [] and f"'{begun}' would be trained on from update 0\n" in more.stderr
 
 
 @pytest.mark.slow
@@ -528,7 +479,6 @@ def test_a_conflict_is_one_line_of_a_process(tmp_path):
     (tmp_path / "settings.txt").write_text("source=fr\ntarget=en\n")
     words = ("-m", "pn_fairseq", "reproduce", "verses_es_en", "--data", tmp_path, "--dry-run")
     result = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.startswith("pn reproduce: error: ") and result.stderr.count("\n") == 1, (
-        result.stderr
-    )
+    assert result.stdout == ""
+    assert_refused(result, "pn reproduce: error: ")
+    assert result.stderr.count("\n") == 1, result.stderr

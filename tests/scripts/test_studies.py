@@ -1,6 +1,8 @@
 """pn reproduce --study: what studies plan, and the commands that they make."""
 
+import itertools
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -9,12 +11,10 @@ from pn_fairseq.pipeline import reproduce, steps
 from ..scripts_helpers import assert_refused, in_process
 
 #: Corpus, folder, seed and norm of every run of compare_norms.
-PLANNED = [
-    (part.corpus, part.folder, seed, norm)
-    for part in reproduce.read_study("compare_norms").parts
-    for seed in part.seeds
-    for norm in part.norms
-]
+PLANNED = []
+for part in reproduce.read_study("compare_norms").parts:
+    for run in itertools.product([part.corpus], [part.folder], part.seeds, part.norms):
+        PLANNED.append(run)
 
 
 @pytest.fixture
@@ -27,26 +27,25 @@ def trainings(*arguments, **environ) -> dict[str, list[str]]:
     """The words of each training of a dry run, by the name of its run."""
     done = in_process("reproduce", *arguments, "--dry-run", **environ)
     assert done.returncode == 0, done.stderr
-    commands = [
-        shlex.split(line) for line in done.stdout.splitlines() if line.startswith("pn train")
-    ]
-    by_run = {
-        "/".join(words[words.index("--run") + 1].split("/")[-2:]): words for words in commands
-    }
-    assert len(by_run) == len(commands)
+    by_run = {}
+    for line in done.stdout.splitlines():
+        if line.startswith("pn train"):
+            words = shlex.split(line)
+            folder = Path(words[words.index("--run") + 1])
+            name = f"{folder.parent.name}/{folder.name}"
+            assert name not in by_run
+            by_run[name] = words
     return by_run
 
 
 def test_every_norm_is_compared_and_no_run_is_made_twice():
     assert len(set(PLANNED)) == len(PLANNED)
     every = "ln bn pnv pn brn mabn un rbn prepbn none lns dn ada rms sn gn dyt derf".split()
-    assert {norm.partition("+")[0] for corpus, _, _, norm in PLANNED if corpus == "verses"} == {
-        *every
-    }
+    translating = [norm for corpus, _, _, norm in PLANNED if corpus == "verses"]
+    assert {norm.partition("+")[0] for norm in translating} == set(every)
+    of_texts = [(norm, seed) for corpus, _, seed, norm in PLANNED if corpus == "verses_lm"]
     for norm in every:
-        assert [
-            seed for corpus, _, seed, name in PLANNED if (corpus, name) == ("verses_lm", norm)
-        ] == [1, 2, 3]
+        assert [seed for name, seed in of_texts if name == norm] == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -60,13 +59,12 @@ def test_commands_of_each_corpus(unchecked, tmp_path):
     of_runs = trainings("--study", "compare_norms", "--runs", tmp_path)
     assert len(of_runs) == len(PLANNED)
     assert sum(name.startswith("verses_lm/transformer_lm_") for name in of_runs) == 54
-    settings = "model._name=transformer_pn_tiny common.seed=3"
-    assert " ".join(of_runs["verses/pn+layer_scale_groups=0_seed3"]).endswith(
-        f"{settings} model.layer_scale_groups=0"
-    )
-    assert " ".join(of_runs["verses_lr0.01/pn_seed3"]).endswith(
-        f"{settings} optimization.lr=[0.01]"
-    )
+    for name, setting in (
+        ("verses/pn+layer_scale_groups=0_seed3", "model.layer_scale_groups=0"),
+        ("verses_lr0.01/pn_seed3", "optimization.lr=[0.01]"),
+    ):
+        settings = ["model._name=transformer_pn_tiny", "common.seed=3", setting]
+        assert of_runs[name][-3:] == settings
 
 
 def test_each_system_is_trained_in_both_kinds_of_batches(tmp_path):
@@ -75,9 +73,8 @@ def test_each_system_is_trained_in_both_kinds_of_batches(tmp_path):
     assert len(of_runs) == 5 * 2 * 3 + 5 * 2  # three seeds, and two more in batches by length
     for name, words in of_runs.items():
         assert f"model.norm_probe='{tmp_path}/{name}/norm_probe'" in words
-        assert ("task._name=translation_random_batches" in words) == name.startswith(
-            "masks_random/"
-        )
+        mixed = "task._name=translation_random_batches" in words
+        assert mixed == name.startswith("masks_random/")
         assert ("model.norm_ignore_mask=true" in words) == ("+norm_ignore_mask" in name)
     assert not any("norm_ignore_mask" in name for name in of_runs if "/ln" in name)
 
@@ -115,12 +112,8 @@ def test_a_study_of_your_own(unchecked, tmp_path):
     """A seed is whole before the next one begins."""
     (tmp_path / "mine.yaml").write_text(STUDY)
     of_runs = trainings("--study", tmp_path / "mine.yaml", "--runs", tmp_path, "--ranks", 2)
-    assert [*of_runs] == [
-        "a/pn_seed1",
-        "verses/ln_seed1",
-        "verses/pn+dropout=0.2_seed1",
-        "a/pn_seed2",
-    ]
+    first = ["a/pn_seed1", "verses/ln_seed1", "verses/pn+dropout=0.2_seed1"]
+    assert [*of_runs] == [*first, "a/pn_seed2"]
     dry = in_process(
         "reproduce", "--study", tmp_path / "mine.yaml", "--runs", tmp_path, "--dry-run"
     )
@@ -135,25 +128,24 @@ def test_a_study_of_your_own(unchecked, tmp_path):
     assert of_runs["a/pn_seed2"][-3:] == ["optimization.max_update=3", "--ranks", "2"]
 
 
+NO_STUDY = "is not a study"
+
+
 @pytest.mark.parametrize(
     ("study", "needles"),
     [
-        ("about: a", ("is not a study", "parts")),
-        ("about: a\nparts: [{corpus: verses, seeds: [1]}]", ("is not a study", "norms")),
+        ("", [NO_STUDY, "parts"]),
+        ("parts: [{corpus: verses, seeds: [1]}]", [NO_STUDY, "norms"]),
+        ("parts: [{corpus: verses, seeds: [1], norms: [pn], seed: 1}]", [NO_STUDY, "'seed'"]),
+        ("parts: [{corpus: verses, seeds: 1, norms: [pn]}]", [NO_STUDY, "seeds"]),
         (
-            "about: a\nparts: [{corpus: verses, seeds: [1], norms: [pn], seed: 1}]",
-            ("is not a study", "'seed'"),
+            "parts: [{corpus: verses, seeds: [1], norms: [pm]}]",
+            ["unknown norm 'pm', did you mean 'pn'?"],
         ),
-        ("about: a\nparts: [{corpus: verses, seeds: 1, norms: [pn]}]", ("is not a study", "seeds")),
-        (
-            "about: a\nparts: [{corpus: verses, seeds: [1], norms: [pm]}]",
-            ("unknown norm 'pm', did you mean 'pn'?",),
-        ),
-        ("about: [", ("cannot be read as settings",)),
+        ("parts: [", ["cannot be read as settings"]),
     ],
 )
 def test_mistakes_in_studies(study, needles, tmp_path, unchecked):
-    (tmp_path / "mine.yaml").write_text(study)
-    assert_refused(
-        in_process("reproduce", "--study", tmp_path / "mine.yaml", "--dry-run"), *needles
-    )
+    (tmp_path / "mine.yaml").write_text(f"about: a\n{study}")
+    refused = in_process("reproduce", "--study", tmp_path / "mine.yaml", "--dry-run")
+    assert_refused(refused, *needles)

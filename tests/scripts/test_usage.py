@@ -25,9 +25,8 @@ def quick(name: str, *arguments) -> subprocess.CompletedProcess:
 def test_help_and_unknown_argument(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     usage = quick(name, "--help")
-    assert usage.stdout.startswith(
-        "Create the environment" if name == "make_venv.sh" else "usage: "
-    )
+    first = "Create the environment" if name == "make_venv.sh" else "usage: "
+    assert usage.stdout.startswith(first)
     assert (usage.returncode, usage.stderr) == (0, "")
     assert_refused(quick(name, "--no-such-option"), "--no-such-option")
     assert list(tmp_path.iterdir()) == []
@@ -41,20 +40,17 @@ def test_a_script_calls_its_checkout_from_any_folder(tmp_path):
     other = {"CDPATH": str(tmp_path), "VENV": "/nowhere"}
     usage = run("bash", tmp_path / "link.sh", "--help", cwd=tmp_path, **other).stdout
     assert usage == script("score.sh", "--help").stdout
-    assert (
-        run(SCRIPTS / "pn", "--user-dir", cwd=tmp_path, **other).stdout
-        == f"{ROOT / 'pn_fairseq'}\n"
-    )
+    user_dir = run(SCRIPTS / "pn", "--user-dir", cwd=tmp_path, **other).stdout
+    assert user_dir == f"{ROOT / 'pn_fairseq'}\n"
 
 
 def test_every_wrapper_is_one_line():
     """Everything else is Python."""
-    for path in SCRIPTS.glob("*.sh"):
-        lines = [line for line in path.read_text("utf-8").splitlines() if not line.startswith("#")]
-        if path.name != "make_venv.sh":
-            assert len(lines) == 1 and lines[0].startswith(
-                'exec bash "$(dirname "$(readlink -f "$0")")/pn" '
-            ), path
+    for name in USER_SCRIPTS:
+        if name != "make_venv.sh":
+            text = (SCRIPTS / name).read_text("utf-8")
+            (line,) = [line for line in text.splitlines() if not line.startswith("#")]
+            assert line.startswith('exec bash "$(dirname "$(readlink -f "$0")")/pn" '), name
 
 
 def test_missing_tools_are_named(tmp_path):
@@ -62,9 +58,8 @@ def test_missing_tools_are_named(tmp_path):
     tools = tmp_path
     for tool in ("bash", "basename", "dirname", "cat", "sed", "nproc", "gzip", "mkdir", "readlink"):
         (tools / tool).symlink_to(subprocess.check_output(["which", tool], text=True).strip())
-    result = run(
-        "bash", SCRIPTS / "average.sh", "--run", "x", PATH=str(tools), VENV="/nowhere", check=False
-    )
+    how = {"PATH": str(tools), "VENV": "/nowhere", "check": False}
+    result = run("bash", SCRIPTS / "average.sh", "--run", "x", **how)
     assert_refused(result, "no Python in '/nowhere'", "make venv")
 
 
@@ -82,12 +77,9 @@ def test_what_a_wheel_has_inside_the_package(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "PACKAGE", tmp_path / "pn_fairseq")
     (tmp_path / "pn_fairseq/data/corpus").mkdir(parents=True)
     (tmp_path / "pn_fairseq/data/table.yaml").touch()
-    for name, folder in {
-        "data/corpus": "pn_fairseq/",
-        "data/table.yaml": "pn_fairseq/",
-        "configs": "",
-    }.items():
-        assert files.shipped(name) == tmp_path / f"{folder}{name}"
+    for name in ("data/corpus", "data/table.yaml"):
+        assert files.shipped(name) == tmp_path / "pn_fairseq" / name
+    assert files.shipped("configs") == tmp_path / "configs"
 
 
 def test_the_makefile_lists_its_targets():
@@ -96,7 +88,5 @@ def test_the_makefile_lists_its_targets():
 
 
 def test_the_scripts_are_executable():
-    assert all(
-        os.access(path, os.X_OK)
-        for path in [ROOT / ".ci/run", SCRIPTS / "pn", *SCRIPTS.glob("*.sh")]
-    )
+    for path in (ROOT / ".ci/run", SCRIPTS / "pn", *SCRIPTS.glob("*.sh")):
+        assert os.access(path, os.X_OK), path

@@ -29,65 +29,56 @@ def write(folder, texts=TEXTS, pattern="{}.txt"):
     return folder
 
 
+def prepare(corpus, dest, *options):
+    flags = ("--corpus", corpus, "--dest", dest, "--workers", 1)
+    run("pn", "prepare", "text_lm", *flags, *options)
+
+
+def verses(kind, split):
+    return gzip.open(ROOT / f"data/verses.es-en/{split}.{kind}.gz", "rt").read().split("\n")[:-1]
+
+
 def test_verses_are_split_by_book_in_the_order_of_the_text(tmp_path):
-    corpus = ROOT / "data/verses.es-en"
-    split_by_book(corpus, tmp_path / "texts")
+    split_by_book(ROOT / "data/verses.es-en", tmp_path / "texts")
     found = {split: lines(tmp_path / f"texts/{split}.txt") for split in ("train", *BOOKS)}
     of_book = {}
     for split in ("train", "valid", "test"):
-        refs, text = (
-            gzip.open(corpus / f"{split}.{kind}.gz", "rt").read().split("\n")[:-1]
-            for kind in ("refs", "en")
-        )
-        for reference, verse in zip(refs, text, strict=True):
+        for reference, verse in zip(verses("refs", split), verses("en", split), strict=True):
             book, _, place = reference.rpartition(" ")
-            of_book.setdefault(book, []).append((*map(int, place.split(":")), verse))
+            chapter, number = place.split(":")
+            of_book.setdefault(book, []).append((int(chapter), int(number), verse))
     for split, books in BOOKS.items():
-        assert found[split] == [verse for book in books for *_, verse in sorted(of_book[book])]
-    others = [
-        book for book in of_book if book not in {book for books in BOOKS.values() for book in books}
-    ]
-    assert sum(map(len, found.values())) == 30_170 and len(others) == 52
+        expected = []
+        for book in books:
+            expected += [verse for *_, verse in sorted(of_book.pop(book))]
+        assert found[split] == expected
+    # the others
+    assert sum(map(len, found.values())) == 30_170 and len(of_book) == 52
     assert found["train"][0].startswith("In the beginning")
-    assert len(found["train"]) == sum(len(of_book[book]) for book in others)
+    assert len(found["train"]) == sum(map(len, of_book.values()))
 
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lm")
-    flags = (
-        "--corpus",
-        write(folder / "texts"),
-        "--dest",
-        folder / "data",
-        "--workers",
-        1,
-        "--lower",
-    )
-    run("pn", "prepare", "text_lm", *flags, "--min-count", 2)
+    prepare(write(folder / "texts"), folder / "data", "--lower", "--min-count", 2)
     return folder
 
 
 def test_text_becomes_words_and_numbers(prepared):
     data = prepared / "data"
-    assert (
-        data / "tok/train.txt"
-    ).read_text() == "the cat sat.\nthe dog <unk> sat .\n\n" + "a dog\n" * 5
-    assert {line.split()[0] for line in (data / "bin/dict.txt").read_text().splitlines()} >= {
-        "the",
-        "dog",
-        "a",
-    }
+    expected = "the cat sat.\nthe dog <unk> sat .\n\n" + "a dog\n" * 5
+    assert (data / "tok/train.txt").read_text() == expected
+    words = {line.split()[0] for line in lines(data / "bin/dict.txt")}
+    assert {"the", "dog", "a"} <= words
     counts = read_settings(data / "counts.txt")
     assert [counts[split] for split in ("train", "valid", "test")] == ["26", "4", "7"]
     assert MMapIndexedDataset(str(data / "bin/train")).sizes.tolist() == [4, 6, 1, 3, 3, 3, 3, 3]
     assert counts["train.lines"] == "8" and counts["vocabulary"] == "3"
     assert float(counts["test.unk_percent"]) == pytest.approx(100 * 2 / 7, abs=0.1)  # cat, bird
     settings = read_settings(data / "settings.txt")
-    assert (
-        settings["min_count"] == "2"
-        and settings["train.txt"] == hashlib.sha256(TEXTS["train"].encode()).hexdigest()
-    )
+    assert settings["min_count"] == "2"
+    assert settings["train.txt"] == hashlib.sha256(TEXTS["train"].encode()).hexdigest()
 
 
 def test_a_second_preparation_is_the_same_or_refused(prepared, tmp_path):
@@ -109,23 +100,12 @@ def test_a_second_preparation_is_the_same_or_refused(prepared, tmp_path):
     assert_refused(in_process(*own, "--lower"), "min_count=2, not 1")
     assert_refused(in_process(*own, "--check"), "lower=1, not 0")
     for text, needle in (("b\n", "other text"), ("", "test.txt is empty")):
-        assert_refused(
-            in_process(*words, write(tmp_path / "texts", {**TEXTS, "test": text}), *same), needle
-        )
+        other = write(tmp_path / "texts", {**TEXTS, "test": text})
+        assert_refused(in_process(*words, other, *same), needle)
 
 
 def test_tokenizer(tmp_path):
-    flags = (
-        "--corpus",
-        write(tmp_path / "texts"),
-        "--dest",
-        tmp_path / "data",
-        "--tokenize",
-        "en",
-        "--workers",
-        1,
-    )
-    run("pn", "prepare", "text_lm", *flags)
+    prepare(write(tmp_path / "texts"), tmp_path / "data", "--tokenize", "en")
     assert (tmp_path / "data/tok/valid.txt").read_text() == "The bird sat\n"
     assert (tmp_path / "data/tok/train.txt").read_text().startswith("The cat sat .\n")
 
@@ -135,33 +115,24 @@ def test_bytes(tmp_path):
     texts = {"train": bytes(range(256)) * 2, "valid": "é\n\n".encode(), "test": b"\xff\r\nab"}
     for split, text in texts.items():
         (tmp_path / f"{split}.txt").write_bytes(text)
-    flags = ("--corpus", tmp_path, "--dest", tmp_path / "data", "--unit", "byte", "--workers", 1)
-    assert_refused(
-        in_process("prepare", "text_lm", *flags, "--lower"), "--unit byte takes the text as it is"
-    )
-    run("pn", "prepare", "text_lm", *flags)
-    assert (tmp_path / "data/tok/valid.txt").read_text() == "c3 a9\n\n"
-    assert (tmp_path / "data/tok/test.txt").read_text() == "ff 0d\n61 62\n"
+    data = tmp_path / "data"
+    flags = ("--corpus", tmp_path, "--dest", data, "--unit", "byte", "--lower")
+    refused = in_process("prepare", "text_lm", *flags)
+    assert_refused(refused, "--unit byte takes the text as it is")
+    prepare(tmp_path, data, "--unit", "byte")
+    assert (data / "tok/valid.txt").read_text() == "c3 a9\n\n"
+    assert (data / "tok/test.txt").read_text() == "ff 0d\n61 62\n"
+    # fairseq's four symbols, of which the data has the end of a line
+    symbols = ["", "", "0a", ""]
+    symbols += [line.split()[0] for line in lines(data / "bin/dict.txt")]
     for split, text in texts.items():
-        dictionary = [
-            "",
-            "",
-            "</s>",
-            "",
-            *map(str.split, (tmp_path / "data/bin/dict.txt").read_text().splitlines()),
-        ]
-        numbers = memmap(tmp_path / f"data/bin/{split}.bin", "uint16", "r")
-        back = b"".join(
-            b"\n" if number == 2 else bytes.fromhex(dictionary[number][0]) for number in numbers
-        )
-        assert back == text + b"\n" * (not text.endswith(b"\n")), split
-    counts = read_settings(tmp_path / "data/counts.txt")
-    assert (
-        counts["train"] == "513"
-        and counts["vocabulary"] == "255"
-        and counts["test.unk_percent"] == "0.0"
-    )
-    assert read_settings(tmp_path / "data/settings.txt")["unit"] == "byte"
+        numbers = memmap(data / f"bin/{split}.bin", "uint16", "r")
+        back = bytes.fromhex("".join(symbols[number] for number in numbers))
+        assert back == text.removesuffix(b"\n") + b"\n", split
+    counts = read_settings(data / "counts.txt")
+    assert (counts["train"], counts["vocabulary"]) == ("513", "255")
+    assert counts["test.unk_percent"] == "0.0"
+    assert read_settings(data / "settings.txt")["unit"] == "byte"
 
 
 def test_enwik8_is_cut_by_numbers_of_bytes(tmp_path, monkeypatch):
@@ -187,9 +158,8 @@ def test_enwik8_is_cut_by_numbers_of_bytes(tmp_path, monkeypatch):
 
 def test_text_that_is_not_the_published_one_is_refused(tmp_path):
     corpus = write(tmp_path / "ptb", pattern="ptb.{}.txt")
-    result = in_process(
-        "prepare", "ptb", "--corpus", corpus, "--dest", tmp_path / "data", "--workers", 1
-    )
+    words = ("--corpus", corpus, "--dest", tmp_path / "data", "--workers", 1)
+    result = in_process("prepare", "ptb", *words)
     assert_refused(result, "not PTB", "26 / 4 / 7", "929,589 / 73,760 / 82,430")
     assert not (tmp_path / "data/bin").exists()
 
@@ -198,13 +168,11 @@ def test_wikitext_archive_is_checked(tmp_path):
     with zipfile.ZipFile(tmp_path / "wikitext-103-v1.zip", "w") as file:
         for split, text in TEXTS.items():
             file.writestr(f"wikitext-103/wiki.{split}.tokens", text)
+    words = ("prepare", "wikitext103", "--dest", tmp_path / "data", "--workers", 1)
+    counts = "not WikiText-103", "26 / 4 / 7", "103,227,021 / 217,646 / 245,569"
     for source, needles in (
-        (
-            ("--archive", tmp_path),
-            ("not WikiText-103", "26 / 4 / 7", "103,227,021 / 217,646 / 245,569"),
-        ),
+        (("--archive", tmp_path), counts),
         (("--archive", tmp_path / "x"), ("smerity.com",)),
         (("--mirror", tmp_path), ("sha256", "242ba0f20b32")),
     ):
-        words = ("prepare", "wikitext103", "--dest", tmp_path / "data", "--workers", 1, *source)
-        assert_refused(in_process(*words), *needles)
+        assert_refused(in_process(*words, *source), *needles)

@@ -18,6 +18,8 @@ from pn_fairseq.pipeline.data.preparation import Preparation
 from pn_fairseq.pipeline.data.recipes.wmt14 import sacrebleus_segments
 from pn_fairseq.pipeline.data.settings import Settings
 
+from ...fixtures.corpora import lines
+
 
 def write(folder: Path, **contents: bytes) -> tuple[Path, Path]:
     for name, content in contents.items():
@@ -29,11 +31,7 @@ def take(reader: pairs.Reader, tmp_path: Path, de: bytes, en: bytes) -> tuple[li
     with tempfile.TemporaryDirectory() as folder:
         data = Preparation(Path(folder), Settings(source="de", target="en"))
         data.take(reader, "train", write(tmp_path, de=de, en=en))
-        texts = [
-            (data.partial / f"text/train.{lang}").read_bytes().decode() for lang in ("de", "en")
-        ]
-    assert all(text.endswith("\n") for text in texts)
-    return tuple(text.removesuffix("\n").split("\n") for text in texts)
+        return tuple(lines(data.partial / f"text/train.{lang}") for lang in ("de", "en"))
 
 
 def test_text_as_it_is(tmp_path, capsys):
@@ -50,10 +48,8 @@ def test_packed_text(tmp_path, capsys):
     (tmp_path / "z.de").write_bytes(lzma.compress(b"zwei\n"))
     (tmp_path / "z.de.xz").write_bytes(b"")
     assert list(pairs.as_is(tmp_path / "z.de")) == ["zwei\n"]
-    assert (
-        capsys.readouterr().err
-        == f"[prepare] note: {tmp_path / 'z.de'} is used, and not z.de.xz beside it\n"
-    )
+    note = f"[prepare] note: {tmp_path / 'z.de'} is used, and not z.de.xz beside it\n"
+    assert capsys.readouterr().err == note
     with pytest.raises(UserError, match=r"there is no .*/y.de, plain or compressed \(.gz, .xz\)"):
         list(pairs.as_is(tmp_path / "y.de"))
 
@@ -64,33 +60,24 @@ def test_what_users_do_not_see_is_said_with_counts(tmp_path, capsys):
     assert sides[0][0] == "ein Mann"
     notes = capsys.readouterr().err
     assert "text.de begins with a byte order mark, which is left out" in notes
-    assert (
-        "2 of the 4 lines of" in notes
-        and "1 of the 4 lines of" in notes
-        and "text.en are empty" in notes
-    )
+    for words in ("2 of the 4 lines of", "1 of the 4 lines of", "text.en are empty"):
+        assert words in notes
+
+
+APART = "text.de has 2 lines and .*text.en 1: they are not translations of each other"
+OPEN = b'<seg id="1">a</seg>\n<seg id="2">b\n'
 
 
 @pytest.mark.parametrize(
     ("reader", "de", "en", "needle"),
     [
-        (
-            as_is,
-            b"a\nb\n",
-            b"c\n",
-            "text.de has 2 lines and .*text.en 1: they are not translations of each other",
-        ),
+        (as_is, b"a\nb\n", b"c\n", APART),
         (as_is, b"a\n", b"c\nd\n", "text.de has 1 line and .*text.en 2"),
         (as_is, b"a\n", b"", "text.en is empty"),
         (as_is, b"a\n\xff\n", b"c\nd\n", "text.de: line 2 is not UTF-8"),
         (as_is, b"a\nb\rc\n", b"c\nd\n", "text.de: line 2 has a carriage return in the middle"),
         (segments, b"a\n", b"b\n", "text.de is empty, or no text that can be read here"),
-        (
-            segments,
-            b'<seg id="1">a</seg>\n<seg id="2">b\n',
-            b"c\nd\n",
-            "text.de: line 2 is not of the form <seg",
-        ),
+        (segments, OPEN, b"c\nd\n", "text.de: line 2 is not of the form <seg"),
     ],
 )
 def test_text_that_cannot_be_used(reader, de, en, needle, tmp_path):
@@ -98,27 +85,23 @@ def test_text_that_cannot_be_used(reader, de, en, needle, tmp_path):
         take(reader, tmp_path, de, en)
 
 
+TAGGED = "<url>x</url>\n<title>T &amp; U</title>\n  a\rb \n<speaker>S</speaker>\n"
+SEGMENTS = '<doc>\n<seg id="1"> a\rb </seg>\n<seg id="2"></seg>\n</doc>\n'
+SACREBLEUS = '<seg id="1">\u00a0a\r</seg>\n<seg id="2">b</seg>\n'
+
+
 @pytest.mark.parametrize(
     ("reader", "text", "expected"),
     [
-        (without_carriage_returns, b"a\rb\r\nc\n", ["ab", "c"]),  # as normalize-punctuation.perl
-        (tokens, "a\u00a0b  c\u2028d\n\n".encode(), ["a b c d", ""]),
-        (
-            strip_tags,
-            b"<url>x</url>\n<title>T &amp; U</title>\n  a\rb \n<speaker>S</speaker>\n",
-            None,
-        ),
-        (segments, b'<doc>\n<seg id="1"> a\rb </seg>\n<seg id="2"></seg>\n</doc>\n', ["a b", ""]),
-        (
-            sacrebleus_segments,
-            '<seg id="1">\u00a0a\r</seg>\n<seg id="2">b</seg>\n'.encode(),
-            ["\u00a0a", "b"],
-        ),
+        (without_carriage_returns, "a\rb\r\nc\n", ["ab", "c"]),  # as normalize-punctuation.perl
+        (tokens, "a\u00a0b  c\u2028d\n\n", ["a b c d", ""]),
+        (strip_tags, TAGGED, ["T &amp; U", "a b", "<speaker>S</speaker>"]),
+        (segments, SEGMENTS, ["a b", ""]),
+        (sacrebleus_segments, SACREBLEUS, ["\u00a0a", "b"]),
     ],
 )
 def test_kinds_of_published_text(reader, text, expected, tmp_path):
-    expected = expected or ["T &amp; U", "a b", "<speaker>S</speaker>"]
-    assert take(reader, tmp_path, text, text) == (expected, expected)
+    assert take(reader, tmp_path, text.encode(), text.encode()) == (expected, expected)
 
 
 @pytest.mark.parametrize(
@@ -144,27 +127,20 @@ def test_removed_pairs_and_counts(tmp_path):
     for folder in ("text", "stages/tok"):
         (tmp_path / folder).mkdir(parents=True)
         for split in ("train", "valid", "test"):
-            for lang, lines in (("de", "a b\nx y z\n"), ("en", "c d\nx\n")):
-                text = lines if folder == "stages/tok" else lines.replace(" ", "")
+            for lang, text in (("de", "a b\nx y z\n"), ("en", "c d\nx\n")):
+                if folder == "text":
+                    text = text.replace(" ", "")
                 (tmp_path / f"{folder}/{split}.{lang}").write_text(text)
     Preparation(tmp_path, Settings(source="de", target="en", clean=(1, 9, 1.5))).select()
-    assert (tmp_path / "raw/train.de").read_text() == "ab\n" and (
-        tmp_path / "tok/train.en"
-    ).read_text() == "c d\n"
-    assert (tmp_path / "raw/test.de").read_text() == "ab\nxyz\n"
-    assert (tmp_path / "removed.tsv").read_text().splitlines() == [
-        "split\tline\treason\ttokens de\ttokens en",
-        "train\t2\tratio\t3\t1",
-    ]
-    counts = [
-        "train.read=2",
-        "train.removed=1",
-        "train.removed.ratio=1",
-        "train=1",
-        "valid=2",
-        "test=2",
-    ]
-    assert (tmp_path / "counts.txt").read_text().splitlines() == counts
+    counts = "train.read=2 train.removed=1 train.removed.ratio=1 train=1 valid=2 test=2".split()
+    for name, expected in (
+        ("raw/train.de", ["ab"]),
+        ("tok/train.en", ["c d"]),
+        ("raw/test.de", ["ab", "xyz"]),
+        ("removed.tsv", ["split\tline\treason\ttokens de\ttokens en", "train\t2\tratio\t3\t1"]),
+        ("counts.txt", counts),
+    ):
+        assert lines(tmp_path / name) == expected
 
 
 def test_a_split_without_a_pair(tmp_path):
@@ -172,11 +148,8 @@ def test_a_split_without_a_pair(tmp_path):
         (tmp_path / folder).mkdir(parents=True)
         for name in ("train.de", "train.en", "test.de", "test.en"):
             (tmp_path / folder / name).write_text("a\n" * 5)
-    with pytest.raises(
-        UserError,
-        match="no sentence pair of valid is left .*train.read=5.*train=5, valid=0, test=5",
-    ):
-        Preparation(
-            tmp_path, Settings(source="de", target="en", clean=(1, 9, 1.5), valid_every=6)
-        ).select()
+    settings = Settings(source="de", target="en", clean=(1, 9, 1.5), valid_every=6)
+    message = "no sentence pair of valid is left .*train.read=5.*train=5, valid=0, test=5"
+    with pytest.raises(UserError, match=message):
+        Preparation(tmp_path, settings).select()
     assert not (tmp_path / "counts.txt").exists()

@@ -35,32 +35,19 @@ LANGUAGES = ("--source", "es", "--target", "en", "--bpe", 150)
 
 def prepare(corpus: Path, dest: Path, *options) -> str:
     """What it says, from a process that starts fairseq-preprocess at once."""
-    return run(
-        "pn", "prepare", "text", "--corpus", corpus, "--dest", dest, "--workers", 1, *options
-    ).stderr
+    words = ("--corpus", corpus, "--dest", dest, "--workers", 1, *options)
+    return run("pn", "prepare", "text", *words).stderr
 
 
 def assert_not_prepared(corpus: Path, needle: str, *options) -> None:
     """A mistake that is noticed before fairseq-preprocess starts: in this process."""
-    words = (
-        *LANGUAGES,
-        "--corpus",
-        corpus,
-        "--dest",
-        corpus.parent / "data",
-        "--workers",
-        1,
-        *options,
-    )
-    assert_refused(in_process("prepare", "text", *words), needle)
+    places = ("--corpus", corpus, "--dest", corpus.parent / "data", "--workers", 1)
+    assert_refused(in_process("prepare", "text", *LANGUAGES, *places, *options), needle)
 
 
 def test_every_corpus_has_its_configuration():
-    assert all(
-        (ROOT / f"configs/{recipe.CONFIG}.yaml").is_file()
-        for recipe in RECIPES.values()
-        if recipe.CONFIG
-    )
+    for recipe in RECIPES.values():
+        assert not recipe.CONFIG or (ROOT / f"configs/{recipe.CONFIG}.yaml").is_file()
 
 
 @pytest.mark.parametrize("kind", subwords.MODELS)
@@ -71,28 +58,18 @@ def test_tags_that_survive(kind, corpus, tmp_path):
     for file in corpus.glob("*.e?"):
         text = file.read_text("utf-8").splitlines()
         file.write_text("".join(f"<2en>{line} [BT] <b>\n" for line in text), "utf-8")
-    (tmp_path / "tags").write_text("<2\\w\\w>\n\n\\[BT\\]\n")
-    prepare(
-        corpus,
-        tmp_path / "data",
-        *LANGUAGES,
-        "--segmentation",
-        kind,
-        "--protect",
-        tmp_path / "tags",
-    )
-    for folder, mark in (("tok", ""), ("bpe", "\u2581" if kind == "sentencepiece" else "")):
-        for line in (tmp_path / f"data/{folder}/test.es").read_text("utf-8").splitlines():
+    tags, data, folder = (tmp_path / name for name in ("tags", "data", "run"))
+    tags.write_text("<2\\w\\w>\n\n\\[BT\\]\n")
+    prepare(corpus, data, *LANGUAGES, "--segmentation", kind, "--protect", tags)
+    for part, mark in (("tok", ""), ("bpe", "\u2581" if kind == "sentencepiece" else "")):
+        for line in lines(data / part / "test.es"):
             words = line.split(" ")
-            assert (
-                words[0] == f"{mark}<2en>"
-                and f"{mark}[BT]" in words
-                and not any("<b" in word for word in words)
-            )
-    segment = subwords.segmenter(kind, tmp_path / "data/bpe" / subwords.MODELS[kind])
+            assert words[0] == f"{mark}<2en>" and f"{mark}[BT]" in words
+            assert not any("<b" in word for word in words)
+    segment = subwords.segmenter(kind, data / "bpe" / subwords.MODELS[kind])
     assert segment("<2en>") not in ("<2en>", "\u2581<2en>"), "it is no subword by itself"
-    (folder := tmp_path / "run").mkdir()
-    (folder / "data").write_text(f"{tmp_path / 'data'}\n")
+    folder.mkdir()
+    (folder / "data").write_text(f"{data}\n")
     (folder / "config.yaml").write_text("task: {}\n")
     (source,) = to_subwords(Run(folder), ["<2en>Hola [BT]"], None)
     assert source.split()[0].endswith("<2en>") and source.split()[-1].endswith("[BT]")
@@ -113,31 +90,26 @@ def test_moses_scripts_and_sentencepiece(corpus, tmp_path):
     moses, data = tmp_path / "moses decoder", tmp_path / "data"
     options = (*LANGUAGES, "--moses", moses, "--segmentation", "sentencepiece")
     for name, code in (("tokenizer", TOKENIZER), ("lower", LOWERCASE)):
-        assert_not_prepared(
-            corpus,
-            f"--moses {moses} is not a checkout of mosesdecoder: {tokens.SCRIPTS[name]}",
-            *options,
-        )
+        missing = f"--moses {moses} is not a checkout of mosesdecoder: {tokens.SCRIPTS[name]}"
+        assert_not_prepared(corpus, missing, *options)
         assert not data.exists()
-        (moses / tokens.SCRIPTS[name]).parent.mkdir(parents=True, exist_ok=True)
-        (moses / tokens.SCRIPTS[name]).write_text(code)
+        file = moses / tokens.SCRIPTS[name]
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(code)
     prepare(corpus, data, *options)
     assert (data / "settings.txt").read_text().count("tokenizer=moses\n") == 1
-    assert (
-        SentencePieceProcessor(model_file=str(data / "bpe/sentencepiece.model")).vocab_size() == 150
-    )
+    model = SentencePieceProcessor(model_file=str(data / "bpe/sentencepiece.model"))
+    assert model.vocab_size() == 150
     for name in ("train.es", "valid.en", "test.es"):
         raw, tok, bpe = (lines(data / folder / name) for folder in ("raw", "tok", "bpe"))
         assert tok == [re.sub(r"([.,:;!?])", r" \1", line).lower() for line in raw]
         # As fairseq joins the pieces with --remove-bpe=sentencepiece.
         assert [line.replace(" ", "").replace("▁", " ").strip() for line in bpe] == tok
     shutil.rmtree(data)
-    (moses / tokens.SCRIPTS["tokenizer"]).write_text('die "the tokenizer is out of order\\n";')
-    assert_not_prepared(
-        corpus,
-        f"{moses}/{tokens.SCRIPTS['tokenizer']} failed: the tokenizer is out of order",
-        *options,
-    )
+    tokenizer = moses / tokens.SCRIPTS["tokenizer"]
+    tokenizer.write_text('die "the tokenizer is out of order\\n";')
+    failed = f"{tokenizer} failed: the tokenizer is out of order"
+    assert_not_prepared(corpus, failed, *options)
     assert not list((data / "tok").iterdir())
 
 
@@ -156,19 +128,17 @@ def test_text_for_a_model_of_other_data(corpus, tmp_path):
     assert "learning" not in said
     weights = "checkpoint.finetune_from_model=RUN/checkpoints/averaged.pt"
     assert f"next: pn train own_text --data {new} --run NEW-RUN {weights}\n" in said
-    assert (new / "bin/dict.es.txt").read_bytes() == (old / "bin/dict.es.txt").read_bytes()
-    assert (new / "bpe/codes").read_bytes() == (old / "bpe/codes").read_bytes()
+    for name in ("bin/dict.es.txt", "bpe/codes"):
+        assert (new / name).read_bytes() == (old / name).read_bytes()
     assert read(new / "settings.txt") == read(old / "settings.txt")
     assert (new / "tok/test.es").read_text("utf-8").startswith("Hola Ω , mundo\n")
     assert "is complete" in prepare(corpus, new, "--like", old)
     words = ("prepare", "text", "--corpus", corpus, "--dest", tmp_path / "third", "--like")
+    pieces = (old, "--segmentation", "sentencepiece")
     for options, needle in (
         ((old, "--target", "de"), "has target=en, not de"),
         ((old / "bin",), "is inside of prepared data"),
-        (
-            (old, "--segmentation", "sentencepiece"),
-            "has segmentation=subword-nmt, not sentencepiece",
-        ),
+        (pieces, "has segmentation=subword-nmt, not sentencepiece"),
         ((old, "--moses", old), "has tokenizer=sacremoses+final-stop, not moses"),
     ):
         assert_refused(in_process(*words, *options), needle)
@@ -183,9 +153,10 @@ def test_the_same_text_on_both_sides_is_said(tmp_path, capsys):
         (tmp_path / f"partial/text/{split}.en").write_text(english)
     Preparation(tmp_path, Settings(source="es", target="en"))._note_on_text()
     said = capsys.readouterr().err.splitlines()
+    same = "are the same on both sides"
     assert said == [
-        "[prepare] note: 3 of the 3 pairs of train.es and train.en are the same on both sides",
-        "[prepare] note: 2 of the 3 pairs of valid.es and valid.en are the same on both sides",
+        f"[prepare] note: 3 of the 3 pairs of train.es and train.en {same}",
+        f"[prepare] note: 2 of the 3 pairs of valid.es and valid.en {same}",
         "[prepare] note: 2 of 3 pairs of valid are in train: its loss is that of training text",
         "[prepare] note: 1 of 3 pairs of test are in train: its BLEU is that of training text",
     ]
@@ -259,6 +230,16 @@ def test_sentences_of_other_splits_in_train_are_counted(tmp_path):
     assert note.startswith("1 of 2 lines of at least 10 words of test are in train: its perplexity")
 
 
+def set_of(data: Path, name: str) -> dict[str, bytes]:
+    """The contents of the files of a set, by what is beside its name in theirs."""
+    found = {}
+    for folder in ("raw", "tok", "bpe", "bin"):
+        for path in (data / folder).glob(f"{name}.*"):
+            found[folder + path.name.removeprefix(name)] = path.read_bytes()
+    assert len(found) == 10 and all(found.values())
+    return found
+
+
 def copy_split(folder: Path, split: str, to: str) -> None:
     for lang in ("es", "en"):
         shutil.copy(folder / f"{split}.{lang}", folder / f"{to}.{lang}")
@@ -279,17 +260,12 @@ def test_further_test_sets(tokenized, corpus, tmp_path):
     command = f"pn prepare text --corpus {corpus} --dest {data} --test test2017"
     assert f"note: {corpus}/test2017.* is left out; to add it afterwards: {command}\n" in said
     assert "9 train, 3 valid, 3 test, 3 test1" in said
-    for ending in ("es.bin", "en.idx"):
-        assert (data / f"bin/test1.es-en.{ending}").read_bytes() == (
-            data / f"bin/valid.es-en.{ending}"
-        ).read_bytes()
+    assert set_of(data, "test1") == set_of(data, "valid")
     before = (data / "settings.txt").read_bytes()
     said = prepare(corpus, data, "--test", "test2017")
     assert "note: 9 of 9 pairs of test2017 are in train" in said
-    assert (
-        "has the test set test2017: 9 pairs" in said
-        and "next: pn generate --run RUN --subset test2017" in said
-    )
+    assert "has the test set test2017: 9 pairs" in said
+    assert "next: pn generate --run RUN --subset test2017" in said
     assert (data / "settings.txt").read_bytes() == before, "runs on this data stay valid"
     for lang in ("es", "en"):
         (corpus / f"odd.{lang}").write_text("ωωω\n", "utf-8")
@@ -299,18 +275,7 @@ def test_further_test_sets(tokenized, corpus, tmp_path):
         odd.unlink()
     copy_split(corpus, "train", "test")
     prepare(corpus, alike, "--like", data)
-    for folder, names in (
-        ("raw", ("{}.es", "{}.en")),
-        ("tok", ("{}.es", "{}.en")),
-        ("bpe", ("{}.es", "{}.en")),
-        ("bin", ("{}.es-en.es.bin", "{}.es-en.es.idx", "{}.es-en.en.bin", "{}.es-en.en.idx")),
-    ):
-        for name in names:
-            added = (data / folder / name.format("test2017")).read_bytes()
-            assert added and added == (alike / folder / name.format("test")).read_bytes(), (
-                folder,
-                name,
-            )
+    assert set_of(data, "test2017") == set_of(alike, "test")
     assert not (data / "partial").exists()
     words = ("prepare", "text", "--corpus", corpus, "--dest", data, "--test")
     assert "already exists" in in_process(*words, "test2017").stderr
@@ -324,10 +289,7 @@ def test_further_test_sets(tokenized, corpus, tmp_path):
         (("new", "--keep-case"), "leave out --keep-case"),
         (("new", "--source", "de"), "has source=es, not de (--test)"),
         (("new", "--like", alike), "leave out --like"),
-        (
-            ("new", "--dest", tmp_path / "nowhere"),
-            "is not prepared data",
-        ),
+        (("new", "--dest", tmp_path / "nowhere"), "is not prepared data"),
     ):
         assert_refused(in_process(*words, *options), needle)
     (corpus / "test3.es").touch()
@@ -364,20 +326,18 @@ def test_damaged_binary_data_is_made_again(corpus, tmp_path):
     assert (data / "bin/extra.es-en.es.bin").read_bytes() == before["extra.es-en.es.bin"]
 
 
-def test_a_test_set_that_was_added_to_the_text_is_named(corpus, tmp_path):
-    options = ("--corpus", corpus, *LANGUAGES, "--dest", tmp_path / "data")
-    prepare(corpus, tmp_path / "data", *LANGUAGES)
+def test_a_test_set_that_was_added_to_the_text_is_named(corpus):
+    prepare(corpus, corpus.parent / "data", *LANGUAGES)
     copy_split(corpus, "valid", "test1")
-    assert_refused(
-        in_process("prepare", "text", *options),
-        "was made without test1.es: add this test set with --test test1",
-    )
+    needle = "was made without test1.es: add this test set with --test test1"
+    assert_not_prepared(corpus, needle)
 
 
 def test_languages_whose_scores_need_a_package(corpus, monkeypatch):
-    monkeypatch.setattr(
-        languages.importlib.util, "find_spec", lambda name: None if "MeCab" in name else name
-    )
+    def without_mecab(name):
+        return None if "MeCab" in name else name
+
+    monkeypatch.setattr(languages.importlib.util, "find_spec", without_mecab)
     words = (*LANGUAGES, "--target", "jpn_Jpan", "--corpus", corpus)  # whose files do not exist
     said = in_process("prepare", "text", *words, "--dest", corpus.parent / "data").stderr
     assert "detokenized BLEU of jpn_Jpan needs: pip install 'sacrebleu[ja]'" in said
@@ -411,9 +371,8 @@ def test_what_detokenization_does_not_restore_is_said(text, needle, tmp_path, ca
 def test_text_that_is_tokenized_already_is_said(tmp_path, capsys):
     (tmp_path / "in").write_text("it &apos;s mine .\nand\n")
     pairs.append(pairs.as_is, tmp_path / "in", tmp_path / "out")
-    assert (
-        "note: 1 of the 2 lines of" in (said := capsys.readouterr().err) and "--tokenized" in said
-    )
+    said = capsys.readouterr().err
+    assert "note: 1 of the 2 lines of" in said and "--tokenized" in said
     pairs.append(pairs.own_tokens, tmp_path / "in", tmp_path / "out")
     assert not capsys.readouterr().err
 
@@ -434,14 +393,11 @@ def test_the_recipe_of_the_page_in_a_file_of_ones_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs/adding_a_corpus.md").read_text("utf-8")
     code = re.search(r"```python\n(.*?)```", page, re.S)[1]
-    (tmp_path / "my_corpus.py").write_text(
-        textwrap.dedent(code).replace('source="fr"', 'source="es"')
-    )
+    recipe = textwrap.dedent(code).replace('source="fr"', 'source="es"')
+    (tmp_path / "my_corpus.py").write_text(recipe)
     words = ("my_corpus.py", "--corpus", cut_corpus(tmp_path / "text", 9, 3, 3), "--bpe", 150)
-    assert (
-        "train has 9 sentence pairs here; the published one has 12000"
-        in run("pn", "prepare", *words).stderr
-    )
+    said = run("pn", "prepare", *words).stderr
+    assert "train has 9 sentence pairs here; the published one has 12000" in said
     assert (tmp_path / "runs/data/my_corpus/bin/dict.en.txt").is_file()
     # the second place: its configuration, beside the recipe
     shutil.copy(ROOT / "configs/verses_es_en.yaml", "my_corpus.yaml")

@@ -17,25 +17,38 @@ from sacremoses import MosesDetokenizer, MosesPunctNormalizer, MosesTokenizer
 from subword_nmt.apply_bpe import BPE
 from subword_nmt.learn_bpe import learn_bpe
 
-from tests.fixtures.corpora import ARCHIVES, TEST_SET, lines, verses, wmt14_members, write_archives
-from tests.scripts_helpers import assert_refused, in_process, run, script
+from pn_fairseq.common.files import read_settings
+
+from ...fixtures.corpora import ARCHIVES, TEST_SET, lines, verses, wmt14_members, write_archives
+from ...fixtures.translations import text_file
+from ...scripts_helpers import assert_refused, in_process, run, script
+
+KEPT = {"raw", "tok", "bpe", "bin", "settings.txt", "counts.txt"}
 
 
 def state(folder: Path) -> dict[str, tuple[str, int]]:
     """Contents and times of what a preparation leaves."""
-    return {
-        str(path.relative_to(folder)): (
-            hashlib.sha256(path.read_bytes()).hexdigest(),
-            path.stat().st_mtime_ns,
-        )
-        for part in ("raw", "tok", "bpe", "bin", "settings.txt", "counts.txt")
-        for path in ([folder / part] if (folder / part).is_file() else (folder / part).rglob("*"))
-        if path.is_file() and path.suffix != ".log"
-    }
+    found = {}
+    for path in folder.rglob("*"):
+        part = path.relative_to(folder).parts[0]
+        if path.is_file() and path.suffix != ".log" and part in KEPT:
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+            found[str(path.relative_to(folder))] = digest, path.stat().st_mtime_ns
+    return found
 
 
-def settings(folder: Path) -> dict[str, str]:
-    return dict(line.split("=", 1) for line in lines(folder / "settings.txt") if "=" in line)
+def assert_settings(folder: Path, **expected: str) -> None:
+    assert expected.items() <= read_settings(folder / "settings.txt").items()
+
+
+def tokens_with_final_stop(tokenizer: MosesTokenizer, text: str, **options) -> str:
+    """As Moses since November 2018."""
+    line = tokenizer.tokenize(text, return_str=True, **options)
+    return re.sub(r"([^\s.])\.$", r"\1 .", line)
+
+
+def without_spaces(path: Path) -> list[str]:
+    return [line.replace(" ", "") for line in lines(path)]
 
 
 def assert_not_begun(folder: Path):
@@ -48,18 +61,14 @@ def assert_joined_and_binarized(
     folder: Path, source: str, target: str, joined: bool = True, **counts: int
 ):
     """With one dictionary for both languages, or a dictionary of the subwords of each."""
-    words = {}
+    words, used = {}, {}
     for lang in (source, target):
         dictionary = lines(folder / f"bin/dict.{lang}.txt")
         words[lang] = {word.split()[0] for word in dictionary if not word.startswith("madeupword")}
-        text = {
-            word
-            for other in (source, target)
-            if joined or other == lang
-            for line in lines(folder / f"bpe/train.{other}")
-            for word in line.split()
-        }
-        assert words[lang] == text
+        used[lang] = set((folder / f"bpe/train.{lang}").read_text("utf-8").split())
+    if joined:
+        used[source] = used[target] = used[source] | used[target]
+    assert words == used
     assert (words[source] == words[target]) is joined
     for split, count in counts.items():
         for lang in (source, target):
@@ -88,9 +97,7 @@ def wmt14(tmp_path_factory) -> Path:
         (dest / left).parent.mkdir(parents=True, exist_ok=True)
         (dest / left).write_text("half a li")
     script("prepare_wmt14.sh", "--dest", dest, "--archive", archives, "--bpe", 150, "--workers", 2)
-    assert {path.name for path in dest.iterdir()} <= {
-        *("text", "raw", "tok", "bpe", "bin", "settings.txt", "counts.txt", "removed.tsv")
-    }
+    assert {path.name for path in dest.iterdir()} <= KEPT | {"text", "removed.tsv"}
     return dest
 
 
@@ -108,14 +115,13 @@ def wmt14_reading() -> dict[str, list[tuple[str, str, str, str]]]:
             text = re.sub("[\x00-\x1f\x7f-\x9f\u00ad\u200b-\u200f\u2028-\u202e\ufeff]", " ", text)
         else:
             text = text.replace("’", "'")
-        line = " ".join(tokenizers[lang].tokenize(text, aggressive_dash_splits=True))
-        return re.sub(r"([^\s.])\.$", r"\1 .", line)  # as Moses since November 2018
+        return tokens_with_final_stop(tokenizers[lang], text, aggressive_dash_splits=True)
 
     def read(text: str) -> list[str]:
         # normalize-punctuation.perl deletes them
         return text.replace("\r", "").removesuffix("\n").split("\n")
 
-    reading = {"train": [], "valid": []}
+    reading = {"train": [], "valid": [], "test": []}
     members = wmt14_members()
     for archive, prefix in ARCHIVES.items():
         split = "valid" if archive == "dev.tgz" else "train"
@@ -125,15 +131,10 @@ def wmt14_reading() -> dict[str, list[tuple[str, str, str, str]]]:
             least, most = sorted(len(side.split()) for side in pair)
             if split == "valid" or (1 <= least and most <= 250 and most <= 1.5 * least):
                 reading[split].append((english, german, *pair))
-    reading["test"] = [
-        (
-            english.strip(),
-            german.strip(),
-            tokens("en", english.strip(), False),
-            tokens("de", german.strip(), False),
-        )
-        for english, german in TEST_SET
-    ]
+    for english, german in TEST_SET:
+        pair = english.strip(), german.strip()
+        tokenized = tokens("en", pair[0], False), tokens("de", pair[1], False)
+        reading["test"].append((*pair, *tokenized))
     return reading
 
 
@@ -142,23 +143,12 @@ def test_wmt14_against_a_simple_reading(wmt14):
     columns = [("raw", "en"), ("raw", "de"), ("tok", "en"), ("tok", "de")]
     for split, pairs in reading.items():
         for (folder, lang), expected in zip(columns, zip(*pairs, strict=True), strict=True):
-            assert lines(wmt14 / folder / f"{split}.{lang}") == list(expected), (
-                split,
-                folder,
-                lang,
-            )
-    assert_joined_and_binarized(
-        wmt14, "en", "de", **{split: len(pairs) for split, pairs in reading.items()}
-    )
-    expected = {
-        "source": "en",
-        "target": "de",
-        "lower": "0",
-        "bpe": "150",
-        "aggressive": "1",
-        "compound_split": "1",
-    }
-    assert expected.items() <= settings(wmt14).items()
+            file = wmt14 / folder / f"{split}.{lang}"
+            assert lines(file) == list(expected), file
+    counts = {split: len(pairs) for split, pairs in reading.items()}
+    assert_joined_and_binarized(wmt14, "en", "de", **counts)
+    languages = {"source": "en", "target": "de"}
+    assert_settings(wmt14, **languages, lower="0", bpe="150", aggressive="1", compound_split="1")
 
 
 def test_wmt14_again(wmt14):
@@ -171,9 +161,8 @@ def test_wmt14_again(wmt14):
 
 def test_wmt14_test_set_from_elsewhere_is_refused(wmt14, tmp_path):
     """A file of the same name, in a mirror; the other archives are taken as they are."""
-    result = in_process(
-        "prepare", "wmt14", "--dest", tmp_path, "--mirror", wmt14.parent / "my archives"
-    )
+    words = ("--dest", tmp_path, "--mirror", wmt14.parent / "my archives")
+    result = in_process("prepare", "wmt14", *words)
     assert_refused(result, "test-full.tgz", "its md5 is", "a8cd784e006feb32ac6f3d9ec7eb389a")
     assert_not_begun(tmp_path)
     # what is wrong is removed
@@ -220,21 +209,16 @@ def test_iwslt15_against_a_simple_reading(tmp_path):
         for split, name in names.items():
             given = files[f"{name}.{lang}"].removesuffix("\n").split("\n")
             assert lines(data / f"tok/{split}.{lang}") == [" ".join(line.split()) for line in given]
-            plain = [line.replace(" ", "") for line in lines(data / f"raw/{split}.{lang}")]
-            assert plain == [
-                html.unescape(line).replace("@-@", "-").replace(" ", "").replace("\xa0", "")
-                for line in given
-            ]
+            raw = data / f"raw/{split}.{lang}"
+            plain = [html.unescape(line).replace("@-@", "-") for line in given]
+            assert without_spaces(raw) == [re.sub("[ \xa0]", "", line) for line in plain]
             simple = [detokenize(line.split()) for line in given if not set(line) & set("“”‘’")]
-            assert set(simple) <= set(lines(data / f"raw/{split}.{lang}"))
-    assert lines(data / "raw/train.en")[:2] == [
-        'I\'d like to "talk".',
-        "Headlines of R & D, 5 [five].",
-    ]
+            assert set(simple) <= set(lines(raw))
+    first, second = lines(data / "raw/train.en")[:2]
+    assert first == 'I\'d like to "talk".'
+    assert second == "Headlines of R & D, 5 [five]."
     assert_joined_and_binarized(data, "en", "vi", joined=False, train=64, valid=7, test=9)
-    assert {"source": "en", "target": "vi", "lower": "0", "bpe": "150"}.items() <= settings(
-        data
-    ).items()
+    assert_settings(data, source="en", target="vi", lower="0", bpe="150")
 
 
 # Text that others have prepared
@@ -256,9 +240,8 @@ def given_text(
     files, first = {"bpe-codes": merges.getvalue()}, 0
     for name, count in counts:
         for lang, text in tokenized.items():
-            files[f"{name}.{lang}"] = "".join(
-                f"{segment(line)}\n" for line in text[first : first + count]
-            )
+            part = text[first : first + count]
+            files[f"{name}.{lang}"] = "".join(f"{segment(line)}\n" for line in part)
         first += count
     write_files(folder, files)
     # found by its content
@@ -272,32 +255,24 @@ def given(dest: Path, corpus: Path, *options) -> tuple:
     return ("prepare", "text", "--dest", dest, "--corpus", corpus, *flags, *options)
 
 
-@pytest.mark.parametrize("marked", [True, False], ids=["subwords", "tokens"])
-def test_text_that_others_prepared_is_taken_as_it_is(marked, tmp_path):
-    corpus, dest = given_text(tmp_path / "given", marked), tmp_path / "data"
+@pytest.mark.parametrize(("kind", "folder"), [("subwords", "bpe"), ("tokens", "tok")])
+def test_text_that_others_prepared_is_taken_as_it_is(kind, folder, tmp_path):
+    corpus, dest = given_text(tmp_path / "given", kind == "subwords"), tmp_path / "data"
     said = run("pn", *given(dest, corpus, "--codes", corpus / "bpe-codes.gz")).stderr
-    assert (
-        f"the text comes in {'subwords' if marked else 'tokens'}" in said and "learning" not in said
-    )
+    assert f"the text comes in {kind}" in said and "learning" not in said
     assert_joined_and_binarized(dest, "en", "es", train=200, valid=5, test=7)
     for lang in ("en", "es"):
-        assert lines(dest / f"{'bpe' if marked else 'tok'}/valid.{lang}") == lines(
-            corpus / f"valid.{lang}"
-        )
-        plain = [line.replace(" ", "") for line in lines(dest / f"raw/valid.{lang}")]
-        assert plain == [
-            html.unescape(line).replace(" ", "") for line in lines(dest / f"tok/valid.{lang}")
-        ]
+        file = f"valid.{lang}"
+        assert lines(dest / folder / file) == lines(corpus / file)
+        tokens = without_spaces(dest / "tok" / file)
+        assert without_spaces(dest / "raw" / file) == [html.unescape(line) for line in tokens]
     assert (dest / "bpe/codes").read_bytes() == (corpus / "bpe-codes").read_bytes()
-    assert {"tokenizer": "none", "lower": "1", "bpe": "60"}.items() <= settings(dest).items()
+    assert_settings(dest, tokenizer="none", lower="1", bpe="60")
     before = state(dest)
     words = given(dest, corpus, "--codes", corpus / "bpe-codes")
     again = in_process(*words)
-    assert (
-        again.returncode == 0
-        and "is complete" in again.stderr
-        and "the text comes in" not in again.stderr
-    )
+    assert again.returncode == 0 and "is complete" in again.stderr
+    assert "the text comes in" not in again.stderr
     (corpus / "bpe-codes").write_text("#version: 0.2\n" + "e n\n" * 60)
     assert_refused(in_process(*words), str(dest), "other text")
     assert state(dest) == before
@@ -312,9 +287,8 @@ def test_given_text_that_does_not_fit(tmp_path):
     ):
         assert_refused(in_process(*given(dest, corpus, *options)), needle)
     (corpus / "valid.es").write_text("Dios\n" * 5)
-    assert_refused(
-        in_process(*given(dest, corpus)), "valid.es: line 1 has upper case", "--keep-case"
-    )
+    result = in_process(*given(dest, corpus))
+    assert_refused(result, "valid.es: line 1 has upper case", "--keep-case")
     assert_not_begun(dest)
 
 
@@ -327,13 +301,10 @@ def test_multi30k_as_published(tmp_path):
     for file in corpus.glob("*.es"):
         file.rename(file.with_suffix(".de"))
     flags = ("--dest", tmp_path / "data", "--corpus", corpus, "--workers", 1)
-    result = run("pn", "prepare", "multi30k_published", *flags)
-    assert (
-        "test.2017 has" not in result.stderr
-        and "test has 7 sentence pairs here" not in result.stderr
-    )
+    said = run("pn", "prepare", "multi30k_published", *flags).stderr
+    assert "test.2017 has" not in said and "test has 7 sentence pairs here" not in said
     assert_joined_and_binarized(tmp_path / "data", "en", "de", train=190, valid=5, test=7, test1=17)
-    assert "190 train, 5 valid, 7 test, 17 test1" in result.stderr
+    assert "190 train, 5 valid, 7 test, 17 test1" in said
     both = lines(corpus / "test.2016.de") + lines(corpus / "test.2017.de")
     assert lines(tmp_path / "data/bpe/test1.de") == both
 
@@ -344,19 +315,16 @@ def test_multi30k_as_published(tmp_path):
 @pytest.fixture
 def multi30k(tmp_path) -> Path:
     """A stand-in, one file of it packed."""
+    folder = tmp_path / "my captions"
+    folder.mkdir()
     counts = {"train": 60, "valid": 5, "test2016": 7, "test2017": 6}
-    files = {
-        f"{name}.{lang}": verses(other, n)
-        for name, n in counts.items()
-        for lang, other in (("de", "es"), ("en", "en"))
-    }
-    write_files(
-        tmp_path / "my captions", {name: "\n".join(text) + "\n" for name, text in files.items()}
-    )
-    train = tmp_path / "my captions/train.de"
-    (tmp_path / "my captions/train.de.gz").write_bytes(gzip.compress(train.read_bytes()))
+    for name, count in counts.items():
+        for lang, other in (("de", "es"), ("en", "en")):
+            text_file(folder / f"{name}.{lang}", verses(other, count))
+    train = folder / "train.de"
+    (folder / "train.de.gz").write_bytes(gzip.compress(train.read_bytes()))
     train.unlink()
-    return tmp_path / "my captions"
+    return folder
 
 
 @pytest.mark.slow
@@ -370,14 +338,10 @@ def test_multi30k_against_a_simple_reading(multi30k, tmp_path):
         for split, count in (("train", 60), ("valid", 5), ("test", 6)):
             text = verses(other, count)
             assert lines(dest / f"raw/{split}.{lang}") == text
-            assert lines(dest / f"tok/{split}.{lang}") == [
-                re.sub(r"([^\s.])\.$", r"\1 .", tokenizer.tokenize(line, return_str=True).lower())
-                for line in text
-            ]
+            tokens = [tokens_with_final_stop(tokenizer, line).lower() for line in text]
+            assert lines(dest / f"tok/{split}.{lang}") == tokens
     assert_joined_and_binarized(dest, "de", "en", train=60, valid=5, test=6)
-    assert {"source": "de", "target": "en", "lower": "1", "bpe": "150"}.items() <= settings(
-        dest
-    ).items()
+    assert_settings(dest, source="de", target="en", lower="1", bpe="150")
     before = state(dest)
     assert "is complete" in in_process(*words, "--test", "test2017").stderr
     assert_refused(in_process(*words), str(dest), "other text")
@@ -385,15 +349,6 @@ def test_multi30k_against_a_simple_reading(multi30k, tmp_path):
 
 
 def test_multi30k_without_a_test_set(multi30k, tmp_path):
-    words = (
-        "prepare",
-        "multi30k",
-        "--dest",
-        tmp_path / "data",
-        "--corpus",
-        multi30k,
-        "--test",
-        "test2018",
-    )
-    assert_refused(in_process(*words), "test2018.de")
+    words = ("--dest", tmp_path / "data", "--corpus", multi30k, "--test", "test2018")
+    assert_refused(in_process("prepare", "multi30k", *words), "test2018.de")
     assert_not_begun(tmp_path / "data")

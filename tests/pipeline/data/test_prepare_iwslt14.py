@@ -14,7 +14,9 @@ from fairseq.data import Dictionary
 from fairseq.data.data_utils import load_indexed_dataset
 from sacremoses import MosesTokenizer
 
-from tests.fixtures.corpora import (
+from pn_fairseq.common.files import read_settings
+
+from ...fixtures.corpora import (
     LANGUAGES,
     TEST_SETS,
     iwslt14_members,
@@ -22,7 +24,7 @@ from tests.fixtures.corpora import (
     wmt14_members,
     write_archives,
 )
-from tests.scripts_helpers import (
+from ...scripts_helpers import (
     SCRIPTS,
     assert_refused,
     environment,
@@ -94,12 +96,11 @@ def reading(members) -> dict[str, list]:
     for name in TEST_SETS:
         sides = []
         for lang in LANGUAGES:
-            segments = re.findall(
-                r'<seg id="\d+">(.*)</seg>', members[f"de-en/IWSLT14.{name}.de-en.{lang}.xml"]
-            )
-            sides.append(
-                [(text.strip(), tokens(text.replace("’", "'"), lang)) for text in segments]
-            )
+            text = members[f"de-en/IWSLT14.{name}.de-en.{lang}.xml"]
+            side = []
+            for segment in re.findall(r'<seg id="\d+">(.*)</seg>', text):
+                side.append((segment.strip(), tokens(segment.replace("’", "'"), lang)))
+            sides.append(side)
         test += zip(*sides, strict=True)
     train = [pair for number, pair in enumerate(kept) if number % 23 != 22]
     return {"train": train, "valid": kept[22::23], "test": test, "removed": removed}
@@ -107,23 +108,27 @@ def reading(members) -> dict[str, list]:
 
 @pytest.mark.parametrize("split", ["train", "valid", "test"])
 def test_text_and_tokens_are_those_of_the_recipe(split, prepared, reading):
-    for side, lang in enumerate(LANGUAGES):
-        assert lines(prepared / f"raw/{split}.{lang}") == [pair[side][0] for pair in reading[split]]
-        assert lines(prepared / f"tok/{split}.{lang}") == [pair[side][1] for pair in reading[split]]
+    for lang, side in zip(LANGUAGES, zip(*reading[split], strict=True), strict=True):
+        found = (lines(prepared / f"{folder}/{split}.{lang}") for folder in ("raw", "tok"))
+        assert list(zip(*found, strict=True)) == list(side)
     assert len(reading["test"]) == 4 + 5 + 6 + 7 + 8
 
 
 def test_removed_pairs_are_counted_and_listed(prepared, reading):
-    counts = dict(line.split("=") for line in lines(prepared / "counts.txt"))
-    assert all(int(counts[split]) == len(reading[split]) for split in ("train", "valid", "test"))
-    assert int(counts["train.removed"]) == len(reading["removed"]) > 10
-    removed = [line.split("\t") for line in lines(prepared / "removed.tsv")[1:]]
-    assert [int(row[1]) for row in removed] == reading["removed"]
-    assert int(counts["train.read"]) == sum(
-        len(reading[part]) for part in ("train", "valid", "removed")
-    )
+    counts = read_settings(prepared / "counts.txt")
+    sizes = {part: len(pairs) for part, pairs in reading.items()}
+    for split in ("train", "valid", "test"):
+        assert int(counts[split]) == sizes[split]
+    assert int(counts["train.removed"]) == sizes["removed"] > 10
+    assert int(counts["train.read"]) == sizes["train"] + sizes["valid"] + sizes["removed"]
     # The reasons, for the lines that were made for them.
-    reasons = {lines(prepared / "text/train.de")[int(row[1]) - 1]: row[2] for row in removed}
+    text = lines(prepared / "text/train.de")
+    removed, reasons = [], {}
+    for row in lines(prepared / "removed.tsv")[1:]:
+        _, number, reason, *_ = row.split("\t")
+        removed.append(int(number))
+        reasons[text[int(number) - 1]] = reason
+    assert removed == reading["removed"]
     assert reasons["Nur Deutsch hier."] == "empty" and reasons["vier ganz kurze Wörter"] == "ratio"
     assert reasons[("wort " * 176).strip()] == "too long" and reasons["x" * 1001] == "long token"
 
@@ -133,69 +138,41 @@ def test_subwords_are_those_of_subword_nmt(prepared, tmp_path):
     with (tmp_path / "joint").open("wb") as file:
         for lang in LANGUAGES:
             file.write((prepared / f"tok/train.{lang}").read_bytes())
-    run(
-        "subword-nmt",
-        "learn-bpe",
-        "-s",
-        OPERATIONS,
-        "-i",
-        tmp_path / "joint",
-        "-o",
-        tmp_path / "codes",
-    )
-    assert (prepared / "bpe/codes").read_bytes() == (tmp_path / "codes").read_bytes()
+    codes = tmp_path / "codes"
+    run("subword-nmt", "learn-bpe", "-s", OPERATIONS, "-i", tmp_path / "joint", "-o", codes)
+    assert (prepared / "bpe/codes").read_bytes() == codes.read_bytes()
     for name in ("train.en", "test.de"):
-        run(
-            "subword-nmt",
-            "apply-bpe",
-            "-c",
-            tmp_path / "codes",
-            "-i",
-            prepared / "tok" / name,
-            "-o",
-            tmp_path / name,
-        )
+        places = ("-i", prepared / "tok" / name, "-o", tmp_path / name)
+        run("subword-nmt", "apply-bpe", "-c", codes, *places)
         assert (prepared / "bpe" / name).read_bytes() == (tmp_path / name).read_bytes()
 
 
 def test_binary_data_holds_the_subwords(prepared):
-    dictionary = Dictionary.load(str(prepared / "bin/dict.de.txt"))
-    assert (prepared / "bin/dict.en.txt").read_bytes() == (
-        prepared / "bin/dict.de.txt"
-    ).read_bytes()
+    files = [prepared / f"bin/dict.{lang}.txt" for lang in LANGUAGES]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    dictionary = Dictionary.load(str(files[0]))
     for split in ("train", "valid", "test"):
         for lang in LANGUAGES:
             data = load_indexed_dataset(str(prepared / f"bin/{split}.de-en.{lang}"), dictionary)
             for ids, line in zip(data, lines(prepared / f"bpe/{split}.{lang}"), strict=True):
                 # A character that only the test set has is <unk>.
-                expected = [
-                    word if dictionary.index(word) != dictionary.unk() else "<unk>"
-                    for word in line.split()
-                ]
+                expected = [word if word in dictionary else "<unk>" for word in line.split()]
                 assert dictionary.string(ids).split() == expected
 
 
 def made(folder: Path) -> dict[str, bytes]:
     """All files but logs, and the archive."""
-    return {
-        name: content
-        for name, content in files_of(folder).items()
-        if not re.search(r"\.log$|^download/", name)
-    }
+    found = files_of(folder)
+    for name in list(found):
+        if re.search(r"\.log$|^download/", name):
+            del found[name]
+    return found
 
 
 def command(archive: Path, dest: Path) -> list[str]:
-    words = (
-        "bash",
-        SCRIPTS / "prepare_iwslt14.sh",
-        "--dest",
-        dest,
-        "--archive",
-        archive,
-        "--bpe",
-        OPERATIONS,
-    )
-    return [str(word) for word in (*words, "--workers", 2)]
+    program = ("bash", SCRIPTS / "prepare_iwslt14.sh", "--dest", dest)
+    words = (*program, "--archive", archive, "--bpe", OPERATIONS, "--workers", 2)
+    return [str(word) for word in words]
 
 
 #: A file that a preparation makes, the signal that is sent then, and whether to the script or to
@@ -230,48 +207,24 @@ def test_ended_by_a_signal_it_resumes_and_ends_in_the_same_bytes(archive, prepar
             continue
         # ends when the script and all its children have ended
         _, stderr = process.communicate(timeout=120)
+        assert process.returncode == 128 + number, (mark, stderr)
         said = [line for line in stderr.splitlines() if not line.startswith("[")]
-        assert (process.returncode, said) == (
-            128 + number,
-            ["pn prepare: interrupted; run the same command again to resume"],
-        ), (mark, stderr)
+        assert said == ["pn prepare: interrupted; run the same command again to resume"], mark
         assert not [*dest.glob("*partial*")]
     run(*command(archive, dest))
     assert made(dest) == made(prepared)
 
 
-TRANSLATION = (
-    "settings.txt",
-    "text",
-    "stages/tok/train.en",
-    "raw",
-    "tok",
-    "removed.tsv",
-    "counts.txt",
-    "bin",
-)
+TRANSLATION = """
+settings.txt text stages/tok/train.en raw tok removed.tsv counts.txt bin bpe/codes bpe/test.en
+"""
+TEXT_LM = "settings.txt raw tok/train.txt tok/valid.txt tok/test.txt bin counts.txt"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("corpus", "least", "files"),
-    [
-        ("iwslt14", 19, (*TRANSLATION, "bpe/codes", "bpe/test.en")),
-        ("wmt14", 19, (*TRANSLATION, "bpe/codes", "bpe/test.en")),
-        (
-            "text_lm",
-            7,
-            (
-                "settings.txt",
-                "raw",
-                "tok/train.txt",
-                "tok/valid.txt",
-                "tok/test.txt",
-                "bin",
-                "counts.txt",
-            ),
-        ),
-    ],
+    [("iwslt14", 19, TRANSLATION), ("wmt14", 19, TRANSLATION), ("text_lm", 7, TEXT_LM)],
 )
 def test_killed_before_every_renaming_it_ends_in_the_same_bytes(
     corpus, least, files, archive, tmp_path
@@ -282,9 +235,8 @@ def test_killed_before_every_renaming_it_ends_in_the_same_bytes(
     words = command(archive, tmp_path / "data")
     if corpus == "wmt14":
         words = [word.replace("iwslt14", "wmt14") for word in words]
-        words[words.index("--archive") + 1] = str(
-            write_archives(tmp_path / "archives", wmt14_members())
-        )
+        archives = write_archives(tmp_path / "archives", wmt14_members())
+        words[words.index("--archive") + 1] = str(archives)
     elif corpus == "text_lm":
         for split in ("train", "valid", "test"):
             (tmp_path / f"{split}.txt").write_text("The cat sat.\n" * 9)
@@ -298,7 +250,7 @@ def test_killed_before_every_renaming_it_ends_in_the_same_bytes(
     while subprocess.run(words, env=hook, start_new_session=True).returncode == -signal.SIGKILL:
         runs += 1
     at = {str(Path(name).relative_to(tmp_path / "data")) for name in names.read_text().splitlines()}
-    assert runs == len(at) + 1 and len(at) >= least and at >= set(files)
+    assert runs == len(at) + 1 and len(at) >= least and at >= set(files.split())
     assert made(tmp_path / "data") == made(undisturbed)
 
 
@@ -307,17 +259,9 @@ def test_a_file_that_cannot_be_written_to_its_end(share, archive, members, tmp_p
     """A limit on the size of files, which is met in the middle of one like the end of a disk."""
     limit = int(share * max(len(text.encode()) for text in members.values()))
     dest = tmp_path / "data"
+    words = ["bash", SCRIPTS / "prepare_iwslt14.sh", "--dest", dest]
     result = subprocess.run(
-        [
-            "bash",
-            SCRIPTS / "prepare_iwslt14.sh",
-            "--dest",
-            dest,
-            "--workers",
-            "2",
-            "--mirror",
-            archive.parent,
-        ],
+        [*words, "--workers", "2", "--mirror", archive.parent],
         env=environment(),
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
         capture_output=True,

@@ -16,40 +16,33 @@ def keep(dest, text: str = "", **values: object) -> None:
     write_settings(dest / "settings.txt", made_with, sums)
 
 
+WRITTEN = """\
+source=de
+target=en
+lower=1
+bpe=300
+segmentation=subword-nmt
+tokenizer=sacremoses+final-stop
+straighten=valid test
+normalize=0
+nonprinting=0
+aggressive=0
+compound_split=0
+clean=1 175 1.5
+separate_dictionaries=0
+valid_every=0
+"""
+
+
 def test_settings_are_kept_and_read(tmp_path):
-    keep(tmp_path, bpe=300, lower=True, straighten=("valid", "test"), clean=(1, 175, 1.5))
-    assert (tmp_path / "settings.txt").read_text().splitlines() == [
-        "source=de",
-        "target=en",
-        "lower=1",
-        "bpe=300",
-        "segmentation=subword-nmt",
-        "tokenizer=sacremoses+final-stop",
-        "straighten=valid test",
-        "normalize=0",
-        "nonprinting=0",
-        "aggressive=0",
-        "compound_split=0",
-        "clean=1 175 1.5",
-        "separate_dictionaries=0",
-        "valid_every=0",
-        f"{64 * '0'}  train.de",
-        f"{64 * '1'}  train.en",
-    ]
-    kept = Settings(
-        source="de",
-        target="en",
-        bpe=300,
-        lower=True,
-        straighten=("valid", "test"),
-        clean=(1, 175, 1.5),
-    )
-    assert read(tmp_path / "settings.txt") == kept
+    values = {"bpe": 300, "lower": True, "clean": (1, 175, 1.5), "straighten": ("valid", "test")}
+    keep(tmp_path, **values)
+    sums = f"{64 * '0'}  train.de\n{64 * '1'}  train.en\n"
+    assert (tmp_path / "settings.txt").read_text() == WRITTEN + sums
+    assert read(tmp_path / "settings.txt") == Settings(source="de", target="en", **values)
     keep(tmp_path / "tags", protect=[r"<2\w\w>", "a b"])
-    assert (
-        'protect=["<2\\\\w\\\\w>", "a b"]'
-        in (tmp_path / "tags/settings.txt").read_text().splitlines()
-    )
+    written = (tmp_path / "tags/settings.txt").read_text()
+    assert '\nprotect=["<2\\\\w\\\\w>", "a b"]\n' in written
     assert read(tmp_path / "tags/settings.txt").protect == [r"<2\w\w>", "a b"]
     (tmp_path / "old").write_text("source=de\ntarget=en\n")  # the others have their defaults
     assert read(tmp_path / "old") == Settings(source="de", target="en")
@@ -64,9 +57,8 @@ def test_what_is_learned_is_not_mixed_with_other_settings_or_text(tmp_path):
     (tmp_path / "bpe").mkdir()
     (tmp_path / "bpe/codes").touch()
     before = (tmp_path / "settings.txt").read_text()
-    with pytest.raises(
-        UserError, match=r"other settings \(bpe=300, not 400\).*name another directory"
-    ):
+    message = r"other settings \(bpe=300, not 400\).*name another directory"
+    with pytest.raises(UserError, match=message):
         keep(tmp_path, bpe=400)
     with pytest.raises(UserError, match="other text"):
         keep(tmp_path, "2", bpe=300)

@@ -15,37 +15,40 @@ from pn_fairseq.pipeline.data.subwords import are_in, count_merges, learn, segme
 from pn_fairseq.pipeline.data.tokens import detokenize
 
 from ...scripts_helpers import verses
+from ...tables import rows
 
 
 def tokenize(line: str, lang: str = "en", straighten: bool = False, **changes: object) -> str:
     return tokens.sacremoses(Settings(source="de", target="en", **changes), lang, straighten)(line)
 
 
-@pytest.mark.parametrize(
-    ("lang", "line", "expected"),
-    [
-        ("en", "I live in the U.S.", "I live in the U.S ."),
-        ("en", "He is with Mr.", "He is with Mr ."),
-        ("en", "Mr. Smith left at 5 a.m. today.", "Mr. Smith left at 5 a.m. today ."),
-        ("en", "It was No. 1.", "It was No. 1 ."),
-        ("en", "And then ...", "And then ..."),
-        ("en", "And then...", "And then ..."),
-        ("en", ".", "."),
-        ("en", "He said: “No.”", "He said : “ No . ”"),
-        ("de", "eine Person blickt aus dem Fenster auf einen Bus der Linie A.", None),
-        ("de", "der Spieler im schwarzen Trikot mit der Nummer 10.", None),
-        ("de", "Das war am 3. Mai.", "Das war am 3. Mai ."),
-        ("de", "", ""),
-        # Moses deletes control characters that Python takes for white space, and a tab is a blank.
-        ("en", "one\x1ctwo \x1d three\tfour\x0bfive", "onetwo three four five"),
-        # The rules of a tag's language.
-        ("fra_Latn", "L'homme .", "L&apos; homme ."),
-        ("en-GB", "the man's", "the man &apos;s"),
-    ],
-)
+TOKENIZED = """
+en       | I live in the U.S.              | I live in the U.S .
+en       | He is with Mr.                  | He is with Mr .
+en       | Mr. Smith left at 5 a.m. today. | Mr. Smith left at 5 a.m. today .
+en       | It was No. 1.                   | It was No. 1 .
+en       | And then ...                    | And then ...
+en       | And then...                     | And then ...
+en       | .                               | .
+en       | He said: “No.”                  | He said : “ No . ”
+de       | auf einen Bus der Linie A.      | auf einen Bus der Linie A .
+de       | im Trikot mit der Nummer 10.    | im Trikot mit der Nummer 10 .
+de       | Das war am 3. Mai.              | Das war am 3. Mai .
+fra_Latn | L'homme .                       | L&apos; homme .
+en-GB    | the man's                       | the man &apos;s
+"""
+
+
+@pytest.mark.parametrize(("lang", "line", "expected"), rows(TOKENIZED))
 def test_the_last_full_stop_is_a_token(lang, line, expected):
-    """As mosesdecoder's tokenizer.perl since November 2018."""
-    assert tokenize(line, lang) == (expected if expected is not None else f"{line[:-1]} .")
+    """As mosesdecoder's tokenizer.perl since November 2018; by the rules of a tag's language."""
+    assert tokenize(line, lang) == expected
+
+
+def test_white_space():
+    """Moses deletes control characters that Python takes for white space, and a tab is a blank."""
+    assert tokenize("one\x1ctwo \x1d three\tfour\x0bfive") == "onetwo three four five"
+    assert tokenize("", "de") == ""
 
 
 def test_without_the_rule_for_the_last_full_stop():
@@ -76,10 +79,9 @@ def test_settings(changes, line, expected):
     ],
 )
 def test_text_that_cannot_be_protected(pattern, text, message):
+    work = tokens.tokenizer(Settings(source="de", target="en", protect=[pattern]), "en")
     with pytest.raises(UserError, match=message):
-        tokens.tokenizer(Settings(source="de", target="en", protect=[pattern]), "en")(
-            f"{text}\n".encode()
-        )
+        work(f"{text}\n".encode())
 
 
 def test_tokenized_text_loses_only_spaces():
@@ -141,61 +143,59 @@ def test_joining_the_subwords_gives_the_tokens_back(kind, tmp_path):
     learn(kind, 30, tmp_path / "model", [tmp_path / "text"])
     segment = segmenter(kind, tmp_path / "model")
     for line in [*lines, "an unseen wordlet"]:
-        subwords = segment(line)
-        joined = (
-            subwords.replace("@@ ", "")
-            if kind == "subword-nmt"
-            else subwords.replace(" ", "").replace("▁", " ")
-        )
+        joined = segment(line)
+        if kind == "subword-nmt":
+            joined = joined.replace("@@ ", "")
+        else:
+            joined = joined.replace(" ", "").replace("▁", " ")
         assert joined.strip() == line
+
+
+TAGS = """
+zh | zh zho_Hans zh_CN zh-TW cmn_Hant
+ja | ja jpn_Jpan ja_XX
+ko | ko kor_Hang
+pt | pt-BR por_Latn
+de | de deu_Latn de_DE
+ar | arb_Arab
+source | source
+"""
 
 
 def test_tags_of_languages():
     """FLORES, BCP 47, mBART and glibc's tags; what is no tag stays."""
-    for language, tags in {
-        "zh": "zh zho_Hans zh_CN zh-TW cmn_Hant",
-        "ja": "ja jpn_Jpan ja_XX",
-        "ko": "ko kor_Hang",
-        "pt": "pt-BR por_Latn",
-        "de": "de deu_Latn de_DE",
-        "ar": "arb_Arab",
-        "source": "source",
-        "": "",
-    }.items():
-        assert {language_of(tag) for tag in tags.split(" ")} == {language}
+    for language, tags in rows(TAGS):
+        assert {language_of(tag) for tag in tags.split()} == {language}
+    assert language_of("") == ""
 
 
-@pytest.mark.parametrize(
-    ("language", "tokens", "text"),
-    [
-        ("en", "well @-@ known , isn &apos;t it ?", "well-known, isn't it?"),
-        ("en", "a @-@ b @-@ c - d", "a-b-c - d"),
-        ("en", "he said , “ it ’ s late . ” ( really )", "he said, “it’s late.” (really)"),
-        (
-            "en",
-            "“ go , ” he said , “ now . ” ( “ why ‘ now ’ ? ” )",
-            "“go,” he said, “now.” (“why ‘now’?”)",
-        ),
-        ("en", "&quot; yes &quot; &amp; &#91; no &#93; &lt; x &#124; y", '"yes" & [no] < x | y'),
-        ("de", "er sagte : „ es ist spät “ und ging .", "er sagte: „es ist spät“ und ging."),
-        ("de", "„ ja “ , sagte er , „ nein “ .", "„ja“, sagte er, „nein“."),
-        ("cs", "„ ano “ , „ ne “ .", "„ano“, „ne“."),
-        ("vi", "xin chào , thế giới !", "xin chào, thế giới!"),
-        ("en", "", ""),
-        ("en", "one\xa0two\u2028three", "one two three"),
-    ],
-)
+PLAIN = """
+en | well @-@ known , isn &apos;t it ? | well-known, isn't it?
+en | a @-@ b @-@ c - d | a-b-c - d
+en | he said , “ it ’ s late . ” ( really ) | he said, “it’s late.” (really)
+en | “ go , ” he said , “ now . ” ( “ why ‘ now ’ ? ” ) | “go,” he said, “now.” (“why ‘now’?”)
+en | &quot; yes &quot; &amp; &#91; no &#93; &lt; x &#124; y | "yes" & [no] < x \\| y
+de | er sagte : „ es ist spät “ und ging . | er sagte: „es ist spät“ und ging.
+de | „ ja “ , sagte er , „ nein “ . | „ja“, sagte er, „nein“.
+cs | „ ano “ , „ ne “ . | „ano“, „ne“.
+vi | xin chào , thế giới ! | xin chào, thế giới!
+"""
+
+
+@pytest.mark.parametrize(("language", "tokens", "text"), rows(PLAIN))
 def test_tokens_become_plain_text(language, tokens, text):
-    assert detokenize([tokens], language) == [text]
+    assert detokenize([tokens], language) == [text.replace("\\|", "|")]
+
+
+def test_white_space_of_tokens():
+    assert detokenize(["", "one\xa0two\u2028three"], "en") == ["", "one two three"]
 
 
 def test_plain_text_survives_its_tokens():
     """Sentences of the corpus with several quotations."""
-    quoting = [
-        line for line in verses("en", 1000, split="test") if line.count("“") > 1 and "—" not in line
-    ]
+    lines = verses("en", 1000, split="test")
+    quoting = [line for line in lines if line.count("“") > 1 and "—" not in line]
     assert len(quoting) > 15
     tokenizer = sacremoses.MosesTokenizer(lang="en")
-    assert (
-        detokenize([tokenizer.tokenize(line, return_str=True) for line in quoting], "en") == quoting
-    )
+    tokenized = [tokenizer.tokenize(line, return_str=True) for line in quoting]
+    assert detokenize(tokenized, "en") == quoting
