@@ -8,7 +8,6 @@ means a bug in the tool.
 from __future__ import annotations
 
 import argparse
-import itertools
 import logging
 import os
 import re
@@ -191,7 +190,7 @@ def typed_with_blanks(settings: Sequence[str]) -> str:
 
 
 def check_settings(
-    settings: Sequence[str], words: list[str] = (), lists: Iterable[str] = ()
+    settings: Sequence[str], words: Sequence[str] = (), lists: Iterable[str] = ()
 ) -> None:
     """Refuse arguments that are no ``key=value`` in hydra's syntax.
 
@@ -206,16 +205,22 @@ def check_settings(
         if "=" in setting or setting.startswith("~"):
             continue
         for option in lists:
-            begin = words.index(option) + 1 if option in words else len(words)
-            parts = list(
-                itertools.takewhile(
-                    lambda word: not word.startswith("-") and "=" not in word, words[begin:]
-                )
-            )
+            parts = _values_after(option, words)
             if setting in parts[1:]:
                 meant = f"did you mean '{option} {','.join(parts)}'?"
                 raise UserError(f"unexpected argument '{setting}', {meant} (a list has commas)")
         raise UserError(f"unexpected argument '{setting}': settings are key=value (see --help)")
+
+
+def _values_after(option: str, words: Sequence[str]) -> list[str]:
+    """The words after ``option`` up to the next option or setting; none where it is not given."""
+    values: list[str] = []
+    if option in words:
+        for word in words[words.index(option) + 1 :]:
+            if word.startswith("-") or "=" in word:
+                break
+            values.append(word)
+    return values
 
 
 def whole(text: str) -> int:

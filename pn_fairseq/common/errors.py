@@ -33,7 +33,7 @@ class FoldedModelError(RuntimeError):
 
 
 def fairseq_program() -> str | None:
-    """The program of fairseq that is on the call stack, such as ``fairseq-train``; None in any
+    """The outermost program of fairseq on the call stack, such as ``fairseq-train``; None in any
     other program.
     """
     frame, program = sys._getframe(), None
@@ -46,8 +46,8 @@ def fairseq_program() -> str | None:
 
 @contextmanager
 def one_line_errors(*errors: type[Exception]) -> Iterator[None]:
-    """End a program of fairseq with one line and exit code 2 on one of ``errors``; a caller of
-    any other gets it.
+    """On one of ``errors``, end a program of fairseq with one line and exit code 2. In any other
+    program the error goes on to the caller.
     """
     try:
         yield

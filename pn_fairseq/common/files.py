@@ -248,7 +248,7 @@ def short_names(paths: Sequence[Path]) -> list[str]:
     """The last parts of each path, as few as tell the paths apart."""
     paths = [path.resolve() for path in paths]
     for length in range(1, max((len(path.parts) for path in paths), default=0) + 1):
-        names = ["/".join(path.parts[-length:]) for path in paths]
+        names = [str(Path(*path.parts[-length:])) for path in paths]
         if len(set(names)) == len(names):
             return names
     return [str(path) for path in paths]

@@ -136,7 +136,7 @@ def write_files(original, cfg, trainer, epoch_itr, val_loss):
 def save(original, trainer, filename, extra_state):
     """Add where early stopping and the batches are, which fairseq does not save."""
     ours = dict(extra_state.get(KEY, {}))
-    stopping = counter()
+    stopping = early_stopping_function()
     if hasattr(stopping, "best"):
         num_runs = getattr(stopping, "num_runs", 0)
         ours["early_stopping"] = {"best": stopping.best, "num_runs": num_runs}
@@ -158,11 +158,12 @@ def load(original, trainer, filename, reset_optimizer=False, *args, reset_meters
                 trainer, filename, reset_optimizer, *args, reset_meters=reset_meters, **kwargs
             )
         except Exception as error:
+            # fairseq replaces the error of NormedModel.load_state_dict by one of its own
             if isinstance(error.__context__, FoldedModelError):
                 raise FoldedModelError(filename) from error
             raise
     saved = (extra_state or {}).get(KEY, {})
-    stopping = counter()
+    stopping = early_stopping_function()
     # A new training from these weights has another best loss. fairseq resets its own best loss by
     # the same rule.
     if "early_stopping" in saved and stopping and not reset_optimizer and not reset_meters:
@@ -204,7 +205,7 @@ def load_and_check(original, cfg, trainer, **kwargs):
     return extra_state, epoch_itr
 
 
-def counter():
+def early_stopping_function():
     """fairseq's function whose attributes ``best`` and ``num_runs`` are the count; None outside
     of a training.
     """

@@ -53,5 +53,5 @@ def parse_args_and_arch(original, parser, input_args=None, *args, **kwargs):
     parsed = original(parser, input_args, *args, **kwargs)
     settings = parsed[0] if isinstance(parsed, tuple) else parsed
     if getattr(settings, "bf16", False) and importlib.util.find_spec("torch_xla") is None:
-        settings.tpu = False
+        settings.tpu = False  # fairseq sets it with --bf16 (its issue 4696)
     return parsed

@@ -18,7 +18,7 @@ from pn_fairseq.fairseq_patches import patch
 @torch.no_grad()
 def step(original, ema, new_model, updates=None):
     """average <- decay * average + (1 - decay) * value, in place; integers and ``skip_keys`` are
-    copied.
+    copied. fairseq's ``restore()``, whose ``load_state_dict`` loses the norm, is not called.
     """
     model = ema.model.state_dict()
     averages = ema.fp32_params if ema.config.ema_fp32 else model

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pn_fairseq.common.errors import one_line_errors
 from pn_fairseq.fairseq_patches import patch, patches_enabled, running_program
-from pn_fairseq.fairseq_patches.checkpoints import counter
+from pn_fairseq.fairseq_patches.checkpoints import early_stopping_function
 from pn_fairseq.fairseq_patches.command_line import architecture
 
 
@@ -123,7 +123,8 @@ def check(cfg) -> None:
 
 
 def forget_earlier_job() -> None:
-    for function in filter(None, (checkpoint_utils.save_checkpoint, counter())):
+    # Both keep the best loss in attributes of the function.
+    for function in filter(None, (checkpoint_utils.save_checkpoint, early_stopping_function())):
         for name in ("best", "num_runs"):
             vars(function).pop(name, None)
     for logger in (logging.getLogger("fairseq_cli.train"), progress_bar.logger):

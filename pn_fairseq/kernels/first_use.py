@@ -220,12 +220,13 @@ def first_use(module: ModuleType, dtype: torch.dtype, device: torch.device) -> s
     for name, arguments in samples(dtype, device):
         first_arguments.setdefault(name, arguments)
     errors(module, first_arguments.items())
-    off = []
+    wrong = []
     for name, error in errors(module, first_arguments.items()).items():
         if error > TOLERANCE[dtype]:
-            off.append(f"{name} by {error:.0e}")
-    if off:
-        return f"differs from it in {str(dtype)[6:]}: {', '.join(off)} (pn check shows more)"
+            wrong.append(f"{name} by {error:.0e}")
+    if wrong:
+        of_type = f"differs from plain PyTorch in {str(dtype)[6:]}"
+        return f"{of_type}: {', '.join(wrong)} (pn check shows more)"
     try:
         passed.parent.mkdir(parents=True, exist_ok=True)
         passed.touch()
@@ -235,7 +236,7 @@ def first_use(module: ModuleType, dtype: torch.dtype, device: torch.device) -> s
 
 
 def cache_file(module: ModuleType, dtype: torch.dtype, device: torch.device) -> Path:
-    """The file that says that nothing is off."""
+    """The file that says that no result is wrong."""
     sources = sorted(Path(__file__).parent.glob("triton_*.py"))
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources))
     gpu = torch.cuda.get_device_name(device)

@@ -989,7 +989,7 @@ def window_statistics(
     C: constexpr,
     BLOCK_C: constexpr,
 ):
-    """The operator of this name."""
+    """See ``window_statistics`` of the reference, which explains early, skip and ratio."""
     ACC: constexpr = batch_psi2.dtype.element_ty
     at = _columns(0, C, BLOCK_C)
     channel, inside = at
@@ -1007,9 +1007,10 @@ def window_statistics(
         logarithms += tl.log(value) / M
         roots += tl.where(inside, tl.sqrt(before), 0.0)
     geometric = tl.exp(logarithms)
-    skip = early & (early == 0)
+    never = early & (early == 0)  # False in the type of early
+    skip = never
     if GEOMETRIC and M == 1:
-        skip = skip == 0
+        skip = never == 0
     elif FILTRATION:
         mean = tl.sum(roots, 0) / (M * C)
         squares = zeros
@@ -1023,7 +1024,7 @@ def window_statistics(
     used = tl.where(early | skip, own, geometric if GEOMETRIC else average)
     running = _vector(running_psi2, at, 1.0, ACC)
     root = _sqrt(_divide(used + EPS, running + EPS))
-    # unlike tl.clamp, this keeps NaN
+    # within 1/5 and 5; unlike tl.clamp, this keeps NaN
     clipped = tl.where(root < 0.2, 0.2, tl.where(root > 5.0, 5.0, root))
     tl.store(psi2 + channel, used, mask=inside)
     is_one = skip | (updates + 1 <= RATIO_WARMUP)

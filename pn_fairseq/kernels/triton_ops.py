@@ -121,31 +121,39 @@ _compiled: dict[tuple, tuple[CompiledKernel, list]] = {}
 
 
 def _launch(
-    name: str, grid: tuple[int, int, int], tensors, numbers, constants: dict, flags: dict, *key
+    name: str,
+    grid: tuple[int, int, int],
+    tensors,
+    numbers,
+    constants: dict,
+    flags: dict,
+    *compiled_for,
 ) -> None:
-    """Launch the kernel ``name``. ``key`` tells ``constants`` and whatever else it is compiled for.
+    """Launch the kernel ``name``. ``compiled_for`` tells ``constants`` and whatever else it is
+    compiled for. Triton compiles other code for a number that is 1 or a multiple of 16: each of
+    ``numbers`` is in ``do_not_specialize`` of the kernel, or in ``compiled_for``.
 
     Triton itself takes 25 us to see that a kernel is compiled, most of it to look at each argument.
     It compiles other code for a tensor whose memory is not aligned, so only what is aligned is
     launched from here.
     """
-    kinds = [name, *key, *flags.values()]
-    places = 0
+    kinds = [name, *compiled_for, *flags.values()]
+    addresses = 0
     for tensor in tensors:
         if tensor is None:
             kinds.append(None)
         else:
             kinds.append(tensor.dtype)
-            places |= tensor.data_ptr()
+            addresses |= tensor.data_ptr()
     key = tuple(kinds)
-    if key in _compiled and not places & 15:
+    if key in _compiled and not addresses & 15:
         kernel, rest = _compiled[key]
         kernel[grid](*tensors, *numbers, *rest)
         return
     kernel = getattr(kernels, name)
     constants = constants | flags
     compiled = kernel[grid](*tensors, *numbers, **constants)
-    if LAUNCHES_COMPILED and isinstance(compiled, CompiledKernel) and not places & 15:
+    if LAUNCHES_COMPILED and isinstance(compiled, CompiledKernel) and not addresses & 15:
         rest = kernel.arg_names[len(tensors) + len(numbers) :]
         _compiled[key] = compiled, [constants[constant] for constant in rest]
 

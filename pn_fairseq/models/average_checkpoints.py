@@ -68,10 +68,12 @@ def average_checkpoints(paths: Sequence[Path]) -> dict:
         del state, model
 
     means = newest["model"]
-    for key in list(sums):
+    # In the order of the newest file, where the first of tied tensors comes first: its mean is
+    # None until then.
+    for key, first in tied.items():
         _, dtype = layout[key]
         mean = sums.pop(key).div_(len(paths)).to(dtype)
-        shared = means[tied[key]]
+        shared = means[first]
         means[key] = mean if shared is None or not torch.equal(shared, mean) else shared
     return newest
 

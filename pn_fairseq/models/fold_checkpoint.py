@@ -80,11 +80,12 @@ def projections_after(model: TransformerPNModel) -> dict[str, list[str]]:
                     names = [f"{prefix}.{projection}" for projection in projections]
                     after[f"{prefix}.{norm}"] = names
     if _folds(model.encoder.layer_norm):
-        readers = after["encoder.layer_norm"] = []
+        readers = []
         for number, layer in model.decoder.layers.named_children():
             if layer.encoder_attn is not None:
                 prefix = f"decoder.layers.{number}.encoder_attn"
                 readers += [f"{prefix}.k_proj", f"{prefix}.v_proj"]
+        after["encoder.layer_norm"] = readers
     if _folds(model.decoder.layer_norm) and model.decoder.last_norm_folds:
         after["decoder.layer_norm"] = ["decoder.output_projection"]
     return after

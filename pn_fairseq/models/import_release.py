@@ -168,18 +168,27 @@ def _split_projections(model: dict[str, Tensor]) -> dict[str, Tensor]:
 def _convert_weights(
     model: nn.Module, file: dict[str, Tensor], alpha_bwd: float, name: str
 ) -> dict[str, Tensor]:
+    """The weights of ``file`` under the names of ``model``; nu = (1 - alpha_bwd) ema_gz.
+
+    Args:
+        name: the checkpoint, for messages.
+    """
     expected = model.state_dict()
-    theirs = _names_in_release(model, file)
+    name_in_file = _names_in_release(model, file)
     # fairseq 0.8 saves one unused number for sinusoidal positions.
-    read = {*theirs.values(), *(f"{side}.embed_positions._float_tensor" for side in _SIDES)}
-    problems = {"missing": [], "unknown": [key for key in file if key not in read]}
-    others = problems["of another shape"] = []
-    for ours, old in theirs.items():
+    unused = {f"{side}.embed_positions._float_tensor" for side in _SIDES}
+    known = {*name_in_file.values(), *unused}
+    problems = {"missing": [], "unknown": [], "of another shape": []}
+    for key in file:
+        if key not in known:
+            problems["unknown"].append(key)
+    for ours, old in name_in_file.items():
         shape = _release_shape(ours, old, expected[ours].shape)
         if old not in file:
             problems["missing"].append(old)
         elif tuple(file[old].shape) != shape:
-            others.append(f"{old} {list(file[old].shape)} instead of {list(shape)}")
+            found = f"{old} {list(file[old].shape)} instead of {list(shape)}"
+            problems["of another shape"].append(found)
     texts = [f"{_counted(items)} {kind}" for kind, items in problems.items() if items]
     if texts:
         raise CheckpointError(
@@ -187,19 +196,19 @@ def _convert_weights(
         )
 
     weights = {}
-    for ours, old in theirs.items():
+    for ours, old in name_in_file.items():
         value = file[old]
-        if old.endswith((".running_phi", ".ema_gz")):
-            value = value.flatten().to(torch.float64)
-            if old.endswith(".ema_gz"):
-                value = (1.0 - alpha_bwd) * value
-            value = value.to(torch.float32)
+        if old.endswith(".running_phi"):
+            value = value.flatten().to(torch.float32)
+        elif old.endswith(".ema_gz"):
+            exact = (1.0 - alpha_bwd) * value.flatten().to(torch.float64)
+            value = exact.to(torch.float32)
         elif old.endswith(".iters"):
             value = value.flatten()[0].to(torch.int64)
         elif old.endswith(".version") and value.item() < 3:
             raise CheckpointError(f"{name}: {old} is {value.item():g}; the release writes 3")
         weights[ours] = value
-    _check_ties(model, weights, theirs, name)
+    _check_ties(model, weights, name_in_file, name)
     return weights
 
 

@@ -228,19 +228,18 @@ class NormProbe:
     # Recording.
 
     def _record(self, update: int, forwards: list[_Forward]) -> None:
-        everything = [*chain(*self._window), *forwards]
-        device = forwards[0].loss.device
-        for sums in forwards[0].sums.values():
-            device = sums.device
-        own = torch.cat([self._flat(forward, device) for forward in everything])
+        past_and_now = [*chain(*self._window), *forwards]
+        first = forwards[0]
+        device = next((sums.device for sums in first.sums.values()), first.loss.device)
+        own = torch.cat([self._flat(forward, device) for forward in past_and_now])
         total = all_reduce_sum(own) if world_size() > 1 else own
         if not _first_rank():
             return
-        own_table, table = (_numpy(flat).reshape(len(everything), -1) for flat in (own, total))
+        own_table, table = (_numpy(flat).reshape(len(past_and_now), -1) for flat in (own, total))
         window = [len(past) for past in self._window]
         rows, start = [], _SCALARS
         for name, norm in self.norms.items():
-            end = start + 1 + _SUMS * norm.num_features
+            end = start + _width(norm)
             source = table
             if isinstance(norm, RunningNorm) and not norm.synchronises():
                 source = own_table
@@ -263,7 +262,7 @@ class NormProbe:
         for name, norm in self.norms.items():
             sums = forward.sums.get(name)
             if sums is None:
-                sums = torch.zeros(1 + _SUMS * norm.num_features, device=device)
+                sums = torch.zeros(_width(norm), device=device)
             parts.append(sums.double())
         return torch.cat(parts)
 
@@ -410,6 +409,13 @@ def _average(sums: np.ndarray, decay: float) -> dict[str, np.ndarray]:
         "sigma2": (weights * (psi2 - mean_h**2)).sum(0),
         "psi2": (weights * psi2).sum(0),
     }
+
+
+def _width(norm: ChannelNorm) -> int:
+    """How many numbers a forward has of ``norm``: the number of tokens and the sums of each
+    channel.
+    """
+    return 1 + _SUMS * norm.num_features
 
 
 def _kind(norm: ChannelNorm) -> str:

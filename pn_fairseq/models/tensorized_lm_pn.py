@@ -207,48 +207,63 @@ class TensorizedLanguageModel(NormedModel, FairseqLanguageModel):
     @classmethod
     def add_args(cls, parser):
         add = parser.add_argument
-        whole = {"type": int, "metavar": "N"}
-        share = {"type": float, "metavar": "P"}
-        choice, on = {"action": BooleanOptionalAction}, {"action": "store_true"}
-        add("--decoder-embed-dim", help="channels", **whole)
-        inner = "channels within the feed-forward network"
-        add("--decoder-ffn-embed-dim", help=inner, **whole)
-        add("--decoder-layers", help="number of layers", **whole)
-        dropout = "probability of dropout on embeddings, positions and residual branches"
-        add("--dropout", help=dropout, **share)
-        activation = "the same after the activation (default: that of --dropout)"
-        add("--activation-dropout", help=activation, **share)
-        rank = "R, the size of a core and of queries, keys and values (default: 40)"
-        add("--core-rank", help=rank, **whole)
-        cores = "h, the number of cores, whose mean is used (default: 1)"
-        add("--cores", help=cores, **whole)
-        soft = (
-            "softmax over the core, as in the paper; --no-core-softmax: the core itself, as in the "
-            "authors' code"
+        integer = {"type": int, "metavar": "N"}
+        probability = {"type": float, "metavar": "P"}
+        yes_or_no = {"action": BooleanOptionalAction}
+        switch = {"action": "store_true"}
+        add("--decoder-embed-dim", help="channels", **integer)
+        add("--decoder-ffn-embed-dim", help="channels within the feed-forward network", **integer)
+        add("--decoder-layers", help="number of layers", **integer)
+        add(
+            "--dropout",
+            help="probability of dropout on embeddings, positions and residual branches",
+            **probability,
         )
-        add("--core-softmax", help=soft, **choice)
-        post = (
-            "norms after the residual connections (Ma et al. 2019) instead of before the sublayers "
-            "(PowerNorm)"
+        add(
+            "--activation-dropout",
+            help="the same after the activation (default: that of --dropout)",
+            **probability,
         )
-        add("--post-norm", help=post, **choice)
-        add("--decoder-final-norm", help="a norm after the last layer", **choice)
-        cutoff = (
-            "ends of the bands of an adaptive softmax, as in 20000,40000; needs --criterion "
-            "adaptive_loss"
+        add(
+            "--core-rank",
+            help="R, the size of a core and of queries, keys and values (default: 40)",
+            **integer,
         )
-        add("--adaptive-softmax-cutoff", help=cutoff, metavar="N,N")
-        unmasked = (
-            "leave the causal mask out, as the authors' code does: the model sees the tokens that "
-            "it predicts. For replication only"
+        add("--cores", help="h, the number of cores, whose mean is used (default: 1)", **integer)
+        add(
+            "--core-softmax",
+            help="softmax over the core, as in the paper; --no-core-softmax: the core itself, as "
+            "in the authors' code",
+            **yes_or_no,
         )
-        add("--tensorized-unmasked", help=unmasked, **on)
-        again = "recompute activations in the backward pass"
-        add("--checkpoint-activations", help=again, **on)
-        offload = "the same, with the inputs of layers on the CPU"
-        add("--offload-activations", help=offload, **on)
-        minimum = "smallest number of parameters of a layer that FSDP shards"
-        add("--min-params-to-wrap", help=minimum, **whole)
+        add(
+            "--post-norm",
+            help="norms after the residual connections (Ma et al. 2019) instead of before the "
+            "sublayers (PowerNorm)",
+            **yes_or_no,
+        )
+        add("--decoder-final-norm", help="a norm after the last layer", **yes_or_no)
+        add(
+            "--adaptive-softmax-cutoff",
+            help="ends of the bands of an adaptive softmax, as in 20000,40000; needs --criterion "
+            "adaptive_loss",
+            metavar="N,N",
+        )
+        add(
+            "--tensorized-unmasked",
+            help="leave the causal mask out, as the authors' code does: the model sees the tokens "
+            "that it predicts. For replication only",
+            **switch,
+        )
+        add("--checkpoint-activations", help="recompute activations in the backward pass", **switch)
+        add(
+            "--offload-activations", help="the same, with the inputs of layers on the CPU", **switch
+        )
+        add(
+            "--min-params-to-wrap",
+            help="smallest number of parameters of a layer that FSDP shards",
+            **integer,
+        )
         NormOptions.add_args(parser, encoder=False)
         add_flags(parser, attention=False)
 

@@ -94,7 +94,7 @@ class TransformerPNLanguageModel(NormedModel, TransformerLanguageModel):
         for name in cutoffs:
             cutoff = getattr(args, name)
             if cutoff:
-                bands(name, cutoff, len(task.target_dictionary))
+                bands(name, cutoff, len(task.target_dictionary))  # raises if it does not fit
         if args.tie_adaptive_weights:
             _check_tied(args)
         cfg = TransformerPNConfig.from_namespace(args)

@@ -182,7 +182,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     paths, kind = _select(args, run)
     batches, data_files = (args.batches or BATCHES, sorted(data.glob("[!.]*"))) if data else (0, [])
-    made, wanted = stamp.stamp_of(output), {}
+    stamp_file = stamp.stamp_of(output)
+    wanted: dict[str, str] = {}
     if run:
         settings = {
             **outdated.record_of_average(paths, kind),
@@ -191,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         with _explained(run, paths):
             wanted = stamp.made_from(settings, {"checkpoints": paths, "data": data_files})
-        if stamp.done("average", made, wanted, output):
+        if stamp.done("average", stamp_file, wanted, output):
             return 0
     check_output_path(output, paths)
 
@@ -201,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     with only_writer(output):
         # Removed while the output changes: after an interruption it must not describe another file.
-        made.unlink(missing_ok=True)
+        stamp_file.unlink(missing_ok=True)
         with _explained(run, paths):
             state = average_checkpoints(paths)
         if kind != FILES:
@@ -214,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _recalibrate(state, output, data, batches)
         save_checkpoint(state, output)
         if run:
-            write_settings(made, wanted)
+            write_settings(stamp_file, wanted)
     print(f"wrote {output} (no optimizer state)")
     if run and not args.output:
         verb = "evaluate-lm" if run.get("task._name") == "language_modeling" else "generate"

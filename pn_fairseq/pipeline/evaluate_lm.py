@@ -120,13 +120,13 @@ def evaluate(
         "data": [index, index.with_suffix(".bin"), *sorted(run.bin.glob("dict.*"))],
     }
     wanted = stamp.made_from({"subset": subset, "context": context}, inputs)
-    made = stamp.stamp_of(output)
-    if stamp.done("evaluate-lm", made, wanted, output):
+    stamp_file = stamp.stamp_of(output)
+    if stamp.done("evaluate-lm", stamp_file, wanted, output):
         with contextlib.suppress(UserError):  # a damaged file
             return read_perplexity(run.path, subset, context)
     with only_writer(output):
         result = measured(run, checkpoint, subset, context, norm_module)
-        made.unlink(missing_ok=True)
+        stamp_file.unlink(missing_ok=True)
         shown = {
             "perplexity": result.perplexity,
             "bits_per_token": result.bits,
@@ -134,7 +134,7 @@ def evaluate(
         }
         write_lines(output, [json.dumps({**shown, **asdict(result)}, indent=1)])
         recorded = outdated.record_of_result([checkpoint], run.checkpoints)
-        write_settings(made, wanted | recorded)
+        write_settings(stamp_file, wanted | recorded)
     return result
 
 

@@ -283,8 +283,8 @@ def main(argv: list[str] | None = None) -> int:
     subset = Subset.find(run, args.subset, decoding.text)
     wanted = _stamp(args, decoding, run, subset)
     output = (args.output or args.run / "generate" / args.subset).resolve()
-    made = output / "made.txt"
-    if stamp.done("generate", made, wanted, output / "hyp.tok"):
+    stamp_file = output / "made.txt"
+    if stamp.done("generate", stamp_file, wanted, output / "hyp.tok"):
         return 0
     if output.exists() and not _may_be_replaced(output):
         raise UserError(
@@ -417,9 +417,9 @@ def _decode(
             else:
                 write_lines(partial / name, texts_of(log, kind, subset.sentences))
         write_lines(partial / "generate.log", log)
-        made = {**wanted, "fp16": int(decoding.fp16)}
-        made |= outdated.record_of_result(decoding.checkpoints, run.checkpoints)
-        write_settings(partial / "made.txt", made)
+        recorded = {**wanted, "fp16": int(decoding.fp16)}
+        recorded |= outdated.record_of_result(decoding.checkpoints, run.checkpoints)
+        write_settings(partial / "made.txt", recorded)
     kept.unlink(missing_ok=True)
     return log
 

@@ -41,7 +41,9 @@ class Row:
         """
         absent = []
         for key, value in self.settings.items():
-            of_run = settings.get(f"model.{key}") or _DEFAULTS.get(key)
+            of_run = settings.get(f"model.{key}")
+            if of_run in (None, ""):
+                of_run = _DEFAULTS.get(key)
             if str(of_run) != value:
                 absent.append(f"model.{key}={value}")
         return absent

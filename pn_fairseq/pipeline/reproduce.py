@@ -95,10 +95,10 @@ def add_ranks(parser: ArgumentParser) -> None:
 
 
 def _parser(name: str, experiment: Experiment, preparation: Mapping[str, dict]) -> ArgumentParser:
-    verbs = ", ".join(dict.fromkeys(verb for verb, *_ in experiment.steps))
+    verbs = list(dict.fromkeys(verb for verb, *_ in experiment.steps))
     description = (
-        f"From raw text to a report. For every norm and seed: {verbs}; then one report on all "
-        "runs.\n"
+        f"From raw text to a report. For every norm and seed: {', '.join(verbs)}; then one report "
+        "on all runs.\n"
     )
     if "evaluate-lm" in verbs:
         description += (
@@ -155,8 +155,8 @@ def _parser(name: str, experiment: Experiment, preparation: Mapping[str, dict]) 
     dry_run = "check the settings, print the commands and do nothing"
     add("--dry-run", action="store_true", help=dry_run)
     group = parser.add_argument_group(f"passed on to pn prepare {name}")
-    for flag, kind in preparation.items():
-        group.add_argument(flag, **kind)
+    for flag, arguments in preparation.items():
+        group.add_argument(flag, **arguments)
     return parser
 
 

@@ -265,9 +265,13 @@ def _one_line(error: Exception) -> str:
     text = str(error)
     if isinstance(error, HydraException) and error.__cause__:
         text += f"\n{error.__cause__}"
+    # "Sweep parameters 'common.seed=1,2' requires --multirun"; of a sweep such as 'key=range(1,3)'
+    # the text is no list that quotes would keep together.
     sweep = re.search(r"'\+*([\w.]+)=(.*?)'", text)
     if sweep and "--multirun" in text:
         return one_value(sweep[1], "" if "(" in sweep[2] else sweep[2])
+    # Below its message hydra has lines such as "    full_key: optimization.lr[0]" and
+    # "    object_type=DictConfig".
     kept: dict[str, None] = {}  # each line once, in their order
     for line in text.splitlines():
         line = line.strip().rstrip(".")

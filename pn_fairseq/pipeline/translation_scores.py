@@ -211,8 +211,8 @@ def _import_results(results: Path, run: Run, subset: str, folder: Path) -> None:
         raise UserError(
             f"'{run.bin}' has no subset '{subset}' (pn prepare text --test NAME adds one)"
         )
+    lines = read_lines(results)
     try:
-        lines = read_lines(results)
         best = [options[0][1] for options in hypotheses(lines, indexed(index), nbest=sys.maxsize)]
         references = texts_of(lines, "T", len(best))
     except UserError as error:

@@ -100,7 +100,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if len(kinds) > 1:
         raise UserError("some runs are language models and some are not: report on them apart")
     language_models = kinds == {True}
-    if args.paper not in ("auto", "none") and language_models is not (args.paper in LM_PAPER):
+    for_language_models = args.paper in LM_PAPER
+    is_table = args.paper not in ("auto", "none")
+    if is_table and kinds and for_language_models != language_models:
         raise UserError(
             f"--paper {args.paper} is {'not ' if language_models else ''}of language models, "
             "unlike the runs"

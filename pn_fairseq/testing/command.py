@@ -89,9 +89,10 @@ def main(argv: list[str] | None = None) -> int:
 
     folder = Path(__file__).parent
     # No configuration of the folder that this is called in: the suite is the same everywhere.
-    options = f"-q -r N -p no:cacheprovider -c {os.devnull} --rootdir".split()
+    options = f"-q -r N -p no:cacheprovider -c {os.devnull}".split()
+    options += ["--rootdir", str(folder)]
     suite = sorted(str(file) for file in folder.glob("test_*.py"))
-    arguments = [*options, str(folder), *for_pytest, *suite]
+    arguments = [*options, *for_pytest, *suite]
     code = pytest.main(arguments, plugins=[_Chosen(names, modules), helpers])
     if code == pytest.ExitCode.INTERRUPTED:
         raise KeyboardInterrupt

@@ -55,7 +55,7 @@ def test_where_one_operator_is_off_the_reference_computes_with_one_warning(gpu, 
         assert broken.normalize() == []
     (warning,) = record
     message = str(warning.message)
-    assert f"differs from it in float32: {wrong} by" in message
+    assert f"differs from plain PyTorch in float32: {wrong} by" in message
     assert "pn check" in message
 
 
@@ -68,7 +68,9 @@ def test_what_is_off_is_compared_again_by_the_next_process(gpu, folder):
 
 
 def test_what_is_off_cannot_be_forced(gpu):
-    with pytest.raises(kernels.Unavailable, match="^PN_FAIRSEQ_KERNELS=triton: .* differs from it"):
+    with pytest.raises(
+        kernels.Unavailable, match="^PN_FAIRSEQ_KERNELS=triton: .* differs from plain"
+    ):
         gpu(wrong="moments", forced="triton").normalize()
 
 

@@ -168,6 +168,14 @@ def test_tied_tensors_stay_tied(tmp_path):
     assert torch.equal(model["decoder.out.weight"], torch.full((4, 3), 3.0))
 
 
+def test_tied_tensors_stay_tied_in_whatever_order_files_have_them(tmp_path):
+    reversed_model = dict(reversed(tied_model(1.0).items()))
+    for models in ([reversed_model, tied_model(3.0)], [tied_model(3.0), reversed_model]):
+        model = average_checkpoints(write_all(tmp_path, *models))["model"]
+        assert len({value.data_ptr() for value in model.values()}) == 1
+        assert torch.equal(model["decoder.out.weight"], torch.full((4, 3), 2.0))
+
+
 @pytest.mark.parametrize("untied", [0, 1, 2])
 def test_tensors_tied_in_some_inputs_only_are_averaged_apart(tmp_path, untied):
     models = [tied_model(float(n), tied=n != untied) for n in range(3)]

@@ -342,6 +342,13 @@ def test_results_of_fairseq_generate_are_scored(tmp_path, capsys):
         shutil.move(tmp_path / "away", decoded)
     hypotheses = write_results(results, run_dir, order)
     shutil.rmtree(decoded)
+    text = results.read_bytes()
+    results.write_bytes(b"na\xefve\n" + text)
+    assert main(["--run", run_dir]) == 2
+    said = capsys.readouterr().err
+    assert f"error: {results}: line 1 is not UTF-8" in said
+    assert "required-batch-size" not in said
+    results.write_bytes(text)
     assert main(["--run", run_dir]) == 0
     assert read_scores(decoded) == expected and lines(decoded / "hyp.tok") == hypotheses
     # Decoded again: the new file is scored; the references are fairseq's where only it knows them.

@@ -14,7 +14,7 @@ from scipy import stats
 
 from pn_fairseq.common.files import write_settings
 from pn_fairseq.pipeline import stamp
-from pn_fairseq.pipeline.published import PAPER
+from pn_fairseq.pipeline.published import PAPER, Row
 from pn_fairseq.report import markdown
 from pn_fairseq.report.significance import Design
 from pn_fairseq.report.tables import relative
@@ -388,3 +388,12 @@ def test_paper_is_recognised_by_the_data(name, count, data, tmp_path):
         page = report(run, "--paper", name)
         sizes = "its training set has 160,239 pairs, this one 14,410."
         assert page.says(f"Not comparable with the paper: {sizes}")
+
+
+def test_a_setting_of_a_published_row_is_the_runs_or_the_default():
+    settings = {"dropout": "0", "share_all_embeddings": "False", "norm_variant": "paper"}
+    row = Row(label="x", norm="power", settings=settings)
+    of_run = {"model.dropout": 0, "model.share_all_embeddings": False, "model.norm_variant": None}
+    assert row.missing(of_run) == []
+    of_run["model.dropout"] = 0.1
+    assert row.missing(of_run) == ["model.dropout=0"]
