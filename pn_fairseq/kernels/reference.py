@@ -609,12 +609,10 @@ def window_update_(
 
     The arguments up to ``diagnostics`` (:func:`running_average_`) are changed; those named ``seen``
     are nu, the window of lambda and the number of batches as the forward saw them. ``psi2`` and
-    ``marks`` come from
-    :func:`window_statistics`, ``products`` from :func:`gradient_sums` with its gain.
-      ``counted_tokens``: the number
-    of tokens in psi_B^2 and lambda_B, which is N = ``count`` unless padding counts. Without
-    ``has_gradient`` nu and the window of lambda stay. Nothing moves if N is 0 or a number of the
-    step is not finite.
+    ``marks`` come from :func:`window_statistics`, ``products`` from :func:`gradient_sums` with its
+    gain. ``counted_tokens``: the number of tokens in psi_B^2 and lambda_B, which is N = ``count``
+    unless padding counts. Without ``has_gradient`` nu and the window of lambda stay.
+    Nothing moves if N is 0 or a number of the step is not finite.
 
     Returns:
         what x_hat is multiplied by in dx, (C,): nu_t, or lambda_B of a skipped step; of MABN

@@ -143,10 +143,9 @@ class MaskedBatchNormRelease(MaskedBatchNorm):
     .. math:: \mu_B = \mathrm{mean}_M(x), \qquad \sigma_B^2 = \frac{1}{A} \sum_M (x - \mu_B)^2
 
     so the more padding, the smaller the variance and the larger the real tokens come out. The
-    running variance is
-    :math:`\sigma_B^2 A / (A - 1)`. The gradient is the exact one of this forward. A transformer
-      puts layer-scale with
-    one group in front, does not synchronize it and averages with ``alpha_fwd`` 0.95 by default.
+    running variance is :math:`\sigma_B^2 A / (A - 1)`. The gradient is the exact one of this
+    forward. A transformer puts layer-scale with one group in front, does not synchronize it and
+    averages with ``alpha_fwd`` 0.95 by default.
 
     Arguments, buffers and errors: see :class:`MaskedBatchNorm`.
     """

@@ -22,8 +22,8 @@ class BatchRenorm(BatchStatsNorm):
 
     r and d count as constants in the gradient, which otherwise is exact. Where nothing is clipped,
     :math:`y = \gamma (x - \mu) / \sigma + \beta`, as in evaluation. Afterwards :math:`\mu` and
-      :math:`\sigma` (the
-    standard deviation, not the variance) move towards the batch's values by exponential averages.
+    :math:`\sigma` (the standard deviation, not the variance) move towards the batch's values by
+    exponential averages.
 
     **Schedule**, in completed optimizer updates (:meth:`set_num_updates`; without these calls a
     module counts its training steps). The paper's 5,000, 25,000 and 40,000 steps are here 1/8, 5/8

@@ -24,7 +24,7 @@ class MovingAverageBatchNorm(WindowNorm):
     nothing is clipped. r is 1 in the first 1,000 optimizer updates, or in the warm-up if that is
     longer. After each step
     :math:`\psi^2` enters the running :math:`\psi^2`, which evaluation uses, by an exponential
-      average.
+    average.
 
     The paper also centralizes the weights of the layer in front, so that its output has mean 0. In
     a pre-norm transformer the residual stream is in front, the sum of many layers' outputs: there

@@ -37,15 +37,14 @@ class PowerNormRelease(PowerNorm):
     (c) The means behind :math:`\nu` are over A and not M, and :math:`\nu \hat x` is also subtracted
         at padding. How much padding a batch has therefore has an influence on training.
         :math:`\psi_B^2` stays over M.
-    (d) There is no :math:`\max(0, \cdot)`: :math:`\nu` diverges when :math:`\mathrm{mean}_A(\hat
-    x^2)` stays above
-        :math:`2 / (1 - \alpha_\mathrm{bwd})`. The released code stores ``ema_gz`` =
-        :math:`\nu / (1 - \alpha_\mathrm{bwd})`; the buffer here is :math:`\nu`, for the same
-          recursion.
+    (d) There is no :math:`\max(0, \cdot)`: :math:`\nu` diverges when
+        :math:`\mathrm{mean}_A(\hat x^2)` stays above :math:`2 / (1 - \alpha_\mathrm{bwd})`. The
+        released code stores ``ema_gz`` = :math:`\nu / (1 - \alpha_\mathrm{bwd})`; the buffer here
+        is :math:`\nu`, for the same recursion.
     (e) The warm-up counts training forwards, not optimizer updates: gradient accumulation shortens
-    it. (f) In a transformer, the norm after the last encoder layer has a warm-up of its own, 1,000,
-    which the model passes
-        as ``psi_warmup_updates``.
+        it.
+    (f) In a transformer, the norm after the last encoder layer has a warm-up of its own, 1,000,
+        which the model passes as ``psi_warmup_updates``.
 
     Evaluation is the paper's, :math:`y = \gamma x / \sqrt{\psi^2 + \epsilon} + \beta`.
 

@@ -21,11 +21,9 @@ class ProgressiveBatchNorm(MaskedBatchNorm):
         \mathrm{RepBN}(x) = \mathrm{BN}(x) + \alpha x
 
     BN is :class:`~pn_fairseq.norms.MaskedBatchNorm` with ``weight`` and ``bias``; LN has a gain and
-    a bias of its own;
-    :math:`\alpha` is one learned number. All gradients are exact. In evaluation y = RepBN(x) by the
-      running statistics,
-    at every :math:`\lambda`: validation says little before the fade has ended. It is a constant
-    affine map, which folds.
+    a bias of its own; :math:`\alpha` is one learned number. All gradients are exact. In evaluation
+    y = RepBN(x) by the running statistics, at every :math:`\lambda`: validation says little before
+    the fade has ended. It is a constant affine map, which folds.
 
     **Fade.** :math:`\lambda = \max(0, 1 - n / N)` after n completed optimizer updates
     (:meth:`set_num_updates`; without these calls training steps are counted, and LN is always

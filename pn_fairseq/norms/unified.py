@@ -72,11 +72,10 @@ class UnifiedNormRelease(UnifiedNorm):
     r"""Unified normalization as the authors' code computes it in their translation models.
 
     (a) Their models pass no padding mask, so padding counts in :math:`\psi_B^2` and in
-    :math:`\lambda_B`, and
-        :math:`\nu \hat x` is also subtracted at padding.
-    (b) The gradient of :math:`\gamma` has the factor r, though y does not: :math:`\sum
-    r\,\mathrm{d}y\,\hat x`. (c) The warm-up and the 1,000 of r count training forwards, not
-    optimizer updates.
+        :math:`\lambda_B`, and :math:`\nu \hat x` is also subtracted at padding.
+    (b) The gradient of :math:`\gamma` has the factor r, though y does not:
+        :math:`\sum r\,\mathrm{d}y\,\hat x`.
+    (c) The warm-up and the 1,000 of r count training forwards, not optimizer updates.
 
     Arguments, buffers and errors: see :class:`UnifiedNorm`. A batch without a real token changes no
     state.
