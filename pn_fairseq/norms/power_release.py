@@ -86,7 +86,7 @@ class PowerNormRelease(PowerNorm):
         over_all = step.moments()
         step.padding_counts = False
         step.moment, step.positions = over_all.moment, over_all.count.clamp(min=1.0)
-        batch = step.moments()
+        batch = step.moments()  # also step.batch, which enters the running psi^2: (c)
         psi2 = step.state["running_psi2"].to(batch.moment.dtype)
         some = batch.count > 0  # without a real token there is no psi_B
         warming_up = some & (step.state[COUNT] < self.psi_warmup_updates)

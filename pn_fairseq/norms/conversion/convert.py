@@ -120,7 +120,7 @@ def convert(
     if layout not in (None, *LAYOUTS):
         raise ValueError(f"layout={layout!r} must be one of {', '.join(LAYOUTS)}")
     known = dict(entry.options, variant=None)
-    del known["batch_first"]
+    del known["batch_first"]  # the layout says it
     for option in options:
         check_option(option, known, f"{norm} has")
     refuse_wrapped(model)
@@ -130,7 +130,7 @@ def convert(
         names.setdefault(module, []).append(name)
     conversion = Conversion(none_is_no_padding)
     if none_is_no_padding and not forms:
-        conversion.warned.add("missing")
+        conversion.warned.add("missing")  # no mask is no padding: nothing to warn of
     made = {}
     for module, offset in norms_to_replace(names, only, skip, layout).items():
         made[module] = replacement(
@@ -142,8 +142,8 @@ def convert(
     model = made.get(model, model)
     if forms:
         add_argument_hooks(model, list(made.values()), forms)
-    parts = {norm.name: norm for norm in made.values() if norm is not model}
-    warn_of_future_tokens(model, parts, stacklevel=4)
+    parts = {part.name: part for part in made.values() if part is not model}
+    warn_of_future_tokens(model, parts, stacklevel=4)  # of the caller of convert_norms
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder) and named_norms(module, ConvertedNorm):
             # it would read weight and bias of norms that may have none

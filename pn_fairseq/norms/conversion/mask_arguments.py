@@ -93,7 +93,7 @@ class ArgumentHook:
         self, module: str, parameters: list, forms: dict, norms: list, named: bool = False
     ):
         self.module, self.forms, self.named = module or "the model", forms, named
-        self.conversion = norms[0].conversion.id
+        self.conversion_id = norms[0].conversion.id
         self.writes_zeros = any(norm.zero_padding for norm in norms)
         self.handle = handle_of(self)
         self.positional = _positional(parameters)
@@ -355,7 +355,7 @@ def arguments_with_mask(model: nn.Module, name: str, conversion: Conversion) -> 
         path = path.rpartition(".")[0]
         for method in model.get_submodule(path)._forward_pre_hooks.values():
             hook = getattr(method, "__self__", None)
-            if not isinstance(hook, ArgumentHook) or hook.conversion != conversion.id:
+            if not isinstance(hook, ArgumentHook) or hook.conversion_id != conversion.id:
                 continue
             names = list(hook.forms)
             if attends and not hook.attended:

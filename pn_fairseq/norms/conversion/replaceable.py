@@ -163,7 +163,8 @@ def _offset_with_one_input(module: nn.Module, layout: str | None) -> float | str
         return 0.0 if type(module) in (nn.LayerNorm, nn.RMSNorm) else _compare(module)
     is_called_norm = eps_of(module) is not None or "norm" in type(module).__name__.lower()
     names = [name for name, _ in module.named_parameters()]
-    if is_called_norm and len(names) == 2 and module._parameters.keys() == {*names} - {"bias"}:
+    has_two_of_its_own = len(names) == 2 and module._parameters.keys() == set(names)
+    if is_called_norm and has_two_of_its_own and "bias" not in names:
         for gain, bias in itertools.permutations(names):
             if isinstance(_compare(module, gain, bias), float):
                 return f"computes LayerNorm, but its bias is called {bias}: call it bias"
@@ -177,7 +178,9 @@ def _offset_with_one_input(module: nn.Module, layout: str | None) -> float | str
         return _compare(module)
     if module._modules or module._buffers:  # a call might change its state
         return None
-    offset = _compare(module)  # of any module with one vector, such as a PReLU
+    # Any module with one vector, such as a PReLU. It is not called a norm, so it stays, without a
+    # word, even if it computes one; only a formula that holds with an unknown epsilon is told.
+    offset = _compare(module)
     return offset if offset == _UNKNOWN_EPS else None
 
 

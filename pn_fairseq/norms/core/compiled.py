@@ -79,7 +79,8 @@ def find(tensor: Tensor):
 
 
 def operator(schema: str, fake: Callable, captured: bool = False) -> Callable[[Callable], Callable]:
-    """Decorator: make a function of real tensors, which may have any strides, an operator.
+    """Decorator: make a function of tensors with data (not fake ones), which may have any strides,
+    an operator. It has no derivative: the autograd functions of the norms call it.
 
     ``fake`` gives results for the compiler. ``captured``: in a CUDA graph it is enough to replay
     what the function has launched; otherwise the function has to run.

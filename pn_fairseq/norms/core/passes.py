@@ -61,13 +61,14 @@ def copies_of(buffers: list[Tensor]) -> list[Tensor]:
 
 
 def is_recomputation() -> bool:
-    """Whether this forward is a recomputation by checkpointing without reentry, whose first
-    computation had gradients enabled. With reentry the first computation has them disabled. A
-    compiled backward repeats what its graph checkpoints.
+    """Whether this forward is a recomputation by non-reentrant checkpointing, or inside a compiled
+    backward. A reentrant one needs no such test: its first computation has gradients disabled.
     """
     node = torch._C._current_autograd_node()
     if node is not None and node.name().startswith("CompiledFunction"):
         return True
+    # A recomputation pushes torch.utils.checkpoint._recomputation_hook. torch shows only the hook
+    # on top: take all off and put them back.
     autograd, hooks = torch._C._autograd, []
     while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
         hooks.append(top)

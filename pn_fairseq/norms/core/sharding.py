@@ -9,6 +9,7 @@ would need the tokens of all ranks.
 
 import sys
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,40 +24,57 @@ def is_distributed(x: Tensor) -> bool:
     return module is not None and isinstance(x, module.DTensor)
 
 
+class Rule(NamedTuple):
+    """How the tokens of x are spread over an operator.
+
+    Attributes:
+        arguments: its arguments that have the tokens, by place -> the number of dimensions in front
+            of those of x.
+        results: the same of its results.
+        sums: places of the results that are gradients of parameters.
+        number_of_results: all of them.
+    """
+
+    arguments: dict[int, int]
+    results: dict[int, int]
+    sums: tuple[int, ...]
+    number_of_results: int
+
+
+RULES = {
+    "normalize": Rule({0: 0, 6: 0}, {0: 0, 1: 0}, (), 4),
+    "gradient": Rule({0: 0, 1: 0, 10: 0}, {0: 0}, (1, 2), 3),
+    "standardize": Rule({0: 0}, {0: 0, 1: 1}, (), 2),
+    "standardize_gradient": Rule({0: 0, 1: 0, 3: 1}, {0: 0}, (1,), 2),
+    "squash": Rule({0: 0}, {0: 0}, (), 1),
+    "squash_gradient": Rule({0: 0, 1: 0}, {0: 0}, (1, 2), 3),
+}
+
+
 @cache
 def register() -> None:
     """Tell DTensor the rules, once."""
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.experimental import register_sharding
 
-    #: Operator -> its arguments that have the tokens of x, and its results that do, each with the
-    #: number of dimensions before those of x; the results that are gradients of parameters; the
-    #: number of results.
-    rules = {
-        "normalize": ({0: 0, 6: 0}, {0: 0, 1: 0}, (), 4),
-        "gradient": ({0: 0, 1: 0, 10: 0}, {0: 0}, (1, 2), 3),
-        "standardize": ({0: 0}, {0: 0, 1: 1}, (), 2),
-        "standardize_gradient": ({0: 0, 1: 0, 3: 1}, {0: 0}, (1,), 2),
-        "squash": ({0: 0}, {0: 0}, (), 1),
-        "squash_gradient": ({0: 0, 1: 0}, {0: 0}, (1, 2), 3),
-    }
-
-    def add(name: str, inputs: dict, outputs: dict, sums: tuple, number: int) -> None:
+    def add(name: str, rule: Rule) -> None:
         @register_sharding(getattr(torch.ops.pn_fairseq, name).default)
         def placements(*arguments):
             whole = [Replicate() if hasattr(each, "shape") else None for each in arguments]
-            found = [([Replicate()] * number, whole)]
-            for dimension in range(len(arguments[0].shape) - 1):
-                given, results = list(whole), [Replicate()] * number
-                for index, before in inputs.items():
-                    if given[index] is not None:
-                        given[index] = Shard(dimension + before)
-                for index, before in outputs.items():
-                    results[index] = Shard(dimension + before)
-                for index in sums:
-                    results[index] = Partial()
-                found.append((results, given))
-            return found
+            replicated = [Replicate()] * rule.number_of_results
+            possible = [(replicated, whole)]
+            dimensions_of_tokens = len(arguments[0].shape) - 1
+            for dimension in range(dimensions_of_tokens):
+                given, results = list(whole), list(replicated)
+                for place, in_front in rule.arguments.items():
+                    if given[place] is not None:
+                        given[place] = Shard(dimension + in_front)
+                for place, in_front in rule.results.items():
+                    results[place] = Shard(dimension + in_front)
+                for place in rule.sums:
+                    results[place] = Partial()
+                possible.append((results, given))
+            return possible
 
-    for name, rule in rules.items():
-        add(name, *rule)
+    for name, rule in RULES.items():
+        add(name, rule)

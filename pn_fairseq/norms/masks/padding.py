@@ -334,7 +334,8 @@ class padding(AbstractContextManager):
         if len(masks) > 1:
             raise ValueError(f"padding({'=, '.join(masks)}=): give one of them")
         self._mask = None
-        for form in masks:
+        if masks:
+            (form,) = masks
             self._mask = PaddingMask(form, values[form], f"padding({form}=...)")
         self._only = patterns_of(only)
         self._blocks: list[Block] = []

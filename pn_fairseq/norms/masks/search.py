@@ -71,11 +71,12 @@ class Found:
     is_unread: bool = False
 
 
-def find_mask(norm: str, conversion: str, scopes: list[Scope]) -> Found:
+def find_mask(norm: str, conversion_id: str, scopes: list[Scope]) -> Found:
     """The mask of the innermost block that is for ``norm``, else :func:`find_argument`.
 
     Args:
         norm: its name.
+        conversion_id: of the :class:`.Conversion` whose hooks are asked.
         scopes: the innermost first.
 
     Raises:
@@ -85,7 +86,7 @@ def find_mask(norm: str, conversion: str, scopes: list[Scope]) -> Found:
         if isinstance(scope, Block) and scope.is_for(norm):
             given = "padding(None)" if scope.mask is None else scope.mask.source
             return Found(BLOCK, f"a block with {given}", scope.mask, scope)
-    found = find_argument(conversion, scopes)
+    found = find_argument(conversion_id, scopes)
     if found.line == TWO:
         raise ValueError(
             f"{found.where} both hold a mask, and nothing says which is for its tokens: name one "
@@ -95,7 +96,7 @@ def find_mask(norm: str, conversion: str, scopes: list[Scope]) -> Found:
     return found
 
 
-def find_argument(conversion: str, scopes: Iterable[Scope]) -> Found:
+def find_argument(conversion_id: str, scopes: Iterable[Scope]) -> Found:
     """The mask of the innermost module that has an argument for it.
 
     None ends the search, because the masks of modules around may be for other tokens. So may be,
@@ -105,7 +106,7 @@ def find_argument(conversion: str, scopes: Iterable[Scope]) -> Found:
     attends = False
     unread = []
     for scope in scopes:
-        if not isinstance(scope, Arguments) or scope.hook.conversion != conversion:
+        if not isinstance(scope, Arguments) or scope.hook.conversion_id != conversion_id:
             continue
         masks = scope.masks()
         unread += scope.unread()
@@ -132,12 +133,12 @@ def _all_none(scope: Arguments, names: dict[str, None]) -> str:
     return f"argument {what} is None" if len(names) == 1 else f"arguments {what} are None"
 
 
-def hidden_mask(conversion: str, scopes: Iterable[Scope]) -> PaddingMask | None:
+def hidden_mask(conversion_id: str, scopes: Iterable[Scope]) -> PaddingMask | None:
     """What :func:`find_argument` finds; None also for a value that cannot be read, since a block
     stands for it.
     """
     try:
-        return find_argument(conversion, scopes).mask
+        return find_argument(conversion_id, scopes).mask
     except ValueError:
         return None
 
