@@ -244,7 +244,8 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--output", type=Path, default=Path("runs/images"), metavar="DIR")
     options = parser.parse_args(arguments)
-    logging.getLogger("matplotlib").setLevel(logging.WARNING)
+    for library in ("matplotlib", "PIL"):  # fairseq turns all messages on
+        logging.getLogger(library).setLevel(logging.WARNING)
     try:
         data = {part: read(options.data, part, options.download) for part in ("train", "test")}
         (classes, images, labels), (_, test_images, test_labels) = data.values()
