@@ -116,9 +116,9 @@ def _select(args: argparse.Namespace, run: Run | None) -> tuple[list[Path], str]
     return paths, kind
 
 
-def _note_on_newer(paths: Sequence[Path], updates: int, output: Path) -> None:
+def _note_on_newer(paths: Sequence[Path], output: Path, updates: int | None = None) -> None:
     """Say that the folder has a newer checkpoint than ``paths``, the newest of which is of update
-    ``updates``.
+    ``updates``; None: the last one is read.
 
     The last model of a training is in checkpoint_last.pt only, unless its update is one at which
     the training saves.
@@ -129,6 +129,8 @@ def _note_on_newer(paths: Sequence[Path], updates: int, output: Path) -> None:
     from pn_fairseq.common.checkpoints import load_checkpoint
     from pn_fairseq.models.average_checkpoints import num_updates
 
+    if updates is None:
+        updates = num_updates(load_checkpoint(paths[-1]))
     for path in [last] if last.is_file() else others:
         if path in paths:
             continue
@@ -193,6 +195,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _explained(run, paths):
             wanted = stamp.made_from(settings, {"checkpoints": paths, "data": data_files})
         if stamp.done("average", stamp_file, wanted, output):
+            if outdated.of_average(output):
+                _note_on_newer(paths, output)
             return 0
     check_output_path(output, paths)
 
@@ -206,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _explained(run, paths):
             state = average_checkpoints(paths)
         if kind != FILES:
-            _note_on_newer(paths, num_updates(state), output)
+            _note_on_newer(paths, output, num_updates(state))
         if args.norm_module:
             from pn_fairseq.models.from_checkpoint import with_model_settings
 
@@ -215,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _recalibrate(state, output, data, batches)
         save_checkpoint(state, output)
         if run:
-            write_settings(stamp_file, wanted)
+            write_settings(stamp_file, wanted | outdated.record_of_training(run.path))
     print(f"wrote {output} (no optimizer state)")
     if run and not args.output:
         verb = "evaluate-lm" if run.get("task._name") == "language_modeling" else "generate"

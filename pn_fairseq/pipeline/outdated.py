@@ -25,6 +25,11 @@ def record_of_average(averaged: Sequence[Path], kind: str) -> dict[str, object]:
     return {"averaged": f"{kind} {len(averaged)}", "up_to": newest}
 
 
+def record_of_training(run: Path) -> dict[str, str]:
+    """What a stamp says of the run at the time of the average; not compared."""
+    return {"trained_to": str(_last_update(run))}
+
+
 def number_averaged(averaged: Path) -> int | None:
     """How many checkpoints of a run the file is the average of; None: not recorded."""
     kind, _, number = stamp.read(stamp.stamp_of(averaged)).get("averaged", "").partition(" ")
@@ -57,11 +62,16 @@ def of_average(averaged: Path) -> str:
     elif made.get("up_to", "").isdecimal() and kind in ("epoch", "update"):
         newest = find_checkpoints(averaged.parent, kind, 1)
         number = number_in(newest[0], kind) if newest else 0
+        last = _last_update(run)
+        average = f"{averaged} is the average up to {kind} {made['up_to']}"
         if number > int(made["up_to"]):
-            trained = max(number, _last_update(run) if kind == "update" else 0)
+            trained = max(number, last) if kind == "update" else number
+            return f"{average}, and the run was trained on to {kind} {trained} ({again})"
+        if last > int(made.get("trained_to") or last):
+            command = shown(["average", "--run", run])
             return (
-                f"{averaged} is the average up to {kind} {made['up_to']}, and the run was trained "
-                f"on to {kind} {trained} ({again})"
+                f"{average}, and the run was trained on to update {last}, which only {LAST} has "
+                f"({command} says how to average it as well)"
             )
     return ""
 

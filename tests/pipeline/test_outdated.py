@@ -48,6 +48,30 @@ def test_an_average_is_outdated_once_the_run_has_newer_checkpoints(run):
     assert outdated.of_average(averaged) == ""
 
 
+LOG = "Saved checkpoint checkpoint_{} (epoch 2 @ {} updates, score 3.0) (writing took 1 s)\n"
+
+
+def test_an_average_is_outdated_once_the_run_was_trained_on_without_a_save_by_updates(run):
+    averaged = run / "checkpoints/averaged.pt"
+    last = "checkpoint_last.pt"
+    (run / "train.log").write_text(LOG.format("1_30.pt", 30) + LOG.format("last.pt", 32))
+    save(run / "checkpoints", last, 32)
+    averaged.unlink()
+    assert in_process("average", "--run", run).returncode == 0
+    assert outdated.of_average(averaged) == "", "it was said when the average was made"
+    with (run / "train.log").open("a") as log:
+        log.write(LOG.format("last.pt", 36))
+    save(run / "checkpoints", last, 36)
+    text = outdated.of_average(averaged)
+    assert (
+        "the average up to update 30, and the run was trained on to update 36, which only" in text
+    )
+    said = in_process("average", "--run", run).stderr
+    assert "already exists" in said
+    assert f"{last} (update 36) is newer than all of these (up to update 30)" in said
+    assert f"pn average --inputs {run}" in said
+
+
 def test_of_checkpoint_last_only(tmp_path):
     """Of a run that is shorter than the interval of saving."""
     folder = small_run(tmp_path, 3)
