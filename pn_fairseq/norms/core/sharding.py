@@ -46,8 +46,10 @@ def register() -> None:
         def placements(*arguments):
             whole = [Replicate() if hasattr(each, "shape") else None for each in arguments]
             found = [([Replicate()] * number, whole)]
-            for dimension in range(len(arguments[0].shape) - 1):
-                given, results = list(whole), [Replicate()] * number
+            dimensions = len(arguments[0].shape) - 1
+            for dimension in range(dimensions):
+                given = list(whole)
+                results = [Replicate()] * number
                 for index, before in inputs.items():
                     if given[index] is not None:
                         given[index] = Shard(dimension + before)
