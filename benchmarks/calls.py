@@ -28,7 +28,8 @@ BASE = "torch.nn.LayerNorm"
 
 def work(mode: str, module: nn.Module) -> Callable[[int], None]:
     """A function that takes one turn of ``module``, as :func:`.in_turns` calls it."""
-    x, dy = torch.randn(SHAPE, requires_grad=mode == "training"), torch.randn(SHAPE)
+    x = torch.randn(SHAPE, requires_grad=mode == "training")
+    dy = torch.randn(SHAPE)
     mask = torch.tensor([[False, False], [False, True]])
     module.train(mode == "training")
 
@@ -57,35 +58,27 @@ def main(argv=None) -> None:
     args = parser.parse_args(argv)
     keep_memory()
     torch.set_num_threads(1)
-    norms = {
-        name: partial(build_norm, name, SHAPE[-1], groups=1)
-        for name in NORMS
-        if args.only.search(name)
-    }
-    makers = {BASE: lambda: Unmasked(nn.LayerNorm(SHAPE[-1])), **norms}
+    makers = {BASE: lambda: Unmasked(nn.LayerNorm(SHAPE[-1]))}
+    for name in NORMS:
+        if args.only.search(name):
+            makers[name] = partial(build_norm, name, SHAPE[-1], groups=1)
     rows = []
     for mode in ("training", "evaluation"):
-        seconds = in_turns(
-            {name: work(mode, make()) for name, make in makers.items()},
-            args.rounds,
-            warm=2,
-            clock=time.process_time,
-        )
+        turns = {name: work(mode, make()) for name, make in makers.items()}
+        seconds = in_turns(turns, args.rounds, warm=2, clock=time.process_time)
         for name, own in seconds.items():
             low, middle, high = ratios(own, seconds[BASE])
-            row = {"norm": name, "mode": mode, "microseconds": quartiles(own)[1] / CALLS * 1e6}
-            row |= {
+            median = quartiles(own)[1]
+            measured = {
+                "microseconds": median / CALLS * 1e6,
                 "least_microseconds": min(own) / CALLS * 1e6,
                 "ratio": middle,
                 "ratio_low": low,
                 "ratio_high": high,
             }
-            rows.append(
-                {
-                    key: f"{value:.4g}" if isinstance(value, float) else value
-                    for key, value in row.items()
-                }
-            )
+            row = {"norm": name, "mode": mode}
+            row |= {key: f"{value:.4g}" for key, value in measured.items()}
+            rows.append(row)
     print(pandas.DataFrame(rows).to_string(index=False))
     if args.output:
         write_csv(args.output, [{"rounds": args.rounds, **row} for row in rows])

@@ -25,7 +25,10 @@ from benchmarks.results import in_turns, output_file, positive, quartiles, ratio
 from pn_fairseq.norms import NORMS, build_norm, convert_norms
 
 SHAPE = (32, 128, 512)
-SENTENCES, LENGTH, CHANNELS, LAYERS = 16, 64, 256, 6
+SENTENCES = 16
+LENGTH = 64
+CHANNELS = 256
+LAYERS = 6
 
 
 #: torch's norms: measured by themselves, without a mask.
@@ -38,16 +41,19 @@ class Norm(nn.Module):
     def __init__(self, name: str):
         super().__init__()
         self.of_torch = name in TORCH
-        self.norm = TORCH[name](SHAPE[-1]) if self.of_torch else build_norm(name, SHAPE[-1])
+        if self.of_torch:
+            self.norm = TORCH[name](SHAPE[-1])
+        else:
+            self.norm = build_norm(name, SHAPE[-1])
         self.mask = _padding(SHAPE[1], SHAPE[0])
 
     def batch(self) -> torch.Tensor:
         return torch.randn(SHAPE)
 
     def forward(self, x):
-        return (
-            self.norm(x.flatten(0, 1)).view(x.shape) if self.of_torch else self.norm(x, self.mask)
-        )
+        if self.of_torch:
+            return self.norm(x.flatten(0, 1)).view(x.shape)
+        return self.norm(x, self.mask)
 
 
 class Encoder(nn.Module):

@@ -49,7 +49,9 @@ PRELOADED = ["benchmarks.gpu_sections"]
 #: No section begins with fewer seconds than these.
 LEAST_SECONDS = 10.0
 
-FINISHED, FAILED, CUT_OFF = "finished", "failed", "cut off"
+FINISHED = "finished"
+FAILED = "failed"
+CUT_OFF = "cut off"
 
 
 @dataclass
@@ -90,10 +92,14 @@ class Goal:
                 found += [value for value in values if value is not None]
         if not found:
             return None
-        return max(found) if self.at_most else min(found)
+        if self.at_most:
+            return max(found)
+        return min(found)
 
     def reached(self, value: float) -> bool:
-        return value <= self.limit if self.at_most else value >= self.limit
+        if self.at_most:
+            return value <= self.limit
+        return value >= self.limit
 
 
 def _updates_goal(size: str, name: str, column: str, limit: float) -> Goal:
@@ -130,7 +136,8 @@ def measure(section: Section, seconds: float, tiny: bool, log: Path, result: Res
     """Run a section for at most ``seconds``, and fill in its ``result``."""
     parts = min(section.parts, 2) if tiny else section.parts
     begin = time.monotonic()
-    processes, open_pipes = [], []
+    processes = []
+    open_pipes = []
     try:
         for part in range(parts):
             receiver, sender = CONTEXT.Pipe(duplex=False)
@@ -199,7 +206,9 @@ def shown(value: object) -> str:
     if value is None or value == "":
         return "–"
     if isinstance(value, float):
-        return f"{value:,.0f}" if 1000 <= value < 1e9 else f"{value:.4g}"
+        if 1000 <= value < 1e9:
+            return f"{value:,.0f}"
+        return f"{value:.4g}"
     return str(value)
 
 
@@ -317,7 +326,8 @@ def seconds_for(section: Section, waiting: list[Section], left: float) -> float:
 
 def measure_all(args: argparse.Namespace, machine: dict) -> dict[str, Result]:
     """Run the sections that are not finished, as far as the seconds go."""
-    out, deadline = args.out.resolve(), time.monotonic() + args.seconds
+    out = args.out.resolve()
+    deadline = time.monotonic() + args.seconds
     out.mkdir(parents=True, exist_ok=True)
     results = load(out / "gpu.json", machine)
     save(out, results, machine)

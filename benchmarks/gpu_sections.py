@@ -55,7 +55,10 @@ class Kit:
     """
 
     def __init__(self, tiny: bool, part: int, parts: int, send: Callable[[tuple], None]):
-        self.tiny, self.part, self.parts, self.send = tiny, part, parts, send
+        self.tiny = tiny
+        self.part = part
+        self.parts = parts
+        self.send = send
         self.device = torch.device("cpu" if tiny else "cuda")
         self.only_compile = False
         self.failed = False
@@ -97,7 +100,8 @@ class Kit:
         call()
         if self.only_compile:
             return 1.0, 1.0
-        issued, finished = [], []
+        issued = []
+        finished = []
         for _ in range(rounds):
             self.synchronize()
             begin = time.perf_counter()
@@ -150,7 +154,9 @@ def _repeat(call: Callable[[], object], calls: int) -> None:
 def first_line(error: BaseException) -> str:
     """An error in one line."""
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    if lines:
+        return f"{type(error).__name__}: {lines[0]}"
+    return type(error).__name__
 
 
 def training_step(module: nn.Module, given: tuple, dy: Tensor) -> Callable[[], None]:
@@ -247,14 +253,16 @@ def _largest_difference(
     results: list[dict[str, Tensor]], expected: list[dict[str, Tensor]]
 ) -> tuple[float, str]:
     """The largest norm of a difference divided by the norm of what is expected, and its name."""
-    largest, where = 0.0, "nothing"
+    largest = 0.0
+    where = "nothing"
     for step, wanted in zip(results, expected, strict=True):
         for key, value in wanted.items():
             exact = value.double()
             error = (step[key].cpu().double() - exact).norm()
             off = float(error / exact.norm().clamp(min=1e-30))
             if not off <= largest:
-                largest, where = off, key
+                largest = off
+                where = key
     return largest, where
 
 
@@ -428,7 +436,9 @@ def _launches(kit: Kit, step: Callable[[], None]) -> int | None:
 # Updates of whole models.
 
 UPDATES = "An update of a whole model: ms with LN, times LN with the others"
-LN, LN_AGAIN, DIAGNOSTICS = "ln", "ln again", "pn, diagnostics"
+LN = "ln"
+LN_AGAIN = "ln again"
+DIAGNOSTICS = "pn, diagnostics"
 
 
 def updates(kit: Kit) -> None:
@@ -437,11 +447,13 @@ def updates(kit: Kit) -> None:
     """
     rounds = {"tiny": 2} if kit.tiny else {"tiny": 40, "iwslt": 25}
     dtypes = ["float32"] if kit.tiny else ["bfloat16", "float32", "float16"]
-    trainer, make = "fairseq", fairseq_updates
+    trainer = "fairseq"
+    make = fairseq_updates
     try:
         import fairseq  # noqa: F401
     except ImportError as error:
-        trainer, make = "torch", torch_updates
+        trainer = "torch"
+        make = torch_updates
         kit.note(f"Updates are of torch.nn.Transformer: fairseq is missing ({first_line(error)})")
     for size, dtype in kit.own(itertools.product(rounds, dtypes)):
         with kit.trying(f"{size}, {dtype}"):
@@ -569,7 +581,8 @@ def _torch_update(kit: Kit, model: nn.Module, vocabulary: int, dtype: torch.dtyp
 # The reference's formulas compiled by inductor, beside Triton.
 
 #: Columns: inductor's time as a multiple of Triton's.
-ON_DEVICE, ON_HOST = "inductor, device", "inductor, host"
+ON_DEVICE = "inductor, device"
+ON_HOST = "inductor, host"
 INDUCTOR = "The reference compiled by inductor, beside Triton: forward and backward"
 
 
@@ -603,7 +616,9 @@ def pn_passes(by: Operators, batch: Batch, groups: int = 0) -> Passes:
     """PN after its warm-up: it reads x and writes y; it reads x and dy, writes dx and moves the
     state.
     """
-    x, dy, mask = batch.x, batch.dy, batch.mask
+    x = batch.x
+    dy = batch.dy
+    mask = batch.mask
     weight, bias, psi2, nu, _ = batch.vectors
     state = psi2.clone(), nu.clone(), batch.number.clone(), None
     given = x, weight, bias, None, psi2, mask, None, groups, EPS, True
@@ -615,7 +630,9 @@ def pn_passes(by: Operators, batch: Batch, groups: int = 0) -> Passes:
 
 def bn_passes(by: Operators, batch: Batch) -> Passes:
     """BN: two passes over the tokens each way."""
-    x, dy, mask = batch.x, batch.dy, batch.mask
+    x = batch.x
+    dy = batch.dy
+    mask = batch.mask
     weight, bias, variance, mean, _ = batch.vectors
     given = x, weight, bias, mask, 0, EPS, True
     _, inv_rms, batch_mean, moment, count = by["batch_normalize"](*given)
@@ -671,14 +688,19 @@ def compiled_operators(kit: Kit) -> Operators:
 
 def inductor(kit: Kit) -> None:
     """PN, BN and RMSNorm by Triton and by the compiled reference: device and host time."""
-    shapes = [(64, 32)] if kit.tiny else [(4096, 512), (32768, 1024)]
+    if kit.tiny:
+        shapes = [(64, 32)]
+    else:
+        shapes = [(4096, 512), (32768, 1024)]
     dtypes = ["float32"] if kit.tiny else ["float32", "bfloat16"]
     norms = {"pn": pn_passes, "bn": bn_passes, "rms": rms_passes}
     calls, rounds = (1, 2) if kit.tiny else (50, 9)
     for (name, passes), shape, dtype in kit.own(itertools.product(norms.items(), shapes, dtypes)):
         with kit.trying(f"{name}, {shape}, {dtype}"):
             torch._dynamo.reset()
-            device, host, results = {}, {}, []
+            device = {}
+            host = {}
+            results = []
             for label, by in (("Triton", own_operators()), ("inductor", compiled_operators(kit))):
                 batch = Batch.of(kit, *shape, dtype)
                 both = passes(by, batch)
@@ -734,7 +756,8 @@ def bandwidth(kit: Kit) -> None:
     shapes = [(64, 32)] if kit.tiny else SHAPES
     for shape, dtype in kit.own(itertools.product(shapes, ("float32", "bfloat16"))):
         with kit.trying(f"{shape}, {dtype}"):
-            batch, by = Batch.of(kit, *shape, dtype), own_operators()
+            batch = Batch.of(kit, *shape, dtype)
+            by = own_operators()
             y = torch.empty_like(batch.x)
             copy = kit.device_time(partial(y.copy_, batch.x))
             row = {"copy, GB/s": 2 * y.nbytes / copy / 1e3}
@@ -747,9 +770,8 @@ def bandwidth(kit: Kit) -> None:
                 "torch LN": torch_ln_passes(batch),
             }
             for name, both in passes.items():
-                for way, call, moved in zip(
-                    ("forward", "backward"), both, MOVED[name], strict=True
-                ):
+                ways = zip(("forward", "backward"), both, MOVED[name], strict=True)
+                for way, call, moved in ways:
                     row[f"{name} {way}"] = moved / 2 * copy / kit.device_time(call)
             kit.row(BANDWIDTH, shape=_times(shape), dtype=dtype, **row)
 
@@ -773,7 +795,10 @@ def compiled(kit: Kit) -> None:
             called = encoder
             if mode != "eager":
                 backend = "aot_eager" if kit.tiny else "inductor"
-                how = {"backend": backend} if kit.tiny or mode == "default" else {"mode": mode}
+                if kit.tiny or mode == "default":
+                    how = {"backend": backend}
+                else:
+                    how = {"mode": mode}
                 called = torch.compile(encoder, **how)
             step = training_step(called, (x,), torch.randn_like(x))
             begin = time.perf_counter()

@@ -317,7 +317,9 @@ def profile_all(found: list[Contestant], batch) -> None:
 
 
 def _sum(values: Sequence[int | None]) -> int | None:
-    return None if None in values else sum(values)
+    if None in values:
+        return None
+    return sum(values)
 
 
 def _rounded(column: str, values: Sequence[float]) -> dict[str, float | str]:
@@ -337,8 +339,12 @@ def rows_of(found: list[Contestant], common: dict) -> list[dict]:
 
 
 def _row_of(contestant: Contestant, phase: str, found: list[Contestant]) -> dict:
-    base, own = found[0], contestant.seconds[phase]
-    counts = [contestant.counts[phase]] if phase != "both" else [*contestant.counts.values()]
+    base = found[0]
+    own = contestant.seconds[phase]
+    if phase != "both":
+        counts = [contestant.counts[phase]]
+    else:
+        counts = [*contestant.counts.values()]
     extra_ratio = contestant.extra_bytes / base.extra_bytes
     row = {
         "phase": phase,
@@ -410,7 +416,10 @@ def measure(
             contestant.module.to(DTYPES[dtype]).train()
     batch = make_batch((*time_and_batch(rows), channels), padding, DTYPES[dtype])
     found = [contestant for contestant in found if _able(contestant, batch)]
-    rounds = args.rounds * max(1, FULL_SIZE // rows) if args.sizes else args.rounds
+    if args.sizes:
+        rounds = args.rounds * max(1, FULL_SIZE // rows)
+    else:
+        rounds = args.rounds
     take_turns(found, batch, rounds)
     alternate(found, batch, rounds)
     profile_all(found, batch)

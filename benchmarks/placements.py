@@ -18,7 +18,9 @@ from benchmarks.models import build
 from benchmarks.results import positive, write_csv
 from pn_fairseq.models.placements import PLACEMENTS
 
-PAD, FIRST, VOCABULARY = 1, 4, 100
+PAD = 1
+FIRST = 4
+VOCABULARY = 100
 STYLES = ["-", "--", "-.", ":"]
 
 
@@ -34,15 +36,15 @@ def batch(
     position = torch.arange(length)
     target = src.masked_fill(position >= lengths, PAD)
     padding = length - lengths
-    source = target.gather(1, (position - padding) % length).masked_fill(position < padding, PAD)
+    moved = target.gather(1, (position - padding) % length)
+    source = moved.masked_fill(position < padding, PAD)
     return source, target
 
 
 def loss_of(model: torch.nn.Module, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     prev = torch.cat((torch.full_like(target[:, :1], 2), target[:, :-1]), dim=1)
-    return F.cross_entropy(
-        model(source, None, prev)[0].flatten(0, 1), target.flatten(), ignore_index=PAD
-    )
+    logits = model(source, None, prev)[0]
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=PAD)
 
 
 def gradients(layers: torch.nn.ModuleList) -> list[float]:
@@ -63,9 +65,9 @@ def measure(norm: str, placement: str, layers: int, updates: int) -> list[dict]:
     width = {"encoder_embed_dim": 64, "decoder_embed_dim": 64, "encoder_ffn_embed_dim": 128}
     width |= {"decoder_ffn_embed_dim": 128, "dropout": 0.0, "psi_warmup_updates": updates // 2}
     # PN stands in the encoder only, as in the paper.
-    model = build(
-        "transformer_pn_tiny", VOCABULARY, encoder_norm=norm, **both, **depth, **width
-    ).train()
+    sizes = {**depth, **width}
+    model = build("transformer_pn_tiny", VOCABULARY, encoder_norm=norm, **both, **sizes)
+    model.train()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     rows = []
     for update in range(updates + 1):
@@ -91,18 +93,15 @@ def draw(folder: Path) -> None:
     """
     from pn_fairseq.report.curves import headless_pyplot
 
-    frame, plt = pandas.read_csv(folder / "gradients.csv"), headless_pyplot()
+    frame = pandas.read_csv(folder / "gradients.csv")
+    plt = headless_pyplot()
     for norm, of_norm in frame.groupby("norm"):
-        depths, updates = sorted(of_norm["layers"].unique()), sorted(of_norm["update"].unique())
+        depths = sorted(of_norm["layers"].unique())
+        updates = sorted(of_norm["update"].unique())
         rows = [(side, update) for side in ("encoder", "decoder") for update in updates]
-        figure, axes = plt.subplots(
-            len(rows),
-            len(depths),
-            figsize=(3.4 * len(depths), 2.4 * len(rows)),
-            squeeze=False,
-            sharey="row",
-            layout="constrained",
-        )
+        size = (3.4 * len(depths), 2.4 * len(rows))
+        options = {"squeeze": False, "sharey": "row", "layout": "constrained"}
+        figure, axes = plt.subplots(len(rows), len(depths), figsize=size, **options)
         for (side, update), line in zip(rows, axes, strict=True):
             for depth, axis in zip(depths, line, strict=True):
                 of_side = of_norm[of_norm["side"] == side]
@@ -111,13 +110,9 @@ def draw(folder: Path) -> None:
                 for index, name in enumerate(panel["placement"]):
                     values = [float(value) for value in panel["gradients"].iloc[index].split()]
                     style = STYLES[index // 3 % len(STYLES)]
-                    axis.plot(
-                        range(1, depth + 1),
-                        values,
-                        label=name,
-                        color=f"C{index % 10}",
-                        linestyle=style,
-                    )
+                    colour = f"C{index % 10}"
+                    places = range(1, depth + 1)
+                    axis.plot(places, values, label=name, color=colour, linestyle=style)
                 axis.set(yscale="log", xlabel="layer")
                 axis.set_title(f"{side}, {depth} layers, after {update} updates", fontsize=9)
                 axis.xaxis.get_major_locator().set_params(integer=True)

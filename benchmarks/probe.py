@@ -23,7 +23,8 @@ INTERVAL = 50
 def measure(args: argparse.Namespace) -> dict[str, list[float]]:
     """Seconds of every update, by kind."""
     with tempfile.TemporaryDirectory() as folder:
-        trainer, batches = make_trainer(args.norm, args.dtype, args), make_batches(args)
+        trainer = make_trainer(args.norm, args.dtype, args)
+        batches = make_batches(args)
         model = trainer.get_model()
         probe = NormProbe(model, str(Path(folder) / "probe"), INTERVAL, "encoder.*")
 
@@ -33,11 +34,8 @@ def measure(args: argparse.Namespace) -> dict[str, list[float]]:
             model.norm_probe = None if kind == "plain" else probe
             update(trainer, batches[number % len(batches)])
 
-        return in_turns(
-            {kind: partial(turn, kind) for kind in ("plain", "averaged", "recorded")},
-            args.rounds,
-            warm=1,
-        )
+        turns = {kind: partial(turn, kind) for kind in ("plain", "averaged", "recorded")}
+        return in_turns(turns, args.rounds, warm=1)
 
 
 def main(argv=None) -> None:
@@ -77,10 +75,8 @@ def main(argv=None) -> None:
             "percent_of_an_update": 100 * cost,
         }
         measured = {name: f"{value:.4g}" for name, value in measured.items()}
-        write_csv(
-            args.output,
-            [{"norm": args.norm, "interval": INTERVAL, **settings_of(args), **measured}],
-        )
+        row = {"norm": args.norm, "interval": INTERVAL, **settings_of(args), **measured}
+        write_csv(args.output, [row])
 
 
 if __name__ == "__main__":

@@ -79,7 +79,8 @@ def count(run: Callable[[], object], look_into: str | None = None, opaque: bool 
         look_into: a namespace whose operators are counted by the operators that they call.
         opaque: whether code runs that is not an operator; the bytes are None then.
     """
-    operators, kernels = [], 0
+    operators = []
+    kernels = 0
     for root in _profiled(run).experimental_event_tree():
         operators += _operators(root, f"{look_into}::")
         kernels += sum(bool(COMPILED.search(event.name)) for event in _all(root))
@@ -114,7 +115,10 @@ def _operators(event, look_into: str) -> list[tuple]:
     if schema is not None and NO_WORK.match(event.name):
         return []
     if schema is not None and not event.name.startswith(look_into):
-        name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
+        if schema.overload_name:
+            name = f"{schema.name}.{schema.overload_name}"
+        else:
+            name = schema.name
 
         def has(key: str) -> bool:
             return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
@@ -140,7 +144,8 @@ def _size(tensor) -> int:
 
 
 def _moved(event, schema) -> tuple[int, int]:
-    read, written = {}, {}
+    read = {}
+    written = {}
     for argument, value in zip(schema.arguments, event.typed[1].inputs, strict=True):
         changed = argument.alias_info is not None and argument.alias_info.is_write
         for tensor in value if isinstance(value, list) else [value]:

@@ -90,7 +90,8 @@ def seconds_of_an_all_reduce(channels: int, device: torch.device) -> float:
 
 
 def measure_updates(args: argparse.Namespace, device: torch.device) -> list[dict]:
-    work, rows = {}, []
+    work = {}
+    rows = []
     for norm in ("layer", *NORMS):
         for sync in (True, False):
             encoder, work[norm, sync] = updates(norm, sync, args, device)
@@ -106,7 +107,8 @@ def measure_updates(args: argparse.Namespace, device: torch.device) -> list[dict
     of_one = seconds_of_an_all_reduce(args.channels, device)
     seconds = in_turns(work, args.rounds, warm=2)
     for row in rows:
-        both, alone = seconds[row["norm"], True], seconds[row["norm"], False]
+        both = seconds[row["norm"], True]
+        alone = seconds[row["norm"], False]
         low, middle, high = (round(1 - ratio, 4) for ratio in reversed(ratios(alone, both)))
         row["milliseconds"] = round(1e3 * quartiles(both)[1], 1)
         row["milliseconds_unsynced"] = round(1e3 * quartiles(alone)[1], 1)

@@ -28,7 +28,8 @@ def in_turns(
     ``work`` is called with the number of the round; the first ``warm`` rounds are not counted.
     ``clock`` gives the seconds.
     """
-    names, seconds = list(work), {name: [] for name in work}
+    names = list(work)
+    seconds = {name: [] for name in work}
     for number in range(rounds + warm):
         first = number % len(names)
         for name in names[first:] + names[:first]:
@@ -113,7 +114,9 @@ def report_speeds(
 def _cell(value: float | str | None) -> str:
     if value is None:
         return ""
-    return value if isinstance(value, str) else f"{value:.4g}"
+    if isinstance(value, str):
+        return value
+    return f"{value:.4g}"
 
 
 def write_csv(path: Path, rows: list[dict]) -> None:

@@ -24,7 +24,9 @@ from benchmarks.results import positive
 from pn_fairseq.common import command
 
 #: From <linux/if_tun.h>.
-TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
+TUNSETIFF = 0x400454CA
+IFF_TUN = 0x0001
+IFF_NO_PI = 0x1000
 
 #: The namespaces of this process; each has a device of the same name.
 NAMES = tuple(f"pn{os.getpid()}-{node}" for node in (0, 1))
@@ -33,7 +35,8 @@ ADDRESSES = ("10.99.0.1", "10.99.0.2")
 
 def relay(ends: tuple[int, int], mbit: float, ms: float, running: Callable[[], bool]) -> None:
     """Pass packets between two file descriptors, in both directions, while ``running()``."""
-    packets, free = {end: deque() for end in ends}, dict.fromkeys(ends, 0.0)
+    packets = {end: deque() for end in ends}
+    free = dict.fromkeys(ends, 0.0)
     while running():
         now = time.monotonic()
         for end, other in (ends, ends[::-1]):

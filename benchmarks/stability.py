@@ -4,7 +4,9 @@ import torch
 
 from pn_fairseq.norms import PowerNorm
 
-CHANNELS, TOKENS, ALPHA = 8, 256, 0.9
+CHANNELS = 8
+TOKENS = 256
+ALPHA = 0.9
 SPIKE = 60
 
 
@@ -18,20 +20,23 @@ class Stress:
         self.norm = PowerNorm(CHANNELS, alpha_fwd=ALPHA, alpha_bwd=ALPHA)
         self.norm.collecting = True
         unguarded = torch.zeros(CHANNELS, dtype=torch.float64)
-        self.psi2, self.nu, self.unguarded, self.finite = [], [], [], True
+        self.psi2 = []
+        self.nu = []
+        self.unguarded = []
+        self.finite = True
         for step in range(steps):
             x = torch.randn(TOKENS, CHANNELS, generator=generator)
             dy = torch.randn(TOKENS, CHANNELS, generator=generator) + 0.3 * x
             x, dy = disturb(step, x, dy)
             x.requires_grad_()
-            normalized = (x.detach() / (self.norm.running_psi2 + 1e-5).sqrt()).double()
+            psi = (self.norm.running_psi2 + 1e-5).sqrt()
+            normalized = (x.detach() / psi).double()
             y = self.norm(x)
             y.backward(dy)
-            gamma_moment, lambda_moment = (
-                normalized.square().mean(0),
-                (dy.double() * normalized).mean(0),
-            )
-            unguarded = unguarded * (1 - (1 - ALPHA) * gamma_moment) + (1 - ALPHA) * lambda_moment
+            gamma_moment = normalized.square().mean(0)
+            lambda_moment = (dy.double() * normalized).mean(0)
+            kept = 1 - (1 - ALPHA) * gamma_moment
+            unguarded = unguarded * kept + (1 - ALPHA) * lambda_moment
             self.psi2.append(self.norm.running_psi2.clone())
             self.nu.append(self.norm.nu.clone())
             self.unguarded.append(unguarded)
@@ -41,15 +46,21 @@ class Stress:
 
 def growing(step, x, dy):
     """Activations grow 8x a step for ten steps."""
-    return (x * 8.0 ** (step - SPIKE + 1) if SPIKE <= step < SPIKE + 10 else x), dy
+    if SPIKE <= step < SPIKE + 10:
+        x = x * 8.0 ** (step - SPIKE + 1)
+    return x, dy
 
 
 def one_large(step, x, dy):
-    return (x * 100.0 if step == SPIKE else x), dy
+    if step == SPIKE:
+        x = x * 100.0
+    return x, dy
 
 
 def one_spike(step, x, dy):
-    return x, (dy * 1e4 if step == SPIKE else dy)
+    if step == SPIKE:
+        dy = dy * 1e4
+    return x, dy
 
 
 def _largest(vectors: list[torch.Tensor]) -> float:
@@ -66,7 +77,8 @@ def main() -> None:
     print(f"{'disturbance':46} {'largest |nu|':>12} {'unguarded':>12}  finite  guarded steps")
     for name, disturb in disturbances.items():
         stress = Stress(disturb)
-        guarded, unguarded = _largest(stress.nu), _largest(stress.unguarded)
+        guarded = _largest(stress.nu)
+        unguarded = _largest(stress.unguarded)
         acted = int(stress.norm.diagnostics()["guarded_steps"])
         print(f"{name:46} {guarded:12.3g} {unguarded:12.3g}  {stress.finite!s:6}  {acted}")
 

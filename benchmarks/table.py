@@ -32,13 +32,19 @@ def _grouped(rows: Iterable[dict], *keys: str) -> dict[tuple, list[dict]]:
 
 def setting(row: dict) -> str:
     """The setting of a row in words."""
-    threads = f"{row['threads']} thread{'s' if row['threads'] > 1 else ''}"
+    threads = _threads(row["threads"])
     padding = f"{row['padding']:.0%} padding" if row["padding"] else "no mask"
     return f"{row['shape']} {row['dtype']}, {row['device']}, {threads}, {padding}"
 
 
+def _threads(number: int) -> str:
+    return f"{number} thread{'s' if number > 1 else ''}"
+
+
 def _with_quartiles(row: dict, column: str) -> str:
-    return f"{row[column]:.3f} ({row[column + '_low']:.2f}, {row[column + '_high']:.2f})"
+    low = row[f"{column}_low"]
+    high = row[f"{column}_high"]
+    return f"{row[column]:.3f} ({low:.2f}, {high:.2f})"
 
 
 def _bytes_of_x(row: dict) -> str:
@@ -46,8 +52,9 @@ def _bytes_of_x(row: dict) -> str:
     if row["bytes_read"] is None:
         return "unknown"
     tokens, channels = map(int, row["shape"].split("x"))
-    size = tokens * channels * {"float32": 4, "bfloat16": 2, "float16": 2}[row["dtype"]]
-    return f"{(row['bytes_read'] + row['bytes_written']) / size:.2f}"
+    bytes_of_a_number = {"float32": 4, "bfloat16": 2, "float16": 2}[row["dtype"]]
+    moved = row["bytes_read"] + row["bytes_written"]
+    return f"{moved / (tokens * channels * bytes_of_a_number):.2f}"
 
 
 def text(rows: list[dict]) -> str:
@@ -83,48 +90,27 @@ def draw(rows: list[dict], output: Path) -> None:
     from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
     pyplot = headless_pyplot()
-    settings = _grouped((row for row in rows if row["phase"] == "both"), *SETTING)
+    both = [row for row in rows if row["phase"] == "both"]
+    settings = _grouped(both, *SETTING)
     most = max(len(own) for own in settings.values())
+    size = (5.2, len(settings) * (1.1 + 0.24 * most))
     figure, axes = pyplot.subplots(  # one below the other: readable at the width of a column
-        len(settings),
-        1,
-        figsize=(5.2, len(settings) * (1.1 + 0.24 * most)),
-        squeeze=False,
-        constrained_layout=True,
+        len(settings), 1, figsize=size, squeeze=False, constrained_layout=True
     )
     for axis, own in zip(axes.flat, settings.values(), strict=False):
         places = range(len(own), 0, -1)
         middle = [row["ratio"] for row in own]
         below = [row["ratio"] - row["ratio_low"] for row in own]
         above = [row["ratio_high"] - row["ratio"] for row in own]
-        axis.errorbar(
-            middle,
-            places,
-            xerr=[below, above],
-            fmt="none",
-            ecolor="black",
-            elinewidth=1.2,
-            capsize=3,
-            zorder=1,
-        )
-        axis.scatter(
-            middle,
-            places,
-            c=[COLOURS[row["implementation"]] for row in own],
-            edgecolors="black",
-            s=34,
-            zorder=2,
-        )
+        bars = {"fmt": "none", "ecolor": "black", "elinewidth": 1.2, "capsize": 3}
+        axis.errorbar(middle, places, xerr=[below, above], zorder=1, **bars)
+        colours = [COLOURS[row["implementation"]] for row in own]
+        axis.scatter(middle, places, c=colours, edgecolors="black", s=34, zorder=2)
+        look = {"textcoords": "offset points", "va": "center", "fontsize": 9}
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
         for row, place in zip(own, places, strict=True):
-            axis.annotate(
-                f"{row['ratio']:.2f}",
-                (row["ratio_high"], place),
-                (4, 0),
-                textcoords="offset points",
-                va="center",
-                fontsize=9,
-                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
-            )
+            end = (row["ratio_high"], place)
+            axis.annotate(f"{row['ratio']:.2f}", end, (4, 0), bbox=box, **look)
         axis.axvline(1.0, color="black", linewidth=0.9, linestyle=(0, (4, 2)))
         axis.set_xscale("log")
         lowest = min(row["ratio_low"] for row in own)
@@ -156,20 +142,17 @@ def draw_sizes(rows: list[dict], output: Path) -> None:
     contestant but the first LayerNorm.
     """
     pyplot = headless_pyplot()
-    frame = pandas.DataFrame(
-        [row for row in rows if row["phase"] == "both" and row["contestant"] != "LayerNorm"]
-    )
-    frame = frame.assign(tokens=frame["shape"].str.split("x").str[0].astype(int))
-    names, dtypes = frame["contestant"].unique(), frame["dtype"].unique()
+    both = [row for row in rows if row["phase"] == "both"]
+    frame = pandas.DataFrame(row for row in both if row["contestant"] != "LayerNorm")
+    tokens_of_shape = frame["shape"].str.split("x").str[0]
+    frame = frame.assign(tokens=tokens_of_shape.astype(int))
+    names = frame["contestant"].unique()
+    dtypes = frame["dtype"].unique()
     threads = sorted(frame["threads"].unique())
+    size = (3.4 * len(threads) + 1.8, 3.0 * len(dtypes))
+    shared = {"squeeze": False, "sharex": True, "sharey": True}
     figure, axes = pyplot.subplots(
-        len(dtypes),
-        len(threads),
-        figsize=(3.4 * len(threads) + 1.8, 3.0 * len(dtypes)),
-        squeeze=False,
-        sharex=True,
-        sharey=True,
-        constrained_layout=True,
+        len(dtypes), len(threads), figsize=size, constrained_layout=True, **shared
     )
     for (dtype, number), panel in frame.groupby(["dtype", "threads"]):
         axis = axes[list(dtypes).index(dtype)][threads.index(number)]
@@ -186,7 +169,7 @@ def draw_sizes(rows: list[dict], output: Path) -> None:
         axis.set_xscale("log", base=2)
         tokens = sorted(frame["tokens"].unique())
         axis.set_xticks(tokens, [f"{each:,}" for each in tokens], fontsize=8, rotation=45)
-        axis.set_title(f"{dtype}, {number} thread{'s' if number > 1 else ''}", fontsize=10)
+        axis.set_title(f"{dtype}, {_threads(number)}", fontsize=10)
         axis.grid(alpha=0.3)
     axes[0][0].set_ylim(bottom=0)
     figure.supxlabel("tokens", fontsize=10)
@@ -212,7 +195,9 @@ class Target:
         return f"{'at most' if self.at_most else 'at least'} {self.limit:g}"
 
     def reached(self, values: pandas.Series) -> bool:
-        return bool((values <= self.limit if self.at_most else values >= self.limit).all())
+        if self.at_most:
+            return bool((values <= self.limit).all())
+        return bool((values >= self.limit).all())
 
 
 _FLOAT32_LS = "dtype == 'float32' and layer_scale > 0 and padding > 0"

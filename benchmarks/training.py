@@ -170,7 +170,10 @@ def main(argv=None) -> None:
     names = {}
     for dtype in args.dtype:
         for short in [BASE, *args.norms]:
-            name = short if dtype == args.dtype[0] else f"{short} {dtype}"
+            if dtype == args.dtype[0]:
+                name = short
+            else:
+                name = f"{short} {dtype}"
             names[name] = short, dtype
     memory = {}
     if not args.no_memory:

@@ -142,11 +142,10 @@ class RegularizedBatchNormRelease(RegularizedBatchNorm):
         return torch.where(step.variance > self.eps, nu, 0.0), offset  # below, D is a constant
 
     def _gaps(self, step: Step) -> tuple[Tensor, Tensor]:
-        batch, state = step.batch, step.state
-        gap_mean, gap_var = (
-            batch.mean - state["running_mean"],
-            batch.moment + self.eps - state["running_var"],
-        )
+        batch = step.batch
+        state = step.state
+        gap_mean = batch.mean - state["running_mean"]
+        gap_var = batch.moment + self.eps - state["running_var"]
         return self.alpha_fwd * gap_mean, self.alpha_fwd * gap_var  # (b)
 
     def penalty_gradient(self, step: Step) -> tuple[Tensor, Tensor]:

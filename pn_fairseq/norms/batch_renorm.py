@@ -70,7 +70,8 @@ class BatchRenorm(BatchStatsNorm):
         """r_max and d_max, 0-d."""
         updates = self.completed_updates(step.state).to(step.batch.moment.dtype)
         since = updates / max(self.renorm_updates, 1) - 1 / 8
-        r_max, d_max = self.renorm_r_max, self.renorm_d_max
+        r_max = self.renorm_r_max
+        d_max = self.renorm_d_max
         return (since * ((r_max - 1) / (7 / 8)) + 1).clamp(1, r_max), (
             since * (d_max / (4 / 8))
         ).clamp(0, d_max)
@@ -84,16 +85,21 @@ class BatchRenorm(BatchStatsNorm):
         step.d = ((batch.mean - step.state["running_mean"]) / sigma).clamp(-d_max, d_max)
         if step.weight is None:
             return step.normalize(batch.moment, batch.mean, step.r, step.d)
-        weight, bias = step.r * step.weight, torch.addcmul(step.bias, step.d, step.weight)
+        weight = step.r * step.weight
+        bias = torch.addcmul(step.bias, step.d, step.weight)
         return step.normalize(batch.moment, batch.mean, weight, bias)
 
     def backward_pass(self, step: Step) -> tuple[Tensor, Tensor]:
-        weight = step.r if step.weight is None else step.r * step.weight
+        if step.weight is None:
+            weight = step.r
+        else:
+            weight = step.r * step.weight
         dx, (products, sums) = self.exact_gradient(step, weight)
         return dx, torch.stack([step.r * products + step.d * sums, sums])
 
     def update(self, step: Step, state: dict[str, Tensor]) -> None:
-        mean, share = state["running_mean"], 1 - self.alpha_fwd
+        mean = state["running_mean"]
+        share = 1 - self.alpha_fwd
         sigma = (state["running_var"] + self.eps).sqrt()
         new = {
             "running_mean": mean + share * (step.batch.mean - mean),

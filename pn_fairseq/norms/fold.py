@@ -31,7 +31,9 @@ def folded_linear(norm: RunningNorm, weight: Tensor, bias: Tensor | None) -> tup
     scale, shift = norm.evaluation_affine(torch.float64)
     weight = weight.to(torch.float64)
     moved = weight @ shift
-    return weight * scale, moved if bias is None else moved + bias.to(torch.float64)
+    if bias is not None:
+        moved = moved + bias.to(torch.float64)
+    return weight * scale, moved
 
 
 @torch.no_grad()
@@ -58,11 +60,10 @@ def fold_norms(model: nn.Module, *args, **kwargs) -> list[tuple[str, str]]:
         raise ValueError("the norms of a model can be folded in evaluation only; call eval() first")
     names = {module: name for name, module in model.named_modules()}
     maps = [module for module in names if isinstance(module, _MAPS)]
-    norms = [
-        module
-        for module in names
-        if isinstance(module, RunningNorm) and module.folds and not module.layer_scale_groups
-    ]
+    norms = []
+    for module in names:
+        if isinstance(module, RunningNorm) and module.folds and not module.layer_scale_groups:
+            norms.append(module)
     makers: dict[int, nn.Module] = {}
     inputs: dict[nn.Module, tuple[nn.Module | None, Tensor]] = {}
     takers: dict[int, list[nn.Module]] = {}
@@ -84,14 +85,12 @@ def fold_norms(model: nn.Module, *args, **kwargs) -> list[tuple[str, str]]:
             hook.remove()
     folded = []
     for norm, (maker, output) in inputs.items():
-        for neighbours, after in (
-            ([maker] if maker is not None else [], False),
-            (takers.get(id(output), []), True),
-        ):
-            if neighbours and _try(model, norm, neighbours, after, expected, args, kwargs):
-                folded.append(
-                    (names[norm], ", ".join(names[neighbour] for neighbour in neighbours))
-                )
+        before = [maker] if maker is not None else []
+        after = takers.get(id(output), [])
+        for neighbours, is_after in ((before, False), (after, True)):
+            if neighbours and _try(model, norm, neighbours, is_after, expected, args, kwargs):
+                parts = [names[neighbour] for neighbour in neighbours]
+                folded.append((names[norm], ", ".join(parts)))
                 break
     return folded
 
@@ -125,64 +124,78 @@ def _try(
         # also where a convolution has groups
         if weight is None or weight.size(int(after)) != norm.num_features:
             return False
-        own = {id(parameter) for parameter in module.parameters(recurse=False)}
-        if any(
-            own & {*map(id, user.parameters(recurse=False))}
-            for user in model.modules()
-            if user is not module
-        ):
+        if _is_shared(module, model):
             return False
     scale, shift = norm.evaluation_affine(torch.float64)
     unfolded = {module: (module.weight, module.bias) for module in maps}
-    parents = [
-        (parent, key)
-        for parent in model.modules()
-        for key, child in parent._modules.items()
-        if child is norm
-    ]
+    parents = []
+    for parent in model.modules():
+        for key, child in parent._modules.items():
+            if child is norm:
+                parents.append((parent, key))
     same = False
     try:
         for module, (weight, bias) in unfolded.items():
             along_channels = [1] * weight.dim()
             along_channels[int(after)] = -1  # weights are (K, C, ...)
-            wide, constant = weight.double(), 0.0 if bias is None else bias.double()
+            wide = weight.double()
+            constant = 0.0 if bias is None else bias.double()
             if after:
-                summed = wide.sum(dim=tuple(range(2, weight.dim()))) if weight.dim() > 2 else wide
+                summed = wide
+                if weight.dim() > 2:
+                    summed = wide.sum(dim=tuple(range(2, weight.dim())))
                 constant = constant + summed @ shift
             else:
                 constant = constant * scale + shift
-            module.weight = nn.Parameter(
-                (wide * scale.view(along_channels)).to(weight.dtype), weight.requires_grad
-            )
+            scaled = wide * scale.view(along_channels)
+            module.weight = nn.Parameter(scaled.to(weight.dtype), weight.requires_grad)
             module.bias = nn.Parameter(constant.to(weight.dtype), weight.requires_grad)
         for parent, key in parents:
             parent._modules[key] = FoldedNorm(norm.eps)
         outputs = tensors_of(model(*args, **kwargs))
-        same = len(outputs) == len(expected) and all(
-            output.shape == original.shape
-            and (output - original).abs().max() <= 1e-4 * original.abs().max()
-            for output, original in zip(outputs, expected, strict=True)
-        )
+        same = len(outputs) == len(expected) and all(map(_is_close, outputs, expected))
     except Exception:  # for example, the model reads the norm's weight
         pass
     finally:
         if not same:
             for module, (weight, bias) in unfolded.items():
-                module.weight, module.bias = weight, bias
+                module.weight = weight
+                module.bias = bias
             for parent, key in parents:
                 parent._modules[key] = norm
     return same
 
 
+def _is_shared(module: nn.Module, model: nn.Module) -> bool:
+    """Whether a parameter of ``module`` also belongs to another module of ``model``."""
+    own = {id(parameter) for parameter in module.parameters(recurse=False)}
+    for user in model.modules():
+        others = map(id, user.parameters(recurse=False))
+        if user is not module and not own.isdisjoint(others):
+            return True
+    return False
+
+
+def _is_close(output: Tensor, original: Tensor) -> bool:
+    """Whether ``output`` is ``original``, to 1e-4 of its greatest value."""
+    if output.shape != original.shape:
+        return False
+    error = (output - original).abs().max()
+    return bool(error <= 1e-4 * original.abs().max())
+
+
 def tensors_of(output) -> list[Tensor]:
     """The floating-point tensors of what a model returns."""
     if isinstance(output, Tensor):
-        return [output] if output.is_floating_point() else []
-    parts = (
-        output.values()
-        if isinstance(output, dict)
-        else output
-        if isinstance(output, (list, tuple))
-        else ()
-    )
-    return [tensor for part in parts for tensor in tensors_of(part)]
+        if output.is_floating_point():
+            return [output]
+        return []
+    parts = ()
+    if isinstance(output, dict):
+        parts = output.values()
+    elif isinstance(output, (list, tuple)):
+        parts = output
+    found = []
+    for part in parts:
+        found += tensors_of(part)
+    return found

@@ -68,11 +68,10 @@ def typed(option: str, value: object, argument: inspect.Parameter) -> object:
     Raises:
         ValueError: it is none. The constructors check ranges.
     """
-    kinds = (
-        [type(argument.default)]
-        if argument.annotation is argument.empty
-        else _kinds(argument.annotation)
-    )
+    if argument.annotation is argument.empty:
+        kinds = (type(argument.default),)
+    else:
+        kinds = _kinds(argument.annotation)
     kind = next((kind for kind in kinds if kind in _TYPES), None)
     if kind is None or isinstance(value, (list, tuple)):
         return value
@@ -88,7 +87,8 @@ def _kinds(annotation: object) -> tuple:
     annotations.
     """
     if isinstance(annotation, str):
-        return tuple(kind for kind in _TYPES if re.search(rf"\b{kind.__name__}\b", annotation))
+        words = re.findall(r"\w+", annotation)
+        return tuple(kind for kind in _TYPES if kind.__name__ in words)
     return get_args(annotation) or (annotation,)
 
 
@@ -121,9 +121,9 @@ def _argument(option: str, norms: Mapping[str, NormEntry]) -> inspect.Parameter:
         raise ValueError(
             f"norm option {option!r} belongs to all norms: it has the flag {SHARED[option]}"
         )
-    known = {
-        name: argument for entry in norms.values() for name, argument in entry.own_options.items()
-    }
+    known = {}
+    for entry in norms.values():
+        known |= entry.own_options
     meant = most_similar(option, [*known, *SHARED])
     if option not in known and meant in SHARED:
         raise ValueError(f"unknown norm option {option!r}, did you mean the flag {SHARED[meant]}?")
@@ -139,9 +139,9 @@ def check_option(option: str, known: Mapping[str, object], introduction: str):
     """
     if option not in known:
         names = ", ".join(sorted(known)) or "none"
+        hint = did_you_mean(option, known)
         raise ValueError(
-            f"unknown norm option {option!r}{did_you_mean(option, known)} ({introduction} {names}; "
-            "see pn norms NAME)"
+            f"unknown norm option {option!r}{hint} ({introduction} {names}; see pn norms NAME)"
         )
     return known[option]
 
@@ -150,4 +150,6 @@ def options_of(norm: str, options: Mapping[str, object]) -> dict[str, object]:
     """The options for one norm: those for every norm, and those for this norm only."""
     only = options.get(norm)
     common = {key: value for key, value in options.items() if not isinstance(value, Mapping)}
-    return {**common, **(only if isinstance(only, Mapping) else {})}
+    if isinstance(only, Mapping):
+        return common | dict(only)
+    return common

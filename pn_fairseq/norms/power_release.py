@@ -85,7 +85,8 @@ class PowerNormRelease(PowerNorm):
         step.padding_counts = True
         over_all = step.moments()
         step.padding_counts = False
-        step.moment, step.positions = over_all.moment, over_all.count.clamp(min=1.0)
+        step.moment = over_all.moment
+        step.positions = over_all.count.clamp(min=1.0)
         batch = step.moments()  # also step.batch, which enters the running psi^2: (c)
         psi2 = step.state["running_psi2"].to(batch.moment.dtype)
         some = batch.count > 0  # without a real token there is no psi_B
@@ -116,7 +117,8 @@ class PowerNormRelease(PowerNorm):
             1.0 - self.alpha_fwd,
         )
         rate = 1.0 - self.alpha_bwd
-        psi2, nu = state["running_psi2"], state["nu"]
+        psi2 = state["running_psi2"]
+        nu = state["nu"]
         new = {
             "running_psi2": psi2 + share * (step.batch.moment - psi2),
             # (d)

@@ -48,9 +48,12 @@ class ProgressiveBatchNorm(MaskedBatchNorm):
         super().__init__(num_features, **common)
         self.fade_updates = check_whole("fade_updates", fade_updates, minimum=0)
         self.faded = self.fade_updates == 0
-        self.ln_weight = nn.Parameter(torch.ones(num_features)) if self.affine else None
-        self.ln_bias = nn.Parameter(torch.zeros(num_features)) if self.affine else None
-        self.rep_alpha = nn.Parameter(torch.ones(1)) if self.affine else None
+        if self.affine:
+            self.ln_weight = nn.Parameter(torch.ones(num_features))
+            self.ln_bias = nn.Parameter(torch.zeros(num_features))
+            self.rep_alpha = nn.Parameter(torch.ones(1))
+        else:
+            self.ln_weight = self.ln_bias = self.rep_alpha = None
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
@@ -84,7 +87,9 @@ class ProgressiveBatchNorm(MaskedBatchNorm):
     def further_parameters(self) -> tuple[Tensor, ...]:
         # LN's gain and bias get their gradients in token_part, and zeros from backward_pass:
         # without any gradient after the fade they would stop DistributedDataParallel.
-        return (self.rep_alpha, self.ln_weight, self.ln_bias) if self.affine else ()
+        if self.affine:
+            return (self.rep_alpha, self.ln_weight, self.ln_bias)
+        return ()
 
     def token_part(self, x: Tensor, state: dict[str, Tensor]) -> Tensor | None:
         if not self.training or self.recalibrating or self.faded:
@@ -106,7 +111,8 @@ class ProgressiveBatchNorm(MaskedBatchNorm):
         return step.normalize(batch.moment, batch.mean, step.rest * weight, step.rest * bias)
 
     def backward_pass(self, step: Step) -> tuple[Tensor, ...]:
-        batch, sigma = step.batch, (step.batch.moment + self.eps).sqrt()
+        batch = step.batch
+        sigma = (batch.moment + self.eps).sqrt()
         gain = step.rest * (step.weight if self.affine else torch.ones_like(sigma))
         total, _ = self.effective_affine(
             step.weight, step.bias, step.further, batch.mean, batch.moment

@@ -47,11 +47,8 @@ def recalibrating(model: nn.Module) -> Iterator[list[RunningNorm]]:
     """
     norms = running_norms(model)
     if not any(isinstance(module, ChannelNorm) for module in model.modules()):
-        warnings.warn(
-            f"recalibrating({type(model).__name__}) changes nothing: the model has no norm of this "
-            "package",
-            stacklevel=3,
-        )
+        text = "changes nothing: the model has no norm of this package"
+        warnings.warn(f"recalibrating({type(model).__name__}) {text}", stacklevel=3)
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     means: list[dict[str, Tensor]] = [{} for _ in norms]
@@ -87,11 +84,13 @@ def _average_in(
         if norm.mean_name is not None:
             new[norm.mean_name] = center.to(torch.float32)
         finite = torch.stack([value.isfinite().all() for value in new.values()]).all()
-        counted = (batch.count > 0) & finite & (not norm.ignoring or norm.synchronises())
+        enters = not norm.ignoring or norm.synchronises()
+        counted = (batch.count > 0) & finite & enters
         mean[COUNT] = mean.get(COUNT, 0) + counted
         for name, value in new.items():
             old = mean.get(name, torch.zeros_like(value))
-            mean[name] = torch.where(counted, old + (value - old) / mean[COUNT].clamp(min=1), old)
+            moved = old + (value - old) / mean[COUNT].clamp(min=1)
+            mean[name] = torch.where(counted, moved, old)
     return norm.normalize_by(x, batch.mean, batch.moment)
 
 
@@ -115,9 +114,12 @@ def average_running_stats(model: nn.Module, group=None) -> bool:
         if norm.mean_name is not None:
             state[norm.moment_name] += state[norm.mean_name].square()
         states.append(state)
-    values = [value for state in states for value in state.values()]
-    total = all_reduce_sum(torch.cat([value.flatten() for value in values]), group)
-    parts = (total / ranks).split([value.numel() for value in values])
+    values = []
+    for state in states:
+        values += state.values()
+    flat = torch.cat([value.flatten() for value in values])
+    mean = all_reduce_sum(flat, group) / ranks
+    parts = mean.split([value.numel() for value in values])
     for value, part in zip(values, parts, strict=True):
         value.copy_(part.view_as(value))
     for norm, state in zip(norms, states, strict=True):
@@ -125,5 +127,6 @@ def average_running_stats(model: nn.Module, group=None) -> bool:
         if norm.mean_name is not None:
             state[norm.moment_name] -= state[norm.mean_name].square()
         for name, buffer in norm.named_buffers(recurse=False):
-            buffer.copy_(state[name] if buffer.is_floating_point() else state[name].round())
+            value = state[name]
+            buffer.copy_(value if buffer.is_floating_point() else value.round())
     return True

@@ -77,7 +77,9 @@ class FromRun:
     def value(self, circumstances: Circumstances) -> int | None:
         """The default; None, for that of the constructor, where its source is not known."""
         number = getattr(circumstances, self.source)
-        return None if number is None else round(self.part * number)
+        if number is None:
+            return None
+        return round(self.part * number)
 
 
 #: The number of attention heads.
@@ -136,11 +138,10 @@ class NormEntry:
     @property
     def own_options(self) -> dict[str, inspect.Parameter]:
         """The arguments that ``--norm-options`` sets: those that do not belong to all norms."""
-        return {
-            name: argument
-            for name, argument in self.options.items()
-            if name not in (*SHARED, *FIXED)
-        }
+        own = dict(self.options)
+        for name in (*SHARED, *FIXED):
+            own.pop(name, None)
+        return own
 
     def default(self, option: str, variant: str = "paper") -> object:
         """The default of an argument in a transformer: a value, a :class:`FromRun`, or
@@ -171,19 +172,23 @@ def description_of(cls: type[ChannelNorm], option: str) -> str:
     docstrings of its classes.
     """
     for base in inspect.getmro(cls):
-        section = re.search(
-            r"^Args:\n((?: .*\n|\n)*)",
-            f"{inspect.cleandoc(vars(base).get('__doc__') or '')}\n",
-            re.M,
-        )
-        for names, text in re.findall(
-            r"^ {4}(\w[^:\n]*): (.*(?:\n {8}.*)*)", section[1] if section else "", re.M
-        ):
+        docstring = inspect.cleandoc(vars(base).get("__doc__") or "")
+        section = re.search(r"^Args:\n((?: .*\n|\n)*)", f"{docstring}\n", re.M)
+        if not section:
+            continue
+        arguments = re.findall(r"^ {4}(\w[^:\n]*): (.*(?:\n {8}.*)*)", section[1], re.M)
+        for names, text in arguments:
             if option in names.split(", ") and not text.startswith("see "):
-                sentence = re.split(r"\.(?=\s|$)", " ".join(text.split()))[0]
-                plain = re.sub(r":\w+:`~?([^`]*)`", r"\1", sentence).replace("`", "")
-                return re.sub(r"\\([a-z]+)", lambda letter: html.unescape(f"&{letter[1]};"), plain)
+                return _first_sentence(text)
     return ""
+
+
+def _first_sentence(text: str) -> str:
+    """The first sentence of a part of a docstring, without markup and with Greek letters."""
+    one_line = " ".join(text.split())
+    sentence = re.split(r"\.(?=\s|$)", one_line)[0]
+    plain = re.sub(r":\w+:`~?([^`]*)`", r"\1", sentence).replace("`", "")
+    return re.sub(r"\\([a-z]+)", lambda letter: html.unescape(f"&{letter[1]};"), plain)
 
 
 #: Name -> norm. Sources: the classes' docstrings.
@@ -297,7 +302,8 @@ def load_norms(path: str) -> None:
     """
     file = Path(path).resolve()
     # The same name in every process: what is pickled in one can be loaded in another.
-    module_name = f"pn_fairseq_norm_module_{file.stem}_{crc32(str(file).encode()):08x}"
+    checksum = crc32(str(file).encode())
+    module_name = f"pn_fairseq_norm_module_{file.stem}_{checksum:08x}"
     if module_name in sys.modules:
         return
     if not file.is_file():
@@ -328,7 +334,10 @@ def find_norm(name: str) -> NormEntry:
         plain = re.sub("[-_]?norm$", "", str(name).lower())  # LayerNorm, batch_norm
         of_short_names = {entry.short: full for full, entry in NORMS.items()}
         meant = of_short_names.get(plain, plain)
-        hint = f", did you mean {meant!r}?" if meant in NORMS else did_you_mean(str(name), NORMS)
+        if meant in NORMS:
+            hint = f", did you mean {meant!r}?"
+        else:
+            hint = did_you_mean(str(name), NORMS)
         raise ValueError(f"unknown norm {name!r}{hint or ';'} known: {', '.join(NORMS)}")
     return NORMS[name]
 
@@ -351,12 +360,11 @@ def build_norm(name: str, num_features: int, variant: str = VARIANTS[0], **optio
     entry = find_norm(name)
     if variant not in VARIANTS:
         raise ValueError(f"unknown norm variant {variant!r}; known: {', '.join(VARIANTS)}")
-    known = {option for known_entry in NORMS.values() for option in known_entry.options}
-    if unknown := sorted(set(options) - known):
-        raise ValueError(
-            f"unknown norm option {', '.join(map(repr, unknown))}; known: "
-            f"{', '.join(sorted(known))}"
-        )
+    known = set().union(*(registered.options for registered in NORMS.values()))
+    unknown = sorted(set(options) - known)
+    if unknown:
+        listed = ", ".join(map(repr, unknown))
+        raise ValueError(f"unknown norm option {listed}; known: {', '.join(sorted(known))}")
     accepted = {key: value for key, value in options.items() if key in entry.options}
     norm = entry.variant(variant)(num_features, **accepted)
     if isinstance(norm, RunningNorm):

@@ -14,7 +14,10 @@ PARTS = ("mean", "std")
 
 def check_parts(value: str | Sequence[str]) -> tuple[str, ...]:
     """The parts that ``value``, such as "mean,std", names, in the order of :data:`PARTS`."""
-    parts = value.split(",") if isinstance(value, str) else list(value)
+    if isinstance(value, str):
+        parts = value.split(",")
+    else:
+        parts = list(value)
     if not parts or len(set(parts)) < len(parts) or not set(parts) <= set(PARTS):
         raise ValueError(f"detach={value!r} must be mean, std or mean,std")
     return tuple(part for part in PARTS if part in parts)

@@ -121,7 +121,8 @@ def _planned(text: str, corpora: Sequence[CorpusRuns]) -> tuple[str, str]:
     """The system and the column of report.csv that ``--planned`` names."""
     from pn_fairseq.report.measures import MEASURES
 
-    measures, systems = dict(MEASURES), set()
+    measures = dict(MEASURES)
+    systems = set()
     for corpus in corpora:
         measures |= corpus.measures
         systems |= corpus.settings.keys()

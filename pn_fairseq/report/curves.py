@@ -41,7 +41,8 @@ def on_one_grid(curves: Sequence[Mapping[int, float]]) -> tuple[list[int], np.nd
     curves = [dict(sorted(curve.items())) for curve in curves if curve]
     if not curves:
         return [], np.empty((0, 0))
-    low, high = max(map(min, curves)), min(map(max, curves))
+    low = max(map(min, curves))
+    high = min(map(max, curves))
     grid = [update for update in curves[0] if low <= update <= high]
     values = [np.interp(grid, list(curve), list(curve.values())) for curve in curves]
     return grid, np.array(values)
@@ -57,11 +58,11 @@ def difference(
     differences = []
     for curve in curves:
         updates = [update for update in curve if grid[0] <= update <= grid[-1]]
+        if not updates:
+            continue
+        own = np.array([curve[update] for update in updates])
         means = np.interp(updates, grid, values.mean(axis=0))
-        if updates:
-            differences.append(
-                {update: curve[update] - mean for update, mean in zip(updates, means, strict=True)}
-            )
+        differences.append(dict(zip(updates, own - means, strict=True)))
     return differences
 
 
@@ -106,7 +107,8 @@ def save(figure, file: Path, dpi: int = 130, colours: int | None = None) -> None
             if colours:
                 picture = io.BytesIO()
                 figure.savefig(picture, dpi=dpi)
-                Image.open(picture).convert("RGB").quantize(colours).save(out, "PNG", optimize=True)
+                reduced = Image.open(picture).convert("RGB").quantize(colours)
+                reduced.save(out, "PNG", optimize=True)
             else:
                 figure.savefig(out, dpi=dpi, format=file.suffix[1:])
     finally:
@@ -121,8 +123,10 @@ def _draw(axis, curves: Sequence[Mapping[int, float]], index: int, shift: float 
         axis.fill_between(grid, values.min(axis=0), values.max(axis=0), **band)
     # Where two lines are one, shifted markers show both.
     every = max(1, math.ceil(len(grid) / _MARKERS_PER_LINE))
-    mark = {"markersize": 4.5, "markerfacecolor": "white", "markevery": (int(shift * every), every)}
-    return axis.plot(grid, values.mean(axis=0), linewidth=1.4, **mark, **style(index))[0]
+    first = int(shift * every)
+    mark = {"markersize": 4.5, "markerfacecolor": "white", "markevery": (first, every)}
+    (line,) = axis.plot(grid, values.mean(axis=0), linewidth=1.4, **mark, **style(index))
+    return line
 
 
 #: The losses of a :class:`TrainingLog` that are drawn.
@@ -152,8 +156,12 @@ def records(
         common = {"picture": picture, "system": label, "compared with": control}
         for name, log in logs.items():
             losses = {loss: getattr(log, loss) for loss in _LOSSES}
-            end = _ENDS.get(log.reason, "") if log.ended else "not finished"
-            for update in sorted(set().union(*losses.values())):
+            if log.ended:
+                end = _ENDS.get(log.reason, "")
+            else:
+                end = "not finished"
+            updates = set().union(*losses.values())
+            for update in sorted(updates):
                 row = {**common, "run": name, "update": update}
                 for loss, curve in losses.items():
                     row[loss] = str(curve.get(update, ""))
@@ -166,7 +174,8 @@ def _limit(axis, drawn: Sequence[Mapping[int, float]], below: bool) -> None:
     """Cut off values of early updates above (and below) the rest of the curves; the panel says what
     is cut.
     """
-    finite, rest = [], []
+    finite = []
+    rest = []
     for curve in drawn:
         points = [(update, loss) for update, loss in curve.items() if math.isfinite(loss)]
         finite += points
@@ -175,23 +184,21 @@ def _limit(axis, drawn: Sequence[Mapping[int, float]], below: bool) -> None:
     if not rest or max(rest) == min(rest):
         return
     margin = 0.08 * (max(rest) - min(rest))
-    lowest = min(rest) if below else min(loss for _, loss in finite)
-    low, high = lowest - margin, max(rest) + margin
+    if below:
+        lowest = min(rest)
+    else:
+        lowest = min(loss for _, loss in finite)
+    low = lowest - margin
+    high = max(rest) + margin
     axis.set_ylim(low, high)
     cut = [(update, loss) for update, loss in finite if not low <= loss <= high]
     if cut:
         worst = max((loss for _, loss in cut), key=abs)
         last = max(update for update, _ in cut)
-        axis.text(
-            0.985,
-            0.95,
-            f"not shown: up to {worst:.3g} in the first {last:,} updates",
-            transform=axis.transAxes,
-            ha="right",
-            va="top",
-            style="italic",
-            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
-        )
+        text = f"not shown: up to {worst:.3g} in the first {last:,} updates"
+        place = {"transform": axis.transAxes, "ha": "right", "va": "top"}
+        box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
+        axis.text(0.985, 0.95, text, style="italic", bbox=box, **place)
 
 
 def _early_end(rows: pandas.DataFrame) -> str:
@@ -201,8 +208,11 @@ def _early_end(rows: pandas.DataFrame) -> str:
     last = rows.astype({"update": int}).groupby("run")["update"].max()
     run = last.idxmin()
     text = f"ends at {last[run]:,}"
-    reasons = [reason for reason in rows.loc[rows["run"] == run, "end"] if reason]
-    return f"{text} ({reasons[-1]})" if reasons else text
+    ends = rows.loc[rows["run"] == run, "end"]
+    reasons = [reason for reason in ends if reason]
+    if reasons:
+        return f"{text} ({reasons[-1]})"
+    return text
 
 
 #: System -> the curves of its runs, update -> loss.
@@ -276,7 +286,8 @@ def plot(rows: pandas.DataFrame, output: Path) -> None:
 
     titles = _titles(rows, train)
     columns = _columns_of_a_legend(titles.values())
-    height = 2.2 * len(panels) + 0.3 * math.ceil(len(labels) / columns) + 0.4
+    rows_of_legend = math.ceil(len(labels) / columns)
+    height = 2.2 * len(panels) + 0.3 * rows_of_legend + 0.4
     figure, axes = headless_pyplot().subplots(
         len(panels), 1, figsize=(6.4, height), sharex=True, layout="constrained"
     )
@@ -286,7 +297,10 @@ def plot(rows: pandas.DataFrame, output: Path) -> None:
         for label, curves in drawn.items():
             if curves:
                 index = labels.index(label)
-                shift = index / len(labels) if title.startswith("training") else 0
+                if title.startswith("training"):
+                    shift = index / len(labels)
+                else:
+                    shift = 0
                 lines[label] = _draw(axis, curves, index, shift)
                 points += curves
         if not points:
@@ -309,4 +323,6 @@ def _columns_of_a_legend(titles: Iterable[str]) -> int:
     longest = max(map(len, titles), default=0)
     if longest < 14:
         return 3
-    return 2 if longest < 24 else 1
+    if longest < 24:
+        return 2
+    return 1

@@ -129,7 +129,8 @@ def _read_probe_of(run: ReportedRun, norm: str | None, subject: Subject) -> None
 
 def _stacked(titles: Sequence[str], height: float, **options):
     """A figure with a panel for each title, one below the other, and the panels."""
-    size, count = (6.4, height * len(titles)), len(titles)
+    count = len(titles)
+    size = (6.4, height * count)
     figure, axes = headless_pyplot().subplots(
         count, 1, figsize=size, layout="constrained", squeeze=False, **options
     )
@@ -155,8 +156,9 @@ def _boxes(
     for index, (label, values) in enumerate(groups.items()):
         look = style(index)
         shift = (index - (slots - 1) / 2) * width
+        finite = [at_tick[np.isfinite(at_tick)] for at_tick in values]
         drawn = axis.boxplot(
-            [at_tick[np.isfinite(at_tick)] for at_tick in values],
+            finite,
             positions=np.arange(len(values)) + shift,
             widths=0.85 * width,
             whis=1.5,
@@ -166,7 +168,8 @@ def _boxes(
             flierprops={"marker": look["marker"], "markersize": 2.5, "alpha": 0.5},
         )
         # When the colours begin again, each has another hatch.
-        hatch = _HATCHES[(index + index // len(COLOURS)) % len(_HATCHES)]
+        round_of_colours = index // len(COLOURS)
+        hatch = _HATCHES[(index + round_of_colours) % len(_HATCHES)]
         for box in drawn["boxes"]:
             box.set(edgecolor=look["color"], facecolor=f"{look['color']}55", hatch=hatch)
         handles[label] = drawn["boxes"][0]
@@ -204,7 +207,8 @@ def _by_label(subjects: Sequence[Subject]) -> dict[str, list[Subject]]:
 
 
 def _legend(figure, handles: Mapping[str, object]) -> None:
-    legend(figure, handles, columns=3 if max(map(len, handles)) < 25 else 1)
+    columns = 3 if max(map(len, handles)) < 25 else 1
+    legend(figure, handles, columns)
 
 
 def _over_training(subjects: Sequence[Subject], panels: Sequence[Sequence[str]]):
@@ -214,7 +218,10 @@ def _over_training(subjects: Sequence[Subject], panels: Sequence[Sequence[str]])
     for subject in subjects:
         norms |= dict.fromkeys(subject.series["norm"])
     counts = sorted({len(runs) for runs in systems.values()})
-    several = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
+    if len(counts) > 1:
+        several = f"{counts[0]} to {counts[-1]}"
+    else:
+        several = str(counts[0])
     runs_of_a_box = f"{several} run{'s' * (several != '1')}"
     figure, axes = _stacked([", ".join(norms)] * len(panels), 4.2)
     handles = {}
@@ -222,7 +229,10 @@ def _over_training(subjects: Sequence[Subject], panels: Sequence[Sequence[str]])
         groups = {}
         for label, runs in systems.items():
             shows_psi = runs[0].series["running"].iloc[0] == "psi2"
-            column = columns[-1] if shows_psi else columns[0]
+            if shows_psi:
+                column = columns[-1]
+            else:
+                column = columns[0]
             groups[label] = _fifths(runs, f"{column}_l2")
         handles |= _boxes(axis, groups, (20, 40, 60, 80, 100), _paper_medians(columns))
         name = " or ".join(_AXES[column] for column in columns)
@@ -279,8 +289,10 @@ def batch_size(subjects: Sequence[Subject]):
             means = scores.groupby("tokens")["bleu"].mean()
             look = style(lines.index(line))
             # No line across a size that was not trained.
-            first, last = means.index[0], means.index[-1]
-            gaps = means.reindex([size for size in sizes if first <= size <= last])
+            first = means.index[0]
+            last = means.index[-1]
+            within = [size for size in sizes if first <= size <= last]
+            gaps = means.reindex(within)
             (handles[line],) = axis.plot(gaps.index, gaps, label=line, **look)
             # every seed
             axis.plot(scores["tokens"], scores["bleu"], ".", color=look["color"], alpha=0.5)
@@ -291,7 +303,10 @@ def batch_size(subjects: Sequence[Subject]):
         ticks = sorted(drawn["tokens"].unique())
         axis.set_xticks(ticks, [f"{size:,}" for size in ticks])
         axis.grid(alpha=0.3)
-    columns = 3 if max(map(len, lines)) < 20 else 2
+    if max(map(len, lines)) < 20:
+        columns = 3
+    else:
+        columns = 2
     legend(figure, {line: handles[line] for line in lines}, columns)
     return figure
 
@@ -326,7 +341,8 @@ def spectra(subjects: Sequence[Subject]):
     lengths = {len(values) for seeds in systems.values() for values in seeds}
     base = None
     if len(lengths) == 1:
-        base = next((label for label in systems if label == "LN" or label.startswith("LN (")), None)
+        controls = [label for label in systems if label == "LN" or label.startswith("LN (")]
+        base = next(iter(controls), None)
     titles = [
         "divided by the largest, as in the paper",
         "divided by the second",
@@ -334,7 +350,8 @@ def spectra(subjects: Sequence[Subject]):
     ]
     if base is not None:
         titles.append(f"divided by the Frobenius norm, ratio to {base}")
-        mean = np.mean([values / np.linalg.norm(values) for values in systems[base]], axis=0)
+        relative = [values / np.linalg.norm(values) for values in systems[base]]
+        mean = np.mean(relative, axis=0)
     figure, axes = _stacked(titles, 3.6)
     handles = {}
     for index, (label, seeds) in enumerate(systems.items()):
@@ -388,7 +405,8 @@ def gains(subjects: Sequence[Subject]):
     last = pandas.concat(map(_last_gains, subjects))
     side = "encoder" if (last["side"] == "encoder").any() else "decoder"  # of language models
     last = last[last["side"] == side]
-    positions = [position for position in _OF_LAYER.values() if position in set(last["position"])]
+    recorded = set(last["position"])
+    positions = [position for position in _OF_LAYER.values() if position in recorded]
     figure, axes = _stacked(positions, 4.2)
     handles = {}
     for axis, position in zip(axes, positions, strict=True):
@@ -497,7 +515,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     for run, (label, line) in zip(runs, labels, strict=True):
         subjects.append(read_subject(run, label, line, args.norm))
 
-    drawn, absent, without = {}, [], []
+    drawn = {}
+    absent = []
+    without = []
     for number, figure in FIGURES.items():
         shown = [subject for subject in subjects if figure.shows(subject)]
         left_out = [subject.run for subject in subjects if not figure.shows(subject)]

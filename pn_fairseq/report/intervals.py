@@ -21,12 +21,17 @@ from pn_fairseq.report.significance import POWER, Family, Interval, families
 def signed(value: float, digits: int = 2) -> str:
     """A difference, with its sign."""
     plain = f"{value:+.{digits}f}"
-    return plain.replace("-", "−") if float(plain) else plain[1:]
+    if float(plain):
+        return plain.replace("-", "−")
+    return plain[1:]
 
 
 def count(amount: int, one: str, several: str = "") -> str:
     """ "1 run", "3 runs"."""
-    return f"{amount:,} {one if amount == 1 else several or one + 's'}"
+    noun = one
+    if amount != 1:
+        noun = several or f"{one}s"
+    return f"{amount:,} {noun}"
 
 
 def side_of(differences: Collection[float]) -> str:
@@ -55,7 +60,8 @@ class Compared:
 
     def text(self, interval: Interval) -> str:
         digits = self.measure.decimals
-        low, high = signed(interval.low, digits), signed(interval.high, digits)
+        low = signed(interval.low, digits)
+        high = signed(interval.high, digits)
         return f"{signed(interval.difference, digits)} ({low} to {high})"
 
     def verdict(self, interval: Interval) -> str:
@@ -63,11 +69,14 @@ class Compared:
 
         It names the margin of equivalence if the whole interval is within it.
         """
-        verdict, margin = interval.verdict(self.measure), f"±{self.measure.margin:g}"
+        verdict = interval.verdict(self.measure)
+        margin = f"±{self.measure.margin:g}"
         if verdict == "equivalent":
             return f"equivalent within {margin}"
-        small = max(-interval.low, interval.high) <= self.measure.margin
-        return f"{verdict}, but within {margin}" if small else verdict
+        farthest = max(-interval.low, interval.high)
+        if farthest <= self.measure.margin:
+            return f"{verdict}, but within {margin}"
+        return verdict
 
     def sentence(self, family: Family) -> str:
         """Every resolved difference with its interval, and the range of the others."""
@@ -100,12 +109,16 @@ class Compared:
 
     def strength(self, family: Family) -> str:
         """What the design of a family can detect."""
-        digits, systems = self.measure.decimals, count(len(family.intervals), "system")
+        digits = self.measure.decimals
+        systems = count(len(family.intervals), "system")
+        blocks = count(family.blocks, "block")
+        noise = f"{family.deviation:.{digits}f}"
+        half_width = f"{family.half_width:.{digits}f}"
+        detectable = f"{family.detectable:.{digits}f}"
         return (
-            f"{systems} and {family.control}, up to {count(family.blocks, 'block')}; noise "
-            f"{family.deviation:.{digits}f} with {family.design.degrees} degrees of freedom; "
-            f"simultaneous intervals of ±{family.half_width:.{digits}f}, and a true difference of "
-            f"{family.detectable:.{digits}f} is found with {POWER:.0%} probability"
+            f"{systems} and {family.control}, up to {blocks}; noise {noise} with "
+            f"{family.design.degrees} degrees of freedom; simultaneous intervals of ±{half_width}, "
+            f"and a true difference of {detectable} is found with {POWER:.0%} probability"
         )
 
     def planned(self, system: str) -> str | None:
@@ -116,11 +129,10 @@ class Compared:
         for family in self.families:
             if system in family.separate:
                 interval = family.separate[system]
+                pairs = f"{system} − {family.control}"
+                p = p_text(interval.p_value)
                 sides = side_of(family.pairs[system].values())
-                return (
-                    f"{system} − {family.control}: {self.text(interval)}, "
-                    f"{p_text(interval.p_value)}, {sides} blocks"
-                )
+                return f"{pairs}: {self.text(interval)}, {p}, {sides} blocks"
         return None
 
 
@@ -186,8 +198,10 @@ def panels(
     for axis, measure in zip(axes[0], measures, strict=True):
         axis.axvspan(-measure.margin, measure.margin, color="#dddddd", linewidth=0)
         axis.axvline(0, color="black", linewidth=1)
-        axis.set_title(measure.title.replace(" (", "\n(", 1), parse_math=False)
-        axis.set_xlabel(f"← {better}" if measure.better == "lower" else f"{better} →")
+        title = measure.title.replace(" (", "\n(", 1)
+        axis.set_title(title, parse_math=False)
+        direction = f"← {better}" if measure.better == "lower" else f"{better} →"
+        axis.set_xlabel(direction)
         axis.locator_params(axis="x", nbins=4)
         axis.grid(axis="x", alpha=0.3)
     label = f"{difference}\n(grey: counts as equivalent)"
@@ -224,10 +238,9 @@ def plot(
     systems = [system for system in order if system in controls]
     systems.sort(key=lambda system: order.index(controls[system]))
     names = [f"{system}, {count(seeds[system], 'seed')}" for system in systems]
-    with_seeds = [
-        f"{control} ({count(seeds[control], 'seed')})"
-        for control in dict.fromkeys(controls.values())
-    ]
+    with_seeds = []
+    for control in dict.fromkeys(controls.values()):
+        with_seeds.append(f"{control} ({count(seeds[control], 'seed')})")
     control = f"its own control ({', '.join(with_seeds)})"
     if len(with_seeds) == 1:
         control = with_seeds[0]
@@ -239,9 +252,7 @@ def plot(
             rows = [systems.index(system) for system in family.intervals]
             centers = [interval.difference for interval in family.intervals.values()]
             halves = [interval.difference - interval.low for interval in family.intervals.values()]
-            look = style(index) | {"linestyle": "none"}
-            axis.errorbar(
-                centers, rows, xerr=halves, markersize=5, elinewidth=1.6, capsize=3, **look
-            )
+            look = style(index) | {"linestyle": "none", "markersize": 5}
+            axis.errorbar(centers, rows, xerr=halves, elinewidth=1.6, capsize=3, **look)
     save(figure, output)
     return output.name

@@ -54,7 +54,8 @@ def code(value: object, in_table: bool = True) -> Markdown:
 def block(lines: list[str]) -> Markdown:
     """Lines to be shown letter for letter."""
     fence = _fence("\n".join(lines), 3)
-    return Markdown("\n".join([fence, *lines, fence]))
+    fenced = [fence, *lines, fence]
+    return Markdown("\n".join(fenced))
 
 
 def table(frame: pandas.DataFrame) -> Markdown:
@@ -71,11 +72,10 @@ def table(frame: pandas.DataFrame) -> Markdown:
     sides = ["left"]
     for number in range(1, cells.shape[1]):
         there = [cell for cell in cells.iloc[:, number] if not cell.startswith("*")]
-        numbers = [cell for cell in there if _NUMBER.fullmatch(cell)]
-        sides.append("right" if there and len(numbers) == len(there) else "left")
-    return Markdown(
-        cells.to_markdown(index=False, tablefmt="pipe", colalign=sides, disable_numparse=True)
-    )
+        are_numbers = there and all(_NUMBER.fullmatch(cell) for cell in there)
+        sides.append("right" if are_numbers else "left")
+    pipes = {"tablefmt": "pipe", "colalign": sides, "disable_numparse": True}
+    return Markdown(cells.to_markdown(index=False, **pipes))
 
 
 def template(name: str) -> jinja2.Template:

@@ -55,10 +55,10 @@ class Value:
 
 
 def of_scores(scores: Scores) -> list[Value]:
-    return [
-        Value(METRICS[name], score.score, score.signature)
-        for name, score in scores.by_metric.items()
-    ]
+    values = []
+    for name, score in scores.by_metric.items():
+        values.append(Value(METRICS[name], score.score, score.signature))
+    return values
 
 
 def of_perplexity(perplexity: Perplexity) -> list[Value]:
@@ -87,8 +87,9 @@ def of_file(folder: Path) -> list[Value]:
     values = []
     for number, entry in enumerate(entries, 1):
         value = _of_entry(entry, f"{file}, measure {number}")
-        if any(value.measure.name == other.measure.name for other in values):
-            raise UserError(f"{file} names '{value.measure.name}' twice")
+        name = value.measure.name
+        if any(name == other.measure.name for other in values):
+            raise UserError(f"{file} names '{name}' twice")
         values.append(value)
     return values
 
@@ -103,7 +104,7 @@ def _of_entry(entry: object, where: str) -> Value:
         if key not in entry:
             raise UserError(f"{where} has no '{key}'")
     name = entry["name"]
-    if not isinstance(name, str) or not name.strip() or ":" in name or len(name.splitlines()) > 1:
+    if not _is_name(name):
         raise UserError(f"{where}: the name {name!r} must be text on one line, without a colon")
     if name in _TAKEN:
         raise UserError(f"{where}: the name '{name}' is taken by a column of the report; rename it")
@@ -119,6 +120,13 @@ def _of_entry(entry: object, where: str) -> Value:
         raise UserError(f"{where}: the signature {signature!r} must be text")
     measure = Measure(name, name, name, entry["better"], margin)
     return Value(measure, float(entry["value"]), signature)
+
+
+def _is_name(name: object) -> bool:
+    """Whether a value is text on one line, without a colon."""
+    if not isinstance(name, str) or not name.strip():
+        return False
+    return ":" not in name and len(name.splitlines()) <= 1
 
 
 def _is_number(value: object) -> bool:

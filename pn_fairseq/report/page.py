@@ -20,7 +20,8 @@ from pn_fairseq.report.runs import ReportedRun
 from pn_fairseq.report.systems import CorpusRuns
 
 #: Pictures in the folder of the report.
-CURVES, INTERVALS = "report-curves-{}.png", "report-intervals-{}.png"
+CURVES = "report-curves-{}.png"
+INTERVALS = "report-intervals-{}.png"
 
 #: Systems in one picture of learning curves, without LN; more would look alike.
 _OF_A_PICTURE = 5
@@ -121,7 +122,8 @@ def _section(
             answer = compared[column].planned(system)
             if answer:
                 answers.append((compared[column].measure.title, answer))
-    order, seeds = list(corpus.settings), intervals.seeds_of(frame)
+    order = list(corpus.settings)
+    seeds = intervals.seeds_of(frame)
     return {
         "data": tables.data_table(corpus),
         "signatures": tables.signatures(corpus),
@@ -140,18 +142,21 @@ def _section(
 
 def _compared_by(corpus: CorpusRuns) -> dict[str, Measure]:
     """The measures of a corpus and the validation loss, in the order of the tables."""
-    shown = {
-        name: measure
-        for name, measure in MEASURES.items()
-        if name == LOSS or name in corpus.measures
-    }
+    shown = {}
+    for name, measure in MEASURES.items():
+        if name == LOSS or name in corpus.measures:
+            shown[name] = measure
     return shown | corpus.measures
 
 
 def _title(corpus: CorpusRuns) -> str:
     data = corpus.data or {}
-    source, target = data.get("source"), data.get("target")
-    languages = f"{source} to {target}" if source and target else ""
+    source = data.get("source")
+    target = data.get("target")
+    if source and target:
+        languages = f"{source} to {target}"
+    else:
+        languages = ""
     return data.get("corpus") or languages or f"Data not known: {corpus.runs[0].name}"
 
 
@@ -160,7 +165,8 @@ def _titles(corpora: Sequence[CorpusRuns]) -> list[str]:
     the runs.
     """
     titles = [_title(corpus) for corpus in corpora]
-    folders, names = [], []
+    folders = []
+    names = []
     for corpus in corpora:
         folders.append(", ".join(map(os.path.relpath, corpus.data_folders())))
         names.append(", ".join(run.name for run in corpus.runs))
@@ -196,7 +202,8 @@ def write(
     folder.mkdir(parents=True, exist_ok=True)
     all_rows: list[dict] = []
     sections = []
-    drawn, titles = _learning_curves(corpora, folder), _titles(corpora)
+    drawn = _learning_curves(corpora, folder)
+    titles = _titles(corpora)
     for number, (corpus, pictures) in enumerate(zip(corpora, drawn, strict=True), 1):
         rows = tables.csv_rows(corpus)
         all_rows += rows
@@ -205,16 +212,18 @@ def write(
         section |= {"title": titles[number - 1], "pictures": pictures}
         sections.append(section | content(corpus))
     figures = sorted(folder.glob("figure-[2-7].png"))  # of pn figures
+    probes = [(run.name, tables.relative(run.probe)) for run in runs if run.probe]
+    systems = sum(len(corpus.settings) for corpus in corpora)
     page = template("report.md.j2").render(
         settings,
         version=__version__,
         runs=runs,
         corpora=sections,
         machines=tables.machines_table(runs),
-        systems=sum(len(corpus.settings) for corpus in corpora),
+        systems=systems,
         problems=_problems(runs),
         repeated=_repeated(corpora),
-        probes=[(run.name, tables.relative(run.probe)) for run in runs if run.probe],
+        probes=probes,
         figures=[file.name for file in figures],
         count=intervals.count,
     )
@@ -243,7 +252,8 @@ def _problems(runs: Sequence[ReportedRun]) -> list[tuple[Markdown, str]]:
             runs_of.setdefault(in_run, []).append(run)
     problems = []
     for problem, faulty in runs_of.items():
-        names = ", ".join(code(tables.relative(run.path), in_table=False) for run in faulty)
+        paths = [tables.relative(run.path) for run in faulty]
+        names = ", ".join(code(path, in_table=False) for path in paths)
         if len(faulty) == len(runs) > 1:
             names = f"all {len(runs)} runs"
         elif len(faulty) > 1:

@@ -22,7 +22,10 @@ def _published(corpus: CorpusRuns, paper: str, subset: str) -> dict | None:
     digits = 1 if table["measure"] == "perplexity" else 2
     rows = []
     for model, (valid, test) in table["rows"].items():
-        validation = missing("–") if valid is None else number(valid, digits)
+        if valid is None:
+            validation = missing("–")
+        else:
+            validation = number(valid, digits)
         rows.append({"published": model, "validation": validation, "test": number(test, digits)})
     tokens = table.get("tokens", {}).get(subset)
     others = set()
@@ -41,7 +44,8 @@ def _recognise(corpus: str | None) -> str | None:
 
 def content(corpus: CorpusRuns, paper: str, subset: str) -> dict:
     """What the template shows of the runs on a corpus."""
-    units, unmasked = set(), []
+    units = set()
+    unmasked = []
     for label in corpus.settings:
         measured = [run.perplexity for run in corpus.members(label) if run.perplexity]
         units.update(perplexity.unit for perplexity in measured)

@@ -54,7 +54,9 @@ class ReportedRun:
     def get(self, key: str, default: object = None) -> object:
         """A setting; a null counts as absent."""
         value = self.settings_by_name.get(key)
-        return default if value is None else value
+        if value is None:
+            return default
+        return value
 
     @cached_property
     def data_folder(self) -> Path | None:
@@ -105,7 +107,9 @@ class ReportedRun:
     @property
     def max_update(self) -> int | None:
         limit = self.get("optimization.max_update")
-        return limit if isinstance(limit, int) and limit else None
+        if isinstance(limit, int) and limit:
+            return limit
+        return None
 
     @property
     def trained(self) -> bool:
@@ -159,7 +163,9 @@ class ReportedRun:
     def decoded(self) -> int | None:
         """The number of hypotheses."""
         file = self.result / "hyp.tok"
-        return count_lines(file) if file.is_file() else None
+        if file.is_file():
+            return count_lines(file)
+        return None
 
     @cached_property
     def decoding(self) -> str | None:
@@ -167,11 +173,14 @@ class ReportedRun:
         settings = stamp.read(self.result / "made.txt")
         for name in ("checkpoint", "checkpoint_file", "data", "subset"):
             settings.pop(name, None)
-        return " ".join(f"{name}={value}" for name, value in settings.items()) or None
+        words = [f"{name}={value}" for name, value in settings.items()]
+        return " ".join(words) or None
 
     def score(self, metric: str) -> Score | None:
         """The score that pn score computed; None if the run was not scored by it."""
-        return self.scores.by_metric.get(metric) if self.scores else None
+        if self.scores:
+            return self.scores.by_metric.get(metric)
+        return None
 
 
 def read_runs(paths: Sequence[Path], subset: str = "test") -> list[ReportedRun]:
@@ -193,7 +202,10 @@ def read_runs(paths: Sequence[Path], subset: str = "test") -> list[ReportedRun]:
         _check_that_it_is_a_run(path)
         first = seen.setdefault(path.resolve(), path)
         if first is not path:
-            also = "" if str(path) == str(first) else f" (also as '{first}')"
+            if str(path) == str(first):
+                also = ""
+            else:
+                also = f" (also as '{first}')"
             raise UserError(f"'{path}' is given twice{also}")
     _check_subset(jobs, subset)
     names = short_names(jobs)
@@ -230,7 +242,10 @@ def read_run(path: Path, name: str, subset: str = "test") -> ReportedRun:
     folder = Run(path)
     problems: list[str] = []
     saved = _without_a_log(folder)
-    log = _read_checkpoints(saved, problems) if saved else _read_log(folder, problems)
+    if saved:
+        log = _read_checkpoints(saved, problems)
+    else:
+        log = _read_log(folder, problems)
     try:
         settings = folder.settings_by_name
     except UserError as error:
@@ -312,7 +327,10 @@ def _read_log(folder: Run, problems: list[str]) -> TrainingLog | None:
     if log is None:
         problems.append("not trained: there is no train.log")
     elif log.unreadable:
-        lines = "1 line" if log.unreadable == 1 else f"{log.unreadable} lines"
+        if log.unreadable == 1:
+            lines = "1 line"
+        else:
+            lines = f"{log.unreadable} lines"
         name = folder.log_file.name
         problems.append(f"{lines} of {name} cannot be read (cut off?) and not shown here")
     return log
@@ -420,7 +438,8 @@ def _read_values(
         others = []
     hypotheses = folder / "hyp.tok"
     if others and hypotheses.is_file():
-        if (folder / measures.FILE).stat().st_mtime < hypotheses.stat().st_mtime:
+        written = (folder / measures.FILE).stat().st_mtime
+        if written < hypotheses.stat().st_mtime:
             problems.append(
                 f"{measures.FILE} is older than hyp.tok and may belong to other hypotheses"
             )
@@ -482,20 +501,22 @@ def log_of_checkpoints(files: Sequence[Path]) -> TrainingLog:
     for file in files:
         state = load_checkpoint(file)
         history = state.get("optimizer_history")
-        update = history[-1]["num_updates"] if history else 0
+        if history:
+            update = history[-1]["num_updates"]
+        else:
+            update = 0
         means = {}
-        for group, meters in state.get("extra_state", {}).get("metrics", {}).items():
+        groups = state.get("extra_state", {}).get("metrics", {})
+        for group, meters in groups.items():
             for _, name, _, meter in meters:
                 if meter.get("count"):
-                    means[group, name] = round(float(meter["sum"]) / float(meter["count"]), 3)
+                    mean = float(meter["sum"]) / float(meter["count"])
+                    means[group, name] = round(mean, 3)
         for kind, (group, name) in _METERS.items():
             loss = means.get((group, name), means.get((group, "loss")))
             if loss is not None:
                 losses[kind][update] = loss
-    log = TrainingLog(
-        train=dict(sorted(losses["train"].items())),
-        train_nll=dict(sorted(losses["train_nll"].items())),
-        valid=dict(sorted(losses["valid"].items())),
-    )
+    ordered = {kind: dict(sorted(curve.items())) for kind, curve in losses.items()}
+    log = TrainingLog(**ordered)
     log.starts = [Start(updates=list(log.train))]
     return log

@@ -23,7 +23,8 @@ from pn_fairseq.report.measures import LOSS
 
 #: Error rate of a whole family of comparisons, and the power for which the detectable difference is
 #: given.
-ERROR_RATE, POWER = 0.05, 0.8
+ERROR_RATE = 0.05
+POWER = 0.8
 
 #: A system whose mean best validation loss is this much above its control's (bits per token) did
 #: not train with its settings. It is not tested, and its spread over seeds does not enter the noise
@@ -50,10 +51,16 @@ class Interval:
         2.5%).
         """
         if self.low > 0:
-            return "better" if measure.better == "higher" else "worse"
+            if measure.better == "higher":
+                return "better"
+            return "worse"
         if self.high < 0:
-            return "better" if measure.better == "lower" else "worse"
-        return "equivalent" if max(-self.low, self.high) <= measure.margin else "inconclusive"
+            if measure.better == "lower":
+                return "better"
+            return "worse"
+        if max(-self.low, self.high) <= measure.margin:
+            return "equivalent"
+        return "inconclusive"
 
 
 class Design:
@@ -84,11 +91,12 @@ class Design:
             columns.append([other == block for other in block_of_run])
         matrix = np.array(columns, dtype=float).T
         self._inverse = np.linalg.pinv(matrix)
-        self._residual = np.eye(len(runs)) - matrix @ self._inverse
         self.runs = len(runs)
+        self._residual = np.eye(self.runs) - matrix @ self._inverse
         self.degrees = self.runs - int(np.linalg.matrix_rank(matrix))
         contrasts = np.eye(matrix.shape[1])[1 : 1 + len(names)]
-        estimable = np.isclose(contrasts @ self._inverse @ matrix, contrasts, atol=1e-8).all(axis=1)
+        projected = contrasts @ self._inverse @ matrix
+        estimable = np.isclose(projected, contrasts, atol=1e-8).all(axis=1)
         self.systems = [name for name, known in zip(names, estimable, strict=True) if known]
         self._contrasts = contrasts[estimable] @ self._inverse
         covariance = self._contrasts @ self._contrasts.T
@@ -106,7 +114,8 @@ class Design:
             noise, (...).
         """
         residual = self._residual @ values
-        return self._contrasts @ values, np.sqrt((residual**2).sum(axis=0) / self.degrees)
+        variance = (residual**2).sum(axis=0) / self.degrees
+        return self._contrasts @ values, np.sqrt(variance)
 
     def probability(self, bound: float) -> float:
         """The probability that no estimated difference is more than ``bound`` standard errors
@@ -123,7 +132,8 @@ class Design:
         one = float(stats.t.isf(ERROR_RATE / 2, self.degrees))
         if len(self.systems) == 1:
             return one
-        bonferroni = float(stats.t.isf(ERROR_RATE / 2 / len(self.systems), self.degrees))
+        share = ERROR_RATE / len(self.systems)
+        bonferroni = float(stats.t.isf(share / 2, self.degrees))
 
         def excess(bound: float) -> float:
             return self.probability(bound) - 1 + ERROR_RATE
@@ -145,7 +155,8 @@ class Design:
         high = critical
         while power(high) < POWER:
             high *= 2
-        return error * optimize.brentq(lambda shift: power(shift) - POWER, 0, high)
+        shift = optimize.brentq(lambda shift: power(shift) - POWER, 0, high)
+        return error * shift
 
 
 @dataclass(frozen=True)
@@ -180,7 +191,9 @@ def _family(values: pandas.Series, control: str) -> Family | None:
         return None
     critical = design.critical()
     quantile = float(stats.t.isf(ERROR_RATE / 2, design.degrees))
-    intervals, separate, pairs = {}, {}, {}
+    intervals = {}
+    separate = {}
+    pairs = {}
     by_block = values.unstack()
     errors = design.errors * deviation
     for system, center, error in zip(design.systems, differences, errors, strict=True):
@@ -189,7 +202,8 @@ def _family(values: pandas.Series, control: str) -> Family | None:
         intervals[system] = _interval(center, critical * error, p)
         p = 2 * float(stats.t.sf(ratio, design.degrees))
         separate[system] = _interval(center, quantile * error, p)
-        pairs[system] = (by_block.loc[system] - by_block.loc[control]).dropna().to_dict()
+        differences_by_block = by_block.loc[system] - by_block.loc[control]
+        pairs[system] = differences_by_block.dropna().to_dict()
     return Family(
         control=control,
         blocks=int(values.groupby(level=0).size().max()),
@@ -204,7 +218,8 @@ def _family(values: pandas.Series, control: str) -> Family | None:
 
 
 def _interval(center: float, half: float, p: float) -> Interval:
-    center, half = float(center), float(half)
+    center = float(center)
+    half = float(half)
     return Interval(center, center - half, center + half, p)
 
 
@@ -227,13 +242,15 @@ def families(frame: pandas.DataFrame, measure: str) -> tuple[list[Family], dict[
     measured = measured.assign(block=_blocks(measured))
     values = measured.groupby(["system", "block"], sort=False)[measure].mean()
     counts = values.groupby(level="system", sort=False).size()
-    losses, bleu = _means(measured, LOSS), _means(measured, "tokenized")
+    losses = _means(measured, LOSS)
+    bleu = _means(measured, "tokenized")
     low = set()
     if measure != LOSS:  # a difference of scores would be one between two kinds of noise
         low = {system for system in counts.index if low_bleu(bleu[system])}
     with_control = measured.dropna(subset=["compared with"])
     controls = with_control.groupby("system", sort=False)["compared with"].first()
-    tested, untested = [], {}
+    tested = []
+    untested = {}
     for control in controls.unique():
         systems = controls.index[controls == control]
         if control not in counts:
@@ -260,7 +277,8 @@ def families(frame: pandas.DataFrame, measure: str) -> tuple[list[Family], dict[
             members = values.index.isin([control, *several], level="system")
             family = _family(values[members], control)
         for system in several:
-            shares_a_block = bool(set(values[system].index) & set(values[control].index))
+            blocks = set(values[system].index)
+            shares_a_block = not blocks.isdisjoint(values[control].index)
             if not family and shares_a_block:
                 untested[system] = "no spread over seeds, or too few runs"
             elif not family or system not in family.intervals:

@@ -36,12 +36,14 @@ _COPIES = {
     "task.seed": "common.seed",
 }
 
-NORM, SIZE = "encoder norm", "size"
+NORM = "encoder norm"
+SIZE = "size"
 #: The norm of language models.
 LM_NORM = "model.decoder_norm"
 #: pn train distributes these tokens over the ranks; for other runs it is computed from their
 #: settings.
-TOKENS, SENTENCES = "tokens_per_update", "sentences per update"
+TOKENS = "tokens_per_update"
+SENTENCES = "sentences per update"
 SEED = "common.seed"
 #: A label names at most so many settings; the table of the settings that differ has them all.
 _MOST_DETAILS = 4
@@ -68,7 +70,10 @@ def norm_and_size(run: ReportedRun) -> tuple[str, str]:
     An architecture that is not this plugin's has itself as its norm, and no size.
     """
     arch = str(run.get("model._name", "architecture not known"))
-    parts = ("transformer", "pn", "base") if arch == "transformer_pn" else parts_of(arch)
+    if arch == "transformer_pn":
+        parts = ("transformer", "pn", "base")
+    else:
+        parts = parts_of(arch)
     if parts is None:
         return arch, "-"
     model, short, size = parts
@@ -107,11 +112,11 @@ def comparable(run: ReportedRun) -> Settings:
     norm, size = norm_and_size(run)
     settings = {NORM: norm, SIZE: size, **_batch(run), **run.settings_by_name}
     # A setting that is null and one that is not there mean the same: the default.
-    return {
-        name: value
-        for name, value in settings.items()
-        if value is not None and name not in left_out and role_of(name).shown
-    }
+    shown = {}
+    for name, value in settings.items():
+        if value is not None and name not in left_out and role_of(name).shown:
+            shown[name] = value
+    return shown
 
 
 @dataclass
@@ -184,7 +189,8 @@ class CorpusRuns:
         Other LN systems are compared with the first, which has the fewest settings of its own.
         Language models are compared only with LN in the same model.
         """
-        controls = [label for label in self.settings if self.norm(label) == norm_labels()["layer"]]
+        ln = norm_labels()["layer"]
+        controls = [label for label in self.settings if self.norm(label) == ln]
         baselines = {}
         for label, settings in self.settings.items():
             candidates = [ln for ln in controls if self._model(ln) == self._model(label)]
@@ -208,7 +214,8 @@ class CorpusRuns:
 
     def beside_the_norm(self, label: str, baseline: str) -> list[str]:
         """The settings in which two systems differ, without the norms and their options."""
-        own, other = self.settings[label], self.settings[baseline]
+        own = self.settings[label]
+        other = self.settings[baseline]
         names = []
         for name in differing([own, other]):
             # The size of a mini-batch is a setting of systems with batch statistics only.
@@ -246,7 +253,10 @@ def group(runs: Sequence[ReportedRun]) -> list[CorpusRuns]:
     corpora: dict[object, list[ReportedRun]] = {}
     for run in runs:
         known = run.data_settings is not None and run.settings_by_name
-        key = frozenset(run.data_settings.items()) if known else run.path
+        if known:
+            key = frozenset(run.data_settings.items())
+        else:
+            key = run.path
         corpora.setdefault(key, []).append(run)
     return [_corpus_runs(members) for members in corpora.values()]
 
@@ -266,7 +276,8 @@ def labels_of(runs: Sequence[ReportedRun]) -> list[tuple[str, str]]:
 
 
 def _label_by_run(corpus: CorpusRuns) -> dict[Path, str]:
-    return {run.path: label for run, label in zip(corpus.runs, corpus.frame["system"], strict=True)}
+    paths = [run.path for run in corpus.runs]
+    return dict(zip(paths, corpus.frame["system"], strict=True))
 
 
 def _corpus_runs(runs: Sequence[ReportedRun], batch_is_a_setting: bool = True) -> CorpusRuns:
@@ -281,11 +292,10 @@ def _corpus_runs(runs: Sequence[ReportedRun], batch_is_a_setting: bool = True) -
         all_settings = comparable(run)
         for name in all_settings.keys() & measures.keys():
             raise UserError(f"{run.name} has a measure '{name}', which is a setting: rename it")
-        settings = {
-            name: value
-            for name, value in all_settings.items()
-            if name != SEED and role_of(name).identity
-        }
+        settings = {}
+        for name, value in all_settings.items():
+            if name != SEED and role_of(name).identity:
+                settings[name] = value
         norm = settings[NORM]
         for name in _BATCH:
             if (norm, name) in mini_batches:
@@ -324,11 +334,11 @@ def _mini_batches_that_count(runs: Iterable[ReportedRun]) -> set[tuple[str, str]
         norm, _ = norm_and_size(run)
         for name in _BATCH:
             sizes.setdefault((norm, name), set()).add(run.get(name))
-    return {
-        (norm, name)
-        for (norm, name), found in sizes.items()
-        if norm in with_statistics and len(found) > 1
-    }
+    counting = set()
+    for (norm, name), found in sizes.items():
+        if norm in with_statistics and len(found) > 1:
+            counting.add((norm, name))
+    return counting
 
 
 def _details(systems: Sequence[Settings]) -> list[list[str]]:
@@ -348,28 +358,35 @@ def _details(systems: Sequence[Settings]) -> list[list[str]]:
                 if _several_sizes(system[NORM], systems):
                     labels.append(value)
                 continue
-            is_named = value != most_common if is_decided else system.get(name) is not None
+            if is_decided:
+                is_named = value != most_common
+            else:
+                is_named = system.get(name) is not None
             if is_named:
                 labels.append(f"{_short(name)}={value}")
     return details
 
 
 def _several_sizes(norm: object, systems: Sequence[Settings]) -> bool:
-    return len({system[SIZE] for system in systems if system[NORM] == norm}) > 1
+    sizes = {system[SIZE] for system in systems if system[NORM] == norm}
+    return len(sizes) > 1
 
 
 def _label(number: int, systems: Sequence[Settings], details: Sequence[list[str]]) -> str:
     """The norm and the details; if they are many, the place among the systems of the norm, or their
     number.
     """
-    norm, labels = str(systems[number][NORM]), details[number]
+    norm = str(systems[number][NORM])
+    labels = details[number]
     if len(labels) > _MOST_DETAILS:
         of_norm = [index for index, system in enumerate(systems) if system[NORM] == norm]
         if len(of_norm) > 1:
             labels = [f"settings {of_norm.index(number) + 1}"]
         else:
             labels = [f"{len(labels)} settings differ"]
-    return f"{norm} ({', '.join(labels)})" if labels else norm
+    if labels:
+        return f"{norm} ({', '.join(labels)})"
+    return norm
 
 
 def as_text(value: object) -> str:

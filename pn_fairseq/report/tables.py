@@ -47,7 +47,9 @@ def progress(text: str) -> None:
 
 def number(value: float, digits: int = 2) -> str:
     """A number with a fixed number of digits and a comma in the thousands."""
-    return f"{value:,.{digits}f}" if math.isfinite(value) else "not finite"
+    if math.isfinite(value):
+        return f"{value:,.{digits}f}"
+    return "not finite"
 
 
 def relative(text: str | Path) -> str:
@@ -58,7 +60,8 @@ def relative(text: str | Path) -> str:
     if not folder:
         return str(text)
     # Where a path begins: not in the middle of another one that has the same names in it.
-    return re.sub(rf"(?<![^\s'\"=:,(\[]){re.escape(folder)}/", "", str(text))
+    below = rf"(?<![^\s'\"=:,(\[]){re.escape(folder)}/"
+    return re.sub(below, "", str(text))
 
 
 def data_table(corpus: CorpusRuns) -> pandas.DataFrame:
@@ -116,7 +119,8 @@ def results_table(
         for name in shown:
             measure = corpus.measures[name]
             title = titles.get(name, measure.title)
-            mean, deviation = means.loc[label, name], deviations.loc[label, name]
+            mean = means.loc[label, name]
+            deviation = deviations.loc[label, name]
             if not measured:
                 row[title] = row[f"std, {title}"] = _state(runs[0])
             elif math.isnan(mean):
@@ -138,14 +142,25 @@ def scored_by(corpus: CorpusRuns, measure: str) -> bool:
 
 
 def _seeds(runs: Sequence[ReportedRun]) -> list[str]:
-    return list(dict.fromkeys("not known" if run.seed is None else str(run.seed) for run in runs))
+    seeds = [_seed(run) for run in runs]
+    return list(dict.fromkeys(seeds))
+
+
+def _seed(run: ReportedRun) -> str:
+    return "not known" if run.seed is None else str(run.seed)
 
 
 def _amount(runs: Sequence[ReportedRun], measured: Sequence[str]) -> Markdown:
     """How many seeds of a system were measured, and which."""
     seeds = len(_seeds(runs))
-    amount = str(seeds) if len(measured) == seeds else f"{len(measured)} of {seeds}"
-    which = f"({', '.join(measured)})" if measured else _state(runs[0])
+    if len(measured) == seeds:
+        amount = str(seeds)
+    else:
+        amount = f"{len(measured)} of {seeds}"
+    if measured:
+        which = f"({', '.join(measured)})"
+    else:
+        which = _state(runs[0])
     return Markdown(f"{amount} {which}")
 
 
@@ -155,7 +170,10 @@ def _beside(row: Row | None, mean: float) -> dict[str, str]:
         return {"paper": missing("not in the paper"), "difference": missing("–")}
     if math.isnan(row.bleu):
         return {"paper": missing("diverges"), "difference": missing("–")}
-    difference = missing("–") if math.isnan(mean) else signed(mean - row.bleu)
+    if math.isnan(mean):
+        difference = missing("–")
+    else:
+        difference = signed(mean - row.bleu)
     return {"paper": str(row.bleu), "difference": difference}
 
 
@@ -167,9 +185,8 @@ def csv_rows(corpus: CorpusRuns) -> list[dict[str, object]]:
     differing = values.loc[:, values.nunique() > 1].to_dict("records")
     rows = []
     frame = corpus.frame
-    for run, label, seed, settings in zip(
-        frame["run"], frame["system"], frame["seed"], differing, strict=True
-    ):
+    described = zip(frame["run"], frame["system"], frame["seed"], differing, strict=True)
+    for run, label, seed, settings in described:
         row = {"run": run.name, "data": "", "system": label, "norm": corpus.norm(label)}
         if run.data_folder:
             row["data"] = os.path.relpath(run.data_folder)
@@ -238,13 +255,17 @@ def training_table(corpus: CorpusRuns) -> pandas.DataFrame:
     for label, run in zip(corpus.frame["system"], corpus.runs, strict=True):
         log = run.log or TrainingLog()
         numbers = training_numbers(run)
-        row = {"norm": label, "seed": missing("not known") if run.seed is None else str(run.seed)}
-        row |= {"run": code(run.name), "state": _state(run)}
-        limit = f"of {run.max_update:,}" if run.max_update else "(no limit)"
+        seed = missing("not known") if run.seed is None else str(run.seed)
+        row = {"norm": label, "seed": seed, "run": code(run.name), "state": _state(run)}
+        if run.max_update:
+            limit = f"of {run.max_update:,}"
+        else:
+            limit = "(no limit)"
         row["updates"] = f"{log.updates:,} {limit}"
         if log.reason == "patience":
             row["updates"] += f" (patience {run.get('checkpoint.patience')})"
-        loss, update = numbers[LOSS], numbers["at update"]
+        loss = numbers[LOSS]
+        update = numbers["at update"]
         row[LOSS] = _logged(loss, f"{loss:.3f} at {update:,.0f}")
         row["wall time"] = _wall_time(log, numbers["seconds"])
         per_update = numbers["seconds per update"]
@@ -259,7 +280,9 @@ _NOT_LOGGED = missing("not logged")
 
 
 def _logged(value: float, text: str) -> str:
-    return _NOT_LOGGED if math.isnan(value) else text
+    if math.isnan(value):
+        return _NOT_LOGGED
+    return text
 
 
 def _wall_time(log: TrainingLog, seconds: float) -> str:
@@ -267,7 +290,9 @@ def _wall_time(log: TrainingLog, seconds: float) -> str:
         return _NOT_LOGGED
     time = str(timedelta(seconds=round(seconds)))
     cut_off = any(start.done_seconds is None for start in log.starts)
-    return f"at least {time}" if cut_off else time
+    if cut_off:
+        return f"at least {time}"
+    return time
 
 
 def machines_table(runs: Sequence[ReportedRun]) -> pandas.DataFrame:
@@ -308,7 +333,9 @@ def _plain(value: object) -> str:
         for text, times in Counter(map(_plain, value)).items():
             parts.append(f"{times} × {text}" if times > 1 else text)
         return "; ".join(parts) or "none"
-    return "none" if value in (None, "") else str(value)
+    if value in (None, ""):
+        return "none"
+    return str(value)
 
 
 def settings_tables(corpus: CorpusRuns) -> dict:
@@ -335,7 +362,8 @@ def commands(corpus: CorpusRuns) -> list[str]:
     lines = []
     for run in corpus.runs:
         if run.starts and "command" in run.starts[-1]:
-            lines.append(shlex.join(["pn", "train", *map(relative, run.starts[-1]["command"])]))
+            arguments = map(relative, run.starts[-1]["command"])
+            lines.append(shlex.join(["pn", "train", *arguments]))
     return lines
 
 

@@ -29,14 +29,16 @@ def bootstrap_texts(
         compared = compare_folders(folders, resamples=resamples)
     except (UserError, OSError) as error:
         return dict.fromkeys(METRICS, f"not computed ({' '.join(str(error).split())})")
-    low = any(low_bleu(result.score) for result in compared["tokenized"].results.values())
+    tokenized = compared["tokenized"].results.values()
+    low = any(low_bleu(result.score) for result in tokenized)
     texts = {}
     for metric, comparison in compared.items():
         of_baseline, of_run = comparison.results.values()
         p = "not tested (BLEU below 1)"
         if not low:
             p = p_text(min(1.0, of_run.p_value * comparisons))
-        texts[metric] = f"{signed(of_run.score - of_baseline.score)}, {p}"
+        difference = of_run.score - of_baseline.score
+        texts[metric] = f"{signed(difference)}, {p}"
     return texts
 
 
@@ -45,15 +47,15 @@ def bootstrap(corpus: CorpusRuns, resamples: int) -> tuple[pandas.DataFrame, int
     corrected.
     """
     scored = {label for label in corpus.settings if _scored_runs(corpus, label)}
-    tested = {
-        label: baseline
-        for label, baseline in corpus.baselines.items()
-        if label in scored and baseline in scored
-    }
+    tested = {}
+    for label, baseline in corpus.baselines.items():
+        if label in scored and baseline in scored:
+            tested[label] = baseline
     rows = []
     for label, baseline in tested.items():
         progress(f"comparing {label} with {baseline}")
-        partners = {run.seed: run for run in reversed(_scored_runs(corpus, baseline))}
+        of_baseline = _scored_runs(corpus, baseline)
+        partners = {run.seed: run for run in reversed(of_baseline)}
         texts: dict[str, list[str]] = {metric: [] for metric in METRICS}
         for run in _scored_runs(corpus, label):
             if run.seed not in partners:
@@ -82,7 +84,10 @@ def content(corpus: CorpusRuns, paper: str | Table, resamples: int) -> dict:
     pairs = corpus.counts().get("train")
     if paper == "auto":
         paper = recognise(corpus.data or {}, size, pairs)
-    table = paper if isinstance(paper, Table) else PAPER.get(paper)
+    if isinstance(paper, Table):
+        table = paper
+    else:
+        table = PAPER.get(paper)
     published = {}
     norms = {label: name for name, label in norm_labels().items()}
     for label, settings in corpus.settings.items():
@@ -98,12 +103,13 @@ def content(corpus: CorpusRuns, paper: str | Table, resamples: int) -> dict:
     if table:
         scores = [run.score("tokenized") for run in corpus.runs if run.scores]
         split_differs = any(score.compound_split != table.compound_split for score in scores)
+    otherwise = {}
+    for label, row in published.items():
+        otherwise[label] = row.missing(corpus.settings[label])
     return {
         "results": results_table(corpus, "scored", {}, published if table else None),
         "paper": table,
-        "otherwise": {
-            label: row.missing(corpus.settings[label]) for label, row in published.items()
-        },
+        "otherwise": otherwise,
         "score_lines": score_lines,
         "size": size,
         "pairs": pairs,

@@ -13,10 +13,12 @@ class _Chosen:
     """
 
     def __init__(self, names: list[str], modules: list[str]):
-        self.names, self.modules = names, modules
+        self.names = names
+        self.modules = modules
 
     def pytest_configure(self, config) -> None:
-        config.option.norm_names, config.option.norm_modules = self.names, self.modules
+        config.option.norm_names = self.names
+        config.option.norm_modules = self.modules
         config.addinivalue_line("markers", "slow: left out by -m 'not slow'")
 
     def pytest_collection_modifyitems(self, config, items) -> None:
@@ -56,7 +58,10 @@ def main(argv: list[str] | None = None) -> int:
     names = "norms to test (default: the norms of the files; without files, all norms)"
     parser.add_argument("names", nargs="*", metavar="NAME", help=names)
     argv = argv or []
-    end = argv.index("--") if "--" in argv else len(argv)
+    if "--" in argv:
+        end = argv.index("--")
+    else:
+        end = len(argv)
     args = parser.parse_args(argv[:end])
     for_pytest = argv[end + 1 :]
     if importlib.util.find_spec("pytest") is None:

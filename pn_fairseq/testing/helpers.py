@@ -36,9 +36,8 @@ class Case:
 
         Options that the norm does not have are ignored.
         """
-        norm = build_norm(
-            self.name, CHANNELS, self.variant, layer_scale_groups=groups, **SCHEDULES, **options
-        )
+        options = {"layer_scale_groups": groups, **SCHEDULES, **options}
+        norm = build_norm(self.name, CHANNELS, self.variant, **options)
         return randomize_affine(norm).train()
 
     def trained(self, groups: int = 0, steps: int = 3, **options) -> ChannelNorm:
@@ -50,7 +49,9 @@ class Case:
         return norm
 
     def __str__(self) -> str:
-        return self.name if self.variant == VARIANTS[0] else f"{self.name}-{self.variant}"
+        if self.variant == VARIANTS[0]:
+            return self.name
+        return f"{self.name}-{self.variant}"
 
 
 def cases(names=None) -> list[Case]:
@@ -103,8 +104,14 @@ def pytest_generate_tests(metafunc):
     ``masking``: those that leave padding out, which the variants that reproduce released code need
     not do.
     """
-    slow = pytest.mark.slow if getattr(metafunc.function, "long", False) else ()
-    quick = COMPILED if "compiler" in metafunc.fixturenames else KINDS.values()
+    if getattr(metafunc.function, "long", False):
+        slow = pytest.mark.slow
+    else:
+        slow = ()
+    if "compiler" in metafunc.fixturenames:
+        quick = COMPILED
+    else:
+        quick = KINDS.values()
     names = metafunc.config.getoption("norm_names", None)
     fixtures = {
         "case": cases(names),
@@ -115,7 +122,8 @@ def pytest_generate_tests(metafunc):
         if fixture in metafunc.fixturenames:
             params = []
             for case in values:
-                params.append(pytest.param(case, marks=() if str(case) in quick else slow))
+                marks = () if str(case) in quick else slow
+                params.append(pytest.param(case, marks=marks))
             metafunc.parametrize(fixture, params, ids=str)
 
 
@@ -124,9 +132,11 @@ def some_steps(norm, number=3, seed=8, **options):
     generator = rng(seed)
     results = []
     for _ in range(number):
-        step = train_step(norm.train(), *random_batch(generator, **options))
+        norm.train()
+        step = train_step(norm, *random_batch(generator, **options))
         results += map(torch.tensor, step.values())
-    return results + list(state_of(norm).values())
+    results += state_of(norm).values()
+    return results
 
 
 def gradients_of(module):
@@ -140,7 +150,8 @@ def gradients_of(module):
 def poison(values, mask, bad):
     """``bad`` in one channel of one real token."""
     values = values.copy()
-    first = tuple(np.argwhere(real_tokens(values.shape, mask))[0])
+    real = real_tokens(values.shape, mask)
+    first = tuple(np.argwhere(real)[0])
     values[(*first, 5)] = bad
     return values
 
@@ -151,10 +162,10 @@ CHECKPOINTING = ("reentrant", "non-reentrant", "fairseq")
 def hooked(block):
     """``block`` with hooks of its own for saved tensors, one of which has no name."""
 
+    nameless = functools.partial(torch.clone)
+
     def call(*args):
-        with torch.autograd.graph.saved_tensors_hooks(
-            functools.partial(torch.clone), lambda tensor: tensor
-        ):
+        with torch.autograd.graph.saved_tensors_hooks(nameless, lambda tensor: tensor):
             return block(*args)
 
     return call
@@ -167,12 +178,16 @@ def checkpointed(block, how):
         return module.checkpoint_wrapper(block)
     # the exponential of what is inside makes the outer recomputation go beyond it
     if how in ("nested", "with hooks"):
-        inner = checkpointed(block, "non-reentrant") if how == "nested" else hooked(block)
+        if how == "nested":
+            inner = checkpointed(block, "non-reentrant")
+        else:
+            inner = hooked(block)
         return checkpointed(lambda *args: inner(*args).exp().log(), "non-reentrant")
     return functools.partial(checkpoint, block, use_reentrant=how == "reentrant")
 
 
 def rng(seed=0):
+    """A generator that starts from ``seed``; a generator is returned as it is."""
     return np.random.default_rng(seed)
 
 
@@ -184,10 +199,11 @@ def random_mask(generator, time, batch, p=0.3):
     return mask
 
 
-def random_batch(generator, shape=(5, 3, CHANNELS), masked=True, scale=1.0):
+def random_batch(seed, shape=(5, 3, CHANNELS), masked=True, scale=1.0):
     """x and dy with every channel at its own level and spread, and a mask: (x, mask or None, dy),
-    NumPy float64.
+    NumPy float64. ``seed`` may be a generator, which then goes on.
     """
+    generator = rng(seed)
     channels = shape[-1]
     x = generator.normal(size=shape)
     x *= generator.uniform(0.3, 2.0, channels)
@@ -209,22 +225,26 @@ def real_tokens(shape, mask):
 
 
 def to_tensor(values, dtype=torch.float32, requires_grad=False):
-    return torch.tensor(np.asarray(values)).to(dtype).requires_grad_(requires_grad)
+    tensor = torch.tensor(np.asarray(values))
+    return tensor.to(dtype).requires_grad_(requires_grad)
 
 
 def to_mask(mask):
-    return None if mask is None else torch.tensor(np.asarray(mask))
+    if mask is None:
+        return None
+    return torch.tensor(np.asarray(mask))
 
 
-def tensors(generator, shape=(5, 3, CHANNELS), masked=True):
+def tensors(seed, shape=(5, 3, CHANNELS), masked=True):
     """:func:`random_batch` as tensors."""
-    x, mask, dy = random_batch(generator, shape, masked)
+    x, mask, dy = random_batch(seed, shape, masked)
     return to_tensor(x), to_mask(mask), to_tensor(dy)
 
 
 def forwards(function, batches, dtype=torch.float32):
     """``function`` of each of the batches (x, mask, dy): leaves of the inputs, and the outputs."""
-    leaves, outputs = [], []
+    leaves = []
+    outputs = []
     for x, mask, _ in batches:
         leaf = x.to(dtype, copy=True).requires_grad_()
         leaves.append(leaf)
@@ -258,10 +278,14 @@ def train_step(norm, x, mask=None, dy=None, dtype=torch.float32):
     """
     norm.zero_grad(set_to_none=True)
     x = to_tensor(x, dtype, requires_grad=True)
-    y = norm(x) if mask is None else norm(x, to_mask(mask))
+    if mask is None:
+        y = norm(x)
+    else:
+        y = norm(x, to_mask(mask))
     y.backward(to_tensor(dy, y.dtype))
     out = {"y": y.detach(), "dx": x.grad}
-    out |= {f"d{name}": parameter.grad for name, parameter in norm.named_parameters()}
+    for name, parameter in norm.named_parameters():
+        out[f"d{name}"] = parameter.grad
     return {key: value.double().numpy() for key, value in out.items()}
 
 
@@ -301,8 +325,12 @@ def assert_close(actual, expected, rtol=2e-5, what="", terms=0.0):
     """Relative to the largest expected value, or ``terms`` if larger: sums of both signs may
     cancel.
     """
-    actual, expected = as_float64(actual), as_float64(expected)
-    scale = max(np.abs(expected).max(), terms) if expected.size else 0.0
+    actual = as_float64(actual)
+    expected = as_float64(expected)
+    if expected.size:
+        scale = max(np.abs(expected).max(), terms)
+    else:
+        scale = 0.0
     np.testing.assert_allclose(actual, expected, rtol=rtol, atol=rtol * scale, err_msg=what)
 
 
@@ -317,5 +345,6 @@ def unrounded(rounded, exact, dtype):
     float64, NumPy.
     """
     info = torch.finfo(dtype)
-    half_unit = info.eps / 2 * np.maximum(np.abs(rounded), info.tiny)
+    size = np.maximum(np.abs(rounded), info.tiny)
+    half_unit = info.eps / 2 * size
     return np.clip(exact, rounded - half_unit, rounded + half_unit)

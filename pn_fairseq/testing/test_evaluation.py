@@ -39,11 +39,13 @@ def test_evaluation_is_causal_and_changes_no_state(case):
     """Each token by itself: later tokens, other sentences and a mask have no influence."""
     norm = case.trained(4).eval()
     before = state_of(norm)
-    x, mask, dy = tensors(rng(2))
+    x, mask, dy = tensors(2)
     whole = norm(x)
-    assert_close(norm(x[1:3, 2:]), whole[1:3, 2:], 1e-6)
+    part = norm(x[1:3, 2:])
+    assert_close(part, whole[1:3, 2:], 1e-6)
     for time in range(1, len(x) + 1):
-        assert_close(norm(x[:time])[-1], whole[time - 1], 1e-6)
+        beginning = norm(x[:time])
+        assert_close(beginning[-1], whole[time - 1], 1e-6)
     assert torch.equal(norm(x, mask), whole)
     x[0, 0, 0] = torch.nan
     norm(x.requires_grad_(), mask).backward(dy)
@@ -64,13 +66,16 @@ def test_training_mixes_tokens_as_the_norm_says(case):
         late.num_batches_tracked.fill_(10**6)
     late.set_num_updates(10**6)
     says = case.cls.mixes_tokens
-    for when, norm, mixes in (
-        ("update 1", early, says != "never"),
-        ("the long run", late, says == "always"),
-    ):
+    mixes_early = says != "never"
+    mixes_late = says == "always"
+    for when, norm, mixes in (("update 1", early, mixes_early), ("the long run", late, mixes_late)):
         change = norm(x) - norm(twin)
         difference = float(change[:-1].abs().max().detach())
-        assert difference > 1e-3 if mixes else difference < 1e-5, (
+        if mixes:
+            as_said = difference > 1e-3
+        else:
+            as_said = difference < 1e-5
+        assert as_said, (
             f"mixes_tokens is {says!r}, but in {when} another token changes y by {difference:.2g}"
         )
 
@@ -105,8 +110,9 @@ def test_the_gradient_is_a_derivative_in_the_long_run(running):
     that has settled on x makes of x; or, where a norm takes statistics for constants, of its affine
     map.
     """
-    x, _, dy = tensors(rng(3))
-    x, dy = x.double(), dy.double()
+    x, _, dy = tensors(3)
+    x = x.double()
+    dy = dy.double()
 
     def settled(x):
         norm = running.build(alpha_fwd=0.5, alpha_bwd=0.5, psi_warmup_updates=2).double()
@@ -117,10 +123,12 @@ def test_the_gradient_is_a_derivative_in_the_long_run(running):
         return norm.eval(), y.detach(), leaf.grad
 
     norm, _, dx = settled(x)
-    generator, step = torch.Generator().manual_seed(1), 1e-3
+    generator = torch.Generator().manual_seed(1)
+    step = 1e-3
     for _ in range(2):
         direction = torch.randn(x.shape, generator=generator, dtype=torch.float64)
-        there, back = x + step * direction, x - step * direction
+        there = x + step * direction
+        back = x - step * direction
         change = settled(there)[1] - settled(back)[1]
         affine = norm(there) - norm(back)
         exact = float((change * dy).sum()) / (2 * step)
@@ -136,7 +144,7 @@ def test_the_gradient_is_a_derivative_in_the_long_run(running):
 @pytest.mark.parametrize(("groups", "affine"), [(0, True), (1, False), (4, True)])
 def test_evaluation_is_the_affine_map_that_folding_uses(running, groups, affine):
     norm = running.trained(groups, affine=affine).eval()
-    x = to_tensor(random_batch(rng(5))[0], torch.float64)
+    x = to_tensor(random_batch(5)[0], torch.float64)
     part = norm.token_part(x, dict(norm.named_buffers()))
     assert (part is None) == norm.folds
     scale, shift = norm.evaluation_affine(torch.float64)
@@ -157,7 +165,8 @@ def test_evaluation_is_the_affine_map_that_folding_uses(running, groups, affine)
 
 def test_evaluation_follows_a_state_that_was_loaded_or_trained(running):
     """Nothing is kept from one call to the next."""
-    norm, twin = running.trained().eval(), running.trained(steps=6).eval()
+    norm = running.trained().eval()
+    twin = running.trained(steps=6).eval()
     x = torch.randn(3, CHANNELS)
     norm(x)
     norm.load_state_dict(twin.state_dict())
@@ -169,7 +178,7 @@ def test_evaluation_follows_a_state_that_was_loaded_or_trained(running):
 
 def test_evaluation_has_gradients(running):
     norm = running.trained(4).eval().double()
-    x, _, _ = random_batch(rng(5), (3, 2, CHANNELS))
+    x, _, _ = random_batch(5, (3, 2, CHANNELS))
     x = to_tensor(x, torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(norm, (x,), fast_mode=True)
     with torch.inference_mode():
@@ -179,8 +188,9 @@ def test_evaluation_has_gradients(running):
 
 
 def test_a_gradient_of_an_evaluation_is_of_the_state_that_it_used(running):
-    norm, twin = running.trained().eval(), running.trained().eval()
-    x, mask, dy = tensors(rng(3))
+    norm = running.trained().eval()
+    twin = running.trained().eval()
+    x, mask, dy = tensors(3)
     y = norm(x, mask)
     some_steps(norm)
     for model, result in ((norm, y), (twin, twin(x, mask))):
@@ -204,7 +214,7 @@ def compiler():
 @long
 def test_evaluation_compiles_without_a_graph_break(case, compiler):
     norm = case.trained(4).eval()
-    x, mask, _ = tensors(rng(2))
+    x, mask, _ = tensors(2)
     compiled = compiler(norm, fullgraph=True)
     torch.testing.assert_close(compiled(x, mask), norm(x, mask))
     torch.testing.assert_close(compiled(x), norm(x))
@@ -215,7 +225,8 @@ def test_training_under_compile_is_training(case, compiler):
     """In one graph, and one more for all other lengths; the updates of a warm-up compile nothing
     again, but the end of PRepBN's fade.
     """
-    plain, twin = case.build(4, psi_warmup_updates=2), case.build(4, psi_warmup_updates=2)
+    plain = case.build(4, psi_warmup_updates=2)
+    twin = case.build(4, psi_warmup_updates=2)
     compiled = compiler(twin, fullgraph=True)
     generator = rng(1)
     torch._dynamo.utils.counters.clear()
@@ -227,14 +238,17 @@ def test_training_under_compile_is_training(case, compiler):
             gradients = train_step(call, *batch).values()
             results.append([*map(torch.tensor, gradients), *state_of(norm).values()])
         torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
-    graphs = 3 if str(case) in ("power", "prep-batch") else 2
+    if str(case) in ("power", "prep-batch"):
+        graphs = 3
+    else:
+        graphs = 2
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
 
 @long
 def test_evaluation_can_be_exported(case):
     norm = case.trained(4).eval()
-    x, mask, _ = tensors(rng(2))
+    x, mask, _ = tensors(2)
     exported = torch.export.export(norm, (x, mask))
     torch.testing.assert_close(exported.module()(x, mask), norm(x, mask))
     for node in exported.graph.nodes:
@@ -271,8 +285,9 @@ def test_transforms_of_torch_func_and_second_derivatives_in_training_are_refused
     def loss(parameters):
         return torch.func.functional_call(norm, parameters, (x,)).square().sum()
 
+    parameters = {key: value.detach() for key, value in norm.named_parameters()}
     with pytest.raises(RuntimeError, match=r"torch.func .* call eval\(\) first"):
-        torch.func.grad(loss)({key: value.detach() for key, value in norm.named_parameters()})
+        torch.func.grad(loss)(parameters)
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(norm(x).square().sum(), x, create_graph=True)
     for strict in (False, True):
@@ -286,12 +301,15 @@ def test_a_training_step_with_given_buffers_moves_these(running):
     """``torch.func.functional_call``: the module's own state stays, and the buffers that are
     given move.
     """
-    norm, twin = running.trained(4), running.trained(4)
+    norm = running.trained(4)
+    twin = running.trained(4)
     x = torch.randn(6, CHANNELS, requires_grad=True)
-    before, given = state_of(norm), state_of(norm)
+    before = state_of(norm)
+    given = state_of(norm)
     torch.func.functional_call(norm, given, (x,)).sum().backward()
     assert_state_unchanged(norm, before)
-    torch.func.functional_call(twin, dict(twin.named_parameters()), (x,)).sum().backward()
+    parameters = dict(twin.named_parameters())
+    torch.func.functional_call(twin, parameters, (x,)).sum().backward()
     assert_state_unchanged(twin, given)
     assert given[COUNT] == before[COUNT] + 1
 
@@ -366,7 +384,7 @@ class Stack(torch.nn.Module):
 def trained_stack(case, steps=4):
     model = Stack(case).train()
     for step in range(steps):
-        x, mask, dy = tensors(rng(20 + step))
+        x, mask, dy = tensors(20 + step)
         model(x.requires_grad_(), mask).backward(dy)
     return model
 
@@ -375,7 +393,8 @@ def calibration_batches(number, masked=True):
     generator = rng(30)
     batches = []
     for n in range(number):
-        x, mask, _ = random_batch(generator, (3 + 2 * n, 3, CHANNELS), masked, 1.0 + n)
+        length = 3 + 2 * n
+        x, mask, _ = random_batch(generator, (length, 3, CHANNELS), masked, 1.0 + n)
         batches.append((x, mask))
     return batches
 
@@ -398,23 +417,28 @@ def test_recalibration_is_the_mean_over_the_batches_of_the_statistics_of_each(ru
     real = [x[real_tokens(x.shape, mask)] for x, mask in batches]
     mean, moment = norm.evaluation_statistics()
     if mean is None:
-        assert_close(moment, np.mean([(tokens**2).mean(0) for tokens in real], axis=0))
+        moments = [(tokens**2).mean(0) for tokens in real]
+        assert_close(moment, np.mean(moments, axis=0))
         return
-    assert_close(mean, np.mean([tokens.mean(0) for tokens in real], axis=0))
+    means = [tokens.mean(0) for tokens in real]
+    assert_close(mean, np.mean(means, axis=0))
     biased = np.mean([tokens.var(0) for tokens in real], axis=0)
     unbiased = np.mean([tokens.var(0, ddof=1) for tokens in real], axis=0)
     distances = [abs(moment.numpy() - variance).sum() for variance in (biased, unbiased)]
-    assert_close(moment, biased if distances[0] < distances[1] else unbiased)
+    nearest = biased if distances[0] < distances[1] else unbiased
+    assert_close(moment, nearest)
 
 
 def test_recalibration_changes_the_evaluation_statistics_alone(running):
     model = trained_stack(running)
     model.linear.eval()
-    before, modes = state_of(model), [module.training for module in model.modules()]
+    before = state_of(model)
+    modes = [module.training for module in model.modules()]
     with torch.no_grad(), recalibrating(model) as norms:
         assert norms == [model.first, model.second] == running_norms(model)
         assert all(norm.training and norm.recalibrating for norm in norms)
-        assert not model.dropout.training and not model.training
+        assert not model.dropout.training
+        assert not model.training
         for x, mask in calibration_batches(3):
             model(to_tensor(x), to_mask(mask))
     assert [module.training for module in model.modules()] == modes
@@ -430,7 +454,7 @@ def test_training_after_recalibration_is_that_of_a_model_with_the_same_state(run
     recalibrate(model, calibration_batches(3))
     twin = Stack(running).train()
     twin.load_state_dict(model.state_dict())
-    x, mask, dy = tensors(rng(9))
+    x, mask, dy = tensors(9)
     for stack in (model, twin):
         torch.manual_seed(1)
         stack(x, mask).backward(dy)
@@ -439,7 +463,8 @@ def test_training_after_recalibration_is_that_of_a_model_with_the_same_state(run
 
 def test_recalibration_that_fails_or_reaches_no_batch_restores(running):
     model = trained_stack(running)
-    before, modes = state_of(model), [module.training for module in model.modules()]
+    before = state_of(model)
+    modes = [module.training for module in model.modules()]
     with pytest.raises(KeyError), torch.no_grad(), recalibrating(model):
         model(torch.randn(4, 3, CHANNELS))
         raise KeyError("no such file")

@@ -13,6 +13,7 @@ from pn_fairseq.testing.helpers import (
     CHANNELS,
     COUNT,
     SCHEDULES,
+    as_float64,
     assert_close,
     assert_same,
     assert_state_unchanged,
@@ -36,7 +37,8 @@ from pn_fairseq.testing.helpers import (
 
 def test_parameters_and_initial_state(case):
     norm = case.build(affine=False)
-    assert norm.weight is None and norm.bias is None
+    assert norm.weight is None
+    assert norm.bias is None
     norm = build_norm(case.name, CHANNELS, case.variant)
     for name, initial in (("weight", torch.ones(CHANNELS)), ("bias", torch.zeros(CHANNELS))):
         parameter = getattr(norm, name)
@@ -47,7 +49,8 @@ def test_parameters_and_initial_state(case):
 
 
 def test_reset_parameters_gives_the_initial_values(case):
-    norm, new = case.trained(), build_norm(case.name, CHANNELS, case.variant, **SCHEDULES)
+    norm = case.trained()
+    new = build_norm(case.name, CHANNELS, case.variant, **SCHEDULES)
     norm.register_buffer("of_user", torch.ones(2), persistent=False)
     norm.reset_parameters()
     assert norm.of_user.all()
@@ -99,18 +102,24 @@ def materialized(model, how, state):
 
 @pytest.mark.parametrize("how", MATERIALIZATIONS)
 def test_state_is_initial_or_loaded_however_memory_is_given(running, how):
-    model, loaded = on_meta(running.trained()), torch.nn.Sequential(running.trained())
+    model = on_meta(running.trained())
+    loaded = torch.nn.Sequential(running.trained())
     (norm,) = materialized(model, how, loaded.state_dict())
-    initial, given = state_of(running.build()), state_of(loaded[0])
+    initial = state_of(running.build())
+    given = state_of(loaded[0])
     for key, value in state_of(norm).items():
         in_part = "part" in how and without_some({key: value})
-        expected = given if how == "assign" or in_part else initial
+        if how == "assign" or in_part:
+            expected = given
+        else:
+            expected = initial
         assert torch.equal(value, expected[key]), key
 
 
 def test_memory_that_is_given_to_a_module_with_values_keeps_the_state(running):
     norm = running.trained()
-    before, memory = state_of(norm), {buffer.data_ptr() for buffer in norm.buffers()}
+    before = state_of(norm)
+    memory = {buffer.data_ptr() for buffer in norm.buffers()}
     torch.nn.Sequential(norm).to_empty(device="cpu")
     assert memory.isdisjoint(buffer.data_ptr() for buffer in norm.buffers())
     assert_state_unchanged(norm, before)
@@ -134,7 +143,10 @@ def test_state_belongs_to_a_running_norm(case):
     """
     norm = case.build()
     with_state = [module for module in norm.modules() if list(module.buffers(recurse=False))]
-    expected = [norm] if isinstance(norm, RunningNorm) else []
+    if isinstance(norm, RunningNorm):
+        expected = [norm]
+    else:
+        expected = []
     assert with_state == expected, (
         "a norm with buffers, or with parts that have some, derives from RunningNorm and has its "
         "state from add_state; token_part adds a part with statistics of each token "
@@ -147,13 +159,15 @@ def test_state_is_float32_and_a_counter(running):
     assert state.pop(COUNT).dtype == torch.int64
     assert state
     for value in state.values():
-        assert value.dtype == torch.float32 and value.shape[-1] == CHANNELS
+        assert value.dtype == torch.float32
+        assert value.shape[-1] == CHANNELS
 
 
 @pytest.mark.parametrize("steps", [1, 4])
 def test_state_dict_round_trip(case, steps):
     """In the middle of a warm-up of 2 and after it. Training continues to the bit."""
-    norm, twin = case.trained(4, steps, psi_warmup_updates=2), case.build(4, psi_warmup_updates=2)
+    norm = case.trained(4, steps, psi_warmup_updates=2)
+    twin = case.build(4, psi_warmup_updates=2)
     assert set(norm.state_dict()) == {*dict(norm.named_parameters()), *state_of(norm)}
     file = io.BytesIO()
     torch.save(norm.state_dict(), file)
@@ -230,13 +244,14 @@ class HostReads(TorchDispatchMode):
 def test_no_value_is_read_in_a_training_step(case, masked, counted):
     """A GPU never has to catch up with the host. An ``if`` on a value of a tensor would read it."""
     norm = case.build(4, psi_warmup_updates=2, outlier_filtration=True)
-    x, mask, dy = tensors(rng(2))
+    x, mask, dy = tensors(2)
     with HostReads() as reads:
         for step in range(4):  # in the warm-up and after it
             if counted:
                 norm.set_num_updates(step)
             # Also a fault: what to do with it is decided where the numbers are.
-            inputs = (x * float("inf") if step == 3 else x).detach().requires_grad_()
+            values = x * float("inf") if step == 3 else x
+            inputs = values.detach().requires_grad_()
             norm(inputs, mask if masked else None).backward(dy)
     # One that is not told the number of updates may look once whether its own steps have ended a
     # warm-up.
@@ -259,8 +274,10 @@ CASTS = {
 
 @pytest.mark.parametrize("cast", CASTS)
 def test_conversion_casts_parameters_and_leaves_the_state_float32(running, cast):
-    norm, linear = running.trained(), torch.nn.Linear(1, 1)
-    before, keys = state_of(norm), list(norm.state_dict())
+    norm = running.trained()
+    linear = torch.nn.Linear(1, 1)
+    before = state_of(norm)
+    keys = list(norm.state_dict())
     for model in (torch.nn.Sequential(norm), linear):
         for method, *arguments in CASTS[cast]:
             getattr(model, method)(*arguments)
@@ -273,8 +290,10 @@ def test_conversion_casts_parameters_and_leaves_the_state_float32(running, cast)
 @pytest.mark.parametrize(("assign", "dtype"), [(False, torch.float64), (True, torch.bfloat16)])
 def test_loaded_state_is_float32(running, assign, dtype):
     """Whatever it was saved as. The caller keeps what was loaded, and training continues."""
-    saved, norm = running.trained(), running.build()
-    source, target = torch.nn.Sequential(saved), torch.nn.Sequential(norm)
+    saved = running.trained()
+    norm = running.build()
+    source = torch.nn.Sequential(saved)
+    target = torch.nn.Sequential(norm)
     state = source.state_dict()
     for key, value in state.items():
         if value.is_floating_point():
@@ -304,11 +323,12 @@ def test_results_have_the_types_of_what_they_belong_to(case, dtype, training):
     """Parameters of another type than the input are what mixed precision looks like."""
     for parameters in DTYPES:
         norm = case.build(4).to(parameters).train(training)
-        x, mask, _ = random_batch(rng(3))
+        x, mask, _ = random_batch(3)
         x = to_tensor(x, dtype, requires_grad=True)
         y = norm(x, to_mask(mask))
         y.sum().backward()
-        assert y.dtype == dtype and x.grad.dtype == dtype
+        assert y.dtype == dtype
+        assert x.grad.dtype == dtype
         gradients = gradients_of(norm)
         assert not training or len(gradients) == len(list(norm.parameters()))
         assert {gradient.dtype for gradient in gradients} <= {parameters}
@@ -324,12 +344,17 @@ def test_half_precision_is_one_rounding_away_from_float32(case, dtype):
     # One pass over the tokens rounds once. Other norms are several operators, each of which rounds:
     # three times at most, with a margin of five.
     one_pass = isinstance(narrow, RunningNorm) and not narrow.further_parameters()
-    rtol = 1e-4 if one_pass else 5 * 3 * torch.finfo(dtype).eps / 2
-    wide.load_state_dict({key: value.float() for key, value in narrow.state_dict().items()})
+    if one_pass:
+        rtol = 1e-4
+    else:
+        rtol = 5 * 3 * torch.finfo(dtype).eps / 2
+    state = {key: value.float() for key, value in narrow.state_dict().items()}
+    wide.load_state_dict(state)
     generator = rng(4)
     for step in range(4):
         x, mask, dy = random_batch(generator, scale=300.0)
-        x, dy = (to_tensor(value, dtype).double().numpy() for value in (x, dy))
+        x = as_float64(to_tensor(x, dtype))
+        dy = as_float64(to_tensor(dy, dtype))
         actual = train_step(narrow, x, mask, dy, dtype)
         expected = train_step(wide, x, mask, dy)
         for key, value in expected.items():
@@ -341,11 +366,12 @@ def test_half_precision_is_one_rounding_away_from_float32(case, dtype):
 
 def test_works_under_autocast(case):
     norm = case.build(4)
-    x, mask, dy = tensors(rng(8))
+    x, mask, dy = tensors(8)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         x = x.bfloat16().requires_grad_()
         y = norm(x, mask)
     y.backward(dy.to(y.dtype))
-    assert y.isfinite().all() and x.grad.isfinite().all()
+    assert y.isfinite().all()
+    assert x.grad.isfinite().all()
     types = {value.dtype for value in state_of(norm).values()}
     assert types <= {torch.float32, torch.int64}

@@ -34,8 +34,12 @@ def more_padding(x, mask, dy, fill=None):
     """
     around = ((1, 3), (0, 1), (0, 0))
     wide_mask = np.pad(mask, ((0, 1), (1, 3)), constant_values=True)
-    wide_x, wide_dy = np.pad(x, around), np.pad(dy, around)
-    padding = rng(99).normal(size=wide_x.shape) * 50 if fill is None else fill
+    wide_x = np.pad(x, around)
+    wide_dy = np.pad(dy, around)
+    if fill is None:
+        padding = rng(99).normal(size=wide_x.shape) * 50
+    else:
+        padding = fill
     return np.where(wide_mask.T[..., None], padding, wide_x), wide_mask, wide_dy
 
 
@@ -72,7 +76,8 @@ def test_values_and_amount_of_padding_change_nothing_for_real_tokens(masking, gr
 
 @pytest.mark.parametrize("groups", [0, 4])
 def test_gradients_at_padding_stay_there_and_statistics_send_none(masking, groups):
-    quiet, noisy = masking.build(groups), masking.build(groups)
+    quiet = masking.build(groups)
+    noisy = masking.build(groups)
     generator = rng(3)
     for step in range(3):
         x, mask, dy = random_batch(generator)
@@ -93,7 +98,8 @@ def test_padding_is_normalized_like_the_real_tokens(case):
     generator = rng(5)
     for _ in range(3):
         x, mask, dy = random_batch(generator)
-        mask[1, 2], mask[0, 0] = True, False
+        mask[1, 2] = True
+        mask[0, 0] = False
         x[2, 1] = x[0, 0]
         y = train_step(norm, x, mask, dy)["y"]
         assert_close(y[2, 1], y[0, 0], 1e-6)
@@ -101,7 +107,8 @@ def test_padding_is_normalized_like_the_real_tokens(case):
 
 @pytest.mark.parametrize("shape", [(5, 3, CHANNELS), (7, CHANNELS)])
 def test_mask_without_padding_equals_no_mask(case, shape):
-    without, with_mask = case.build(4), case.build(4)
+    without = case.build(4)
+    with_mask = case.build(4)
     generator = rng(6)
     for _ in range(3):
         x, _, dy = random_batch(generator, shape, masked=False)
@@ -115,7 +122,8 @@ def test_mask_without_padding_equals_no_mask(case, shape):
 
 def test_two_dimensional_input_equals_one_sentence(case):
     """(N, C) with a mask (N,), and (N, 1, C) with a mask (1, N)."""
-    flat, sentence = case.build(4), case.build(4)
+    flat = case.build(4)
+    sentence = case.build(4)
     generator = rng(7)
     for _ in range(3):
         x, mask, dy = random_batch(generator, (7, CHANNELS))
@@ -138,13 +146,15 @@ def test_two_dimensional_input_equals_one_sentence(case):
 @long
 def test_batch_first_equals_the_transposed_call(case, shape, layout, masked):
     """``transposed``: the memory of the input of the batch-first norm is in the order (T, B, C)."""
-    time_first, batch_first = case.build(4), case.build(4, batch_first=True)
+    time_first = case.build(4)
+    batch_first = case.build(4, batch_first=True)
     generator = rng(8)
     for _ in range(3):
         x, mask, dy = random_batch(generator, shape, masked)
         if masked:
             # one sentence of padding: other tokens would count, were it read transposed
-            mask[1], mask[0] = True, False
+            mask[1] = True
+            mask[0] = False
         expected = train_step(time_first, x, mask, dy)
         leaf = to_tensor(x).transpose(0, 1)
         if layout == "contiguous":
@@ -182,15 +192,16 @@ def test_a_mask_that_does_not_fit_is_refused(case, training):
 
 
 def test_inputs_masks_and_gradients_are_left_as_they_were(case):
-    x, mask, dy = tensors(rng(9))
+    x, mask, dy = tensors(9)
     given = x.clone().requires_grad_(), mask.clone(), dy.clone()
     case.build(4)(*given[:2]).backward(given[2])
-    assert_same((given[0], given[1], given[2]), (x, mask, dy))
+    assert_same(given, (x, mask, dy))
 
 
 def test_strided_and_expanded_tensors(case):
     """Every second channel of a wider tensor, and the stride-0 gradient that sum() sends back."""
-    norm, twin = case.build(4), case.build(4)
+    norm = case.build(4)
+    twin = case.build(4)
     generator = rng(10)
     for _ in range(2):
         x, mask, _ = random_batch(generator)
@@ -235,10 +246,11 @@ def test_numbers_that_are_not_finite_change_no_state(running, warmup, where, bad
 
 def test_a_fault_in_one_of_two_uses_keeps_the_other(running):
     for faulty, where, order in itertools.product((0, 1), ("x", "dy"), ((0, 1), (1, 0))):
-        norm, reference = running.trained(), running.trained()
+        norm = running.trained()
+        reference = running.trained()
         outputs = []
         for number, seed in enumerate((13, 14)):
-            x, mask, dy = random_batch(rng(seed))
+            x, mask, dy = random_batch(seed)
             if number != faulty:
                 train_step(reference, x, mask, dy)
             elif where == "x":
@@ -256,7 +268,7 @@ def test_a_fault_in_one_of_two_uses_keeps_the_other(running):
 def test_a_fault_in_a_gradient_reaches_every_use_in_its_graph(running):
     norm = running.trained()
     before = state_of(norm)
-    x, mask, dy = tensors(rng(16))
+    x, mask, dy = tensors(16)
     hidden = torch.tanh(norm(x.requires_grad_(), mask))
     norm(hidden, mask).backward(torch.full_like(dy, torch.nan))
     assert_state_unchanged(norm, before)
@@ -277,11 +289,13 @@ def test_a_batch_without_a_real_token_changes_no_state(case, shape, warmup):
     norm = case.trained(4, psi_warmup_updates=warmup)
     before = state_of(norm)
     mask = np.ones(shape[-2::-1], dtype=bool)
-    for given in [None, mask] if 0 in shape else [mask]:
-        x, _, dy = random_batch(rng(11), shape, masked=False)
+    masks = [None, mask] if 0 in shape else [mask]
+    for given in masks:
+        x, _, dy = random_batch(11, shape, masked=False)
         actual = train_step(norm, x, given, dy)
         assert_state_unchanged(norm, before)
-        assert actual["y"].shape == shape and actual["dx"].shape == shape
+        assert actual["y"].shape == shape
+        assert actual["dx"].shape == shape
         for key, value in actual.items():
             assert np.isfinite(value).all(), key
             if 0 in shape and key not in ("y", "dx"):

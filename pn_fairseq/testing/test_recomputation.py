@@ -116,8 +116,12 @@ def test_recomputation_changes_no_bit(case, how, updates):
 @long
 def test_recomputation_of_two_graphs_changes_no_bit(running, how, what, order):
     plain, twin = twins(running, psi_warmup_updates=2)
-    dtype = torch.bfloat16 if what == "bfloat16" else torch.float32
-    plain, twin = plain.to(dtype), twin.to(dtype)
+    if what == "bfloat16":
+        dtype = torch.bfloat16
+    else:
+        dtype = torch.float32
+    plain = plain.to(dtype)
+    twin = twin.to(dtype)
     use = checkpointed(twin, how)
     generator = rng(5)
     for step in range(3):
@@ -146,9 +150,9 @@ def test_recomputation_of_a_retained_graph_gives_the_same_again(running, how):
     """
     plain, twin = twins(running)
     use = checkpointed(twin, how)
-    batch = tensors(rng(6))
+    batch = tensors(6)
     assert_same(run_step(twin, [use], *batch), run_step(plain, [plain], *batch))
-    x, mask, dy = tensors(rng(7))
+    x, mask, dy = tensors(7)
     gradients = []
     for function in (plain, use):
         leaf = x.clone().requires_grad_()
@@ -179,7 +183,8 @@ def test_selective_checkpointing_that_saves_all_operators_changes_no_bit(running
 
 
 def test_shared_memory_stays_shared(running):
-    norm, twin = running.trained(), running.trained()
+    norm = running.trained()
+    twin = running.trained()
     torch.nn.Sequential(norm).share_memory()
     pointers = [buffer.data_ptr() for buffer in norm.buffers()]
     assert_same(some_steps(norm), some_steps(twin))

@@ -40,7 +40,7 @@ def test_a_forward_changes_nothing(running):
         if updates is not None:
             norm.set_num_updates(updates)
         before = state_of(norm)
-        x, mask, _ = tensors(rng(2))
+        x, mask, _ = tensors(2)
         kept = norm(x.requires_grad_(), mask)
         assert_state_unchanged(norm, before)
         with torch.no_grad():
@@ -53,9 +53,10 @@ def test_a_forward_changes_nothing(running):
 def test_the_state_is_right_when_the_backward_returns(running):
     """The backward moves it in place. Nothing that looks at it afterwards changes it."""
     norm = running.trained()
-    before, buffers = state_of(norm), dict(norm.named_buffers())
+    before = state_of(norm)
+    buffers = dict(norm.named_buffers())
     memory = {name: buffer.data_ptr() for name, buffer in buffers.items()}
-    x, mask, dy = tensors(rng(2))
+    x, mask, dy = tensors(2)
     y = norm(x.requires_grad_(), mask)
     assert_state_unchanged(norm, before)
     y.backward(dy)
@@ -74,10 +75,11 @@ def test_the_state_is_right_when_the_backward_returns(running):
 @pytest.mark.parametrize("how", CHECKPOINTING)
 def test_a_recomputed_forward_reads_what_its_forward_read(running, how):
     """Also after the backward of another batch has moved the state."""
-    plain, twin = running.trained(psi_warmup_updates=1), running.trained(psi_warmup_updates=1)
+    plain = running.trained(psi_warmup_updates=1)
+    twin = running.trained(psi_warmup_updates=1)
     results = []
     for norm, use in ((plain, plain), (twin, checkpointed(twin, how))):
-        batches = [tensors(rng(seed)) for seed in (3, 4)]
+        batches = [tensors(seed) for seed in (3, 4)]
         leaves, outputs = forwards(use, batches)
         for y, (_, _, dy) in zip(outputs, batches, strict=True):
             y.backward(dy)
@@ -89,9 +91,10 @@ def test_a_recomputed_forward_reads_what_its_forward_read(running, how):
 def test_pipeline_schedules_without_checkpointing(running):
     """Two batches are on their way (1F1B). Each backward uses what its own forward read."""
     norm = running.trained(psi_warmup_updates=1)
-    batches = [tensors(rng(seed)) for seed in (3, 4, 5)]
+    batches = [tensors(seed) for seed in (3, 4, 5)]
     leaves = [x.clone().requires_grad_() for x, _, _ in batches]
-    outputs, twins = [], []
+    outputs = []
+    twins = []
     for action in ("F0", "F1", "B0", "F2", "B1", "B2"):
         number = int(action[1])
         _, mask, dy = batches[number]
@@ -112,7 +115,7 @@ def test_a_retry_after_an_error_counts_once(running):
     """
     norm = running.trained()
     before = int(norm.num_batches_tracked)
-    x, mask, dy = tensors(rng(2))
+    x, mask, dy = tensors(2)
     fails = True
 
     def fail(gradient):
@@ -120,10 +123,12 @@ def test_a_retry_after_an_error_counts_once(running):
             raise RuntimeError("out of memory")
 
     for place in ("above", "below"):
-        fails, leaf = True, x.clone().requires_grad_()
+        fails = True
+        leaf = x.clone().requires_grad_()
         inside = leaf * 1
         y = norm(inside, mask)
-        (inside if place == "below" else y).register_hook(fail)
+        failing = inside if place == "below" else y
+        failing.register_hook(fail)
         with pytest.raises(RuntimeError, match="out of memory"):
             y.backward(dy, retain_graph=True)
         assert int(norm.num_batches_tracked) == before + (place == "below")
@@ -134,11 +139,12 @@ def test_a_retry_after_an_error_counts_once(running):
 
 
 def test_threads_that_train_one_norm_lose_no_step(running):
-    norm, steps = running.trained(), 50
+    norm = running.trained()
+    steps = 50
     before = int(norm.num_batches_tracked)
 
     def train(seed):
-        x, mask, dy = tensors(rng(seed))
+        x, mask, dy = tensors(seed)
         for _ in range(steps):
             norm(x.clone().requires_grad_(), mask).backward(dy)
 
@@ -150,9 +156,10 @@ def test_threads_that_train_one_norm_lose_no_step(running):
 @pytest.mark.parametrize("inside", ["forward", "both"])
 def test_a_batch_that_is_ignored_in_its_forward_enters_no_statistic(running, inside):
     """Its gradient is that of training, also where its backward comes after the block."""
-    norm, plain = running.trained(), running.trained()
+    norm = running.trained()
+    plain = running.trained()
     before = state_of(norm)
-    x, mask, dy = tensors(rng(2))
+    x, mask, dy = tensors(2)
     expected = plain(x.clone().requires_grad_(), mask)
     leaf = x.clone().requires_grad_()
     with ignoring(torch.nn.Sequential(norm)):
@@ -162,7 +169,8 @@ def test_a_batch_that_is_ignored_in_its_forward_enters_no_statistic(running, ins
     if inside == "forward":
         y.backward(dy)
     assert_same([y], [expected])
-    assert leaf.grad.isfinite().all() and leaf.grad.any()
+    assert leaf.grad.isfinite().all()
+    assert leaf.grad.any()
     assert_state_unchanged(norm, before)
     norm(leaf, mask).backward(dy)
     assert int(norm.num_batches_tracked) == int(before[COUNT]) + 1
@@ -174,7 +182,8 @@ def test_gradients_of_a_frozen_norm_in_a_checkpointed_part(running, how):
     """The norm moves its state in the forward; what is recomputed later still reads the state
     before that.
     """
-    plain, twin = running.trained(psi_warmup_updates=1), running.trained(psi_warmup_updates=1)
+    plain = running.trained(psi_warmup_updates=1)
+    twin = running.trained(psi_warmup_updates=1)
 
     class Scaled(torch.nn.Module):
         def __init__(self, norm):
@@ -187,10 +196,13 @@ def test_gradients_of_a_frozen_norm_in_a_checkpointed_part(running, how):
 
     results = []
     for block in (Scaled(plain), Scaled(twin)):
-        use = checkpointed(block, how) if block.norm is twin else block
+        if block.norm is twin:
+            use = checkpointed(block, how)
+        else:
+            use = block
         values = []
         for seed in range(2):
-            x, mask, dy = tensors(rng(seed))
+            x, mask, dy = tensors(seed)
             hook = torch.zeros((), requires_grad=True)  # reentrant checkpointing needs it
             y = use(x, mask, hook)
             y.backward(dy)
@@ -204,7 +216,7 @@ def test_uses_before_a_backward_see_the_same_state_and_count_once_each(running, 
     norm = running.trained(psi_warmup_updates=2)
     before = state_of(norm)
     twin = copy.deepcopy(norm)
-    batches = [tensors(rng(seed)) for seed in (3, 4, 5)]
+    batches = [tensors(seed) for seed in (3, 4, 5)]
     leaves, outputs = forwards(norm, batches)
     for index in order:
         outputs[index].backward(batches[index][2])
@@ -219,7 +231,7 @@ def test_uses_before_a_backward_see_the_same_state_and_count_once_each(running, 
 def test_one_use_after_another_in_a_graph_counts_twice(running):
     norm = running.trained()
     before = state_of(norm)
-    x, mask, dy = tensors(rng(3))
+    x, mask, dy = tensors(3)
     hidden = norm(x.requires_grad_(), mask)
     y = norm(hidden, mask)
     assert torch.equal(copy.deepcopy(norm)(hidden, mask), y)
@@ -228,7 +240,8 @@ def test_one_use_after_another_in_a_graph_counts_twice(running):
 
 
 def test_gradient_accumulation_counts_every_batch_and_adds_gradients(case):
-    norm, twin = case.trained(), case.trained()
+    norm = case.trained()
+    twin = case.trained()
     generator = rng(4)
     norm.zero_grad()
     total = dict.fromkeys(dict(norm.named_parameters()), 0.0)
@@ -243,10 +256,12 @@ def test_gradient_accumulation_counts_every_batch_and_adds_gradients(case):
 
 
 def test_a_second_backward_of_a_retained_graph_gives_the_same_and_counts_nothing(running):
-    norm, other = running.trained(), running.trained()
-    x, mask, dy = tensors(rng(3))
+    norm = running.trained()
+    other = running.trained()
+    x, mask, dy = tensors(3)
     x.requires_grad_()
-    y, of_other = norm(x, mask), other(x, mask)
+    y = norm(x, mask)
+    of_other = other(x, mask)
     (once,) = torch.autograd.grad(y, x, dy, retain_graph=True)
     after = state_of(norm)
     (twice,) = torch.autograd.grad(y, x, dy)
@@ -260,9 +275,12 @@ def test_a_second_backward_of_a_retained_graph_gives_the_same_and_counts_nothing
 @pytest.mark.parametrize("loaded_first", [True, False], ids=["before the backward", "after it"])
 def test_a_step_belongs_to_the_state_that_a_load_replaces(running, loaded_first):
     """The gradient is that of the forward that was run."""
-    norm, plain, saved = running.trained(), running.trained(), running.trained(steps=5)
-    x, mask, dy = tensors(rng(3))
-    leaf, leaf_of_plain = x.clone().requires_grad_(), x.clone().requires_grad_()
+    norm = running.trained()
+    plain = running.trained()
+    saved = running.trained(steps=5)
+    x, mask, dy = tensors(3)
+    leaf = x.clone().requires_grad_()
+    leaf_of_plain = x.clone().requires_grad_()
     plain(leaf_of_plain, mask).backward(dy)
     y = norm(leaf, mask)
     if not loaded_first:
@@ -275,27 +293,30 @@ def test_a_step_belongs_to_the_state_that_a_load_replaces(running, loaded_first)
 
 
 def test_parameters_that_are_loaded_alone_leave_the_state_and_the_number_of_updates(running):
-    norm, twin = running.trained(psi_warmup_updates=9), running.trained(psi_warmup_updates=9)
+    norm = running.trained(psi_warmup_updates=9)
+    twin = running.trained(psi_warmup_updates=9)
     for module in (norm, twin):
         module.set_num_updates(1)
-        x, mask, dy = tensors(rng(3))
+        x, mask, dy = tensors(3)
         module(x.requires_grad_(), mask).backward(dy)
     norm.load_state_dict(dict(norm.named_parameters()), strict=False)
     assert_same(some_steps(norm), some_steps(twin))
 
 
 def test_a_frozen_norm_computes_the_same(running):
-    norm, frozen = running.trained(steps=1), running.trained(steps=1)
-    x, mask, _ = tensors(rng(3))
+    norm = running.trained(steps=1)
+    frozen = running.trained(steps=1)
+    x, mask, _ = tensors(3)
     assert torch.equal(frozen.requires_grad_(False)(x, mask), norm(x, mask))
 
 
 @pytest.mark.parametrize("frozen", ["x", "parameters", "weight", "bias"])
 def test_frozen_inputs_and_parameters_change_nothing_else(running, frozen):
-    norm, twin = running.trained(), running.trained()
+    norm = running.trained()
+    twin = running.trained()
     norm.weight.requires_grad_(frozen not in ("parameters", "weight"))
     norm.bias.requires_grad_(frozen not in ("parameters", "bias"))
-    x, mask, dy = random_batch(rng(3))
+    x, mask, dy = random_batch(3)
     expected = train_step(twin, x, mask, dy)
     leaf = to_tensor(x, requires_grad=frozen != "x")
     norm.zero_grad()
@@ -310,7 +331,8 @@ def test_frozen_inputs_and_parameters_change_nothing_else(running, frozen):
 @pytest.mark.parametrize("how", [None, *CHECKPOINTING, "nested", "with hooks"])
 def test_a_step_that_no_gradient_reaches_counts_once(running, how):
     """It changes what a backward would have changed, but the state that is made of gradients."""
-    norm, twin = running.trained(psi_warmup_updates=2), running.trained(psi_warmup_updates=2)
+    norm = running.trained(psi_warmup_updates=2)
+    twin = running.trained(psi_warmup_updates=2)
     before = state_of(norm)
 
     class Scaled(torch.nn.Module):
@@ -319,9 +341,12 @@ def test_a_step_that_no_gradient_reaches_counts_once(running, how):
         def forward(self, factor, x, mask):
             return factor * twin.requires_grad_(False)(x, mask)
 
-    use = Scaled() if how is None else checkpointed(Scaled(), how)
+    if how is None:
+        use = Scaled()
+    else:
+        use = checkpointed(Scaled(), how)
     for number in range(3):
-        x, mask, dy = tensors(rng(number))
+        x, mask, dy = tensors(number)
         norm(x.clone().requires_grad_(), mask).backward(dy)
         with torch.no_grad():
             twin(x, mask)
@@ -329,16 +354,20 @@ def test_a_step_that_no_gradient_reaches_counts_once(running, how):
         use(factor, x, mask).backward(dy)
         actual = state_of(twin)
         for key, value in state_of(norm).items():
-            expected = before[key] if key in norm.gradient_state else value
+            if key in norm.gradient_state:
+                expected = before[key]
+            else:
+                expected = value
             assert torch.equal(actual[key], expected), f"{number}: {key}"
     assert int(twin.num_batches_tracked) == int(before[COUNT]) + 3
 
 
 def test_state_made_of_gradients_is_named(running):
     """Twice the gradient doubles it, from an initial value of 0, and changes no other state."""
-    norm, twin = running.build(), running.build()
+    norm = running.build()
+    twin = running.build()
     for number in range(3):
-        x, mask, dy = tensors(rng(number))
+        x, mask, dy = tensors(number)
         norm(x.clone().requires_grad_(), mask).backward(dy)
         twin(x.clone().requires_grad_(), mask).backward(2 * dy)
     actual = state_of(twin)
@@ -352,7 +381,8 @@ def test_state_made_of_gradients_is_named(running):
 @pytest.mark.parametrize("how", ["numbers", "tensors", "a scaler"])
 def test_a_loss_scale_changes_no_state(running, how):
     """It halves after an overflow, and grows; a resumed training has another one, or none."""
-    plain, scaled = running.build(4, psi_warmup_updates=2), running.build(4, psi_warmup_updates=2)
+    plain = running.build(4, psi_warmup_updates=2)
+    scaled = running.build(4, psi_warmup_updates=2)
     scales = [1024.0, 1024.0, 512.0, 2.0, 2.0**20, 1.0, 3.0]
     model = torch.nn.Sequential(scaled)
     if how == "a scaler":  # which reads the variable of the loop
@@ -366,7 +396,8 @@ def test_a_loss_scale_changes_no_state(running, how):
         tolerance = 1e-5 if scale == 3.0 else 0  # a power of two is exact
         x, mask, dy = tensors(generator)
         if number == 1:  # overflows
-            scaled(x.clone().requires_grad_(), mask).backward(torch.full_like(dy, torch.inf))
+            infinite = torch.full_like(dy, torch.inf)
+            scaled(x.clone().requires_grad_(), mask).backward(infinite)
         results = []
         for norm, factor in ((plain, 1.0), (scaled, scale)):
             norm.zero_grad()

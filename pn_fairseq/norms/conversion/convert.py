@@ -112,7 +112,10 @@ def convert(
     ``none_is_no_padding``: a mask that is None means no padding, as in fairseq.
     """
     if not isinstance(model, nn.Module):
-        found = repr(model) if isinstance(model, str) else f"of type {type(model).__name__}"
+        if isinstance(model, str):
+            found = repr(model)
+        else:
+            found = f"of type {type(model).__name__}"
         raise ValueError(
             f"the model comes first, as in convert_norms(model, 'batch'), but it is {found}"
         )
@@ -251,18 +254,20 @@ def norm_report(model: nn.Module) -> list[ReplacedNorm]:
     """
     report = []
     for name, norm in named_norms(model, ConvertedNorm).items():
+        decision = {}
         last = norm.mask_history.last
-        report.append(
-            ReplacedNorm(
-                name=name or norm.name,
-                replaced=norm.replaced,
-                norm=type(norm).__name__,
-                layout=norm.layout.name,
-                masks=tuple(arguments_with_mask(model, name, norm.conversion)),
-                psi_warmup_updates=getattr(norm, "psi_warmup_updates", None),
-                layer_scale_groups=norm.layer_scale_groups,
-                line=None if last is None else last.line,
-                decided="" if last is None else last.where,
-            )
+        if last is not None:
+            decision = {"line": last.line, "decided": last.where}
+        masks = arguments_with_mask(model, name, norm.conversion)
+        replaced = ReplacedNorm(
+            name=name or norm.name,
+            replaced=norm.replaced,
+            norm=type(norm).__name__,
+            layout=norm.layout.name,
+            masks=tuple(masks),
+            psi_warmup_updates=getattr(norm, "psi_warmup_updates", None),
+            layer_scale_groups=norm.layer_scale_groups,
+            **decision,
         )
+        report.append(replaced)
     return report

@@ -179,7 +179,8 @@ class ConvertedNorm:
         try:
             if padding_mask is not None:
                 self._check_given_mask(x, padding_mask)
-            tokens, padding = self.layout.channels_last(x), None
+            tokens = self.layout.channels_last(x)
+            padding = None
             if self.uses_mask() and torch.compiler.is_compiling():
                 scope = open_scopes[-1] if open_scopes else None
                 padding = padding_of(tokens, padding_mask, self.handle, scope)
@@ -260,7 +261,8 @@ class ConvertedNorm:
         """Called in evaluation. It looks at the state once, since that waits for the device."""
         if self.has_looked_at_count or "initial" in self.conversion.warned:
             return
-        moment, count = self._buffers[self.moment_name], self._buffers[COUNT]
+        moment = self._buffers[self.moment_name]
+        count = self._buffers[COUNT]
         if moment.is_meta or not can_look_at_values():
             return
         self.has_looked_at_count = True
@@ -334,8 +336,12 @@ class ConvertedNorm:
             return
         if found.line == NONE and (self.conversion.none_is_no_padding or _is_full(found, x)):
             return
-        reason = f" ({found.where})" if found.line == NONE or found.is_unread else ""
-        uses, effects = [], []
+        if found.line == NONE or found.is_unread:
+            reason = f" ({found.where})"
+        else:
+            reason = ""
+        uses = []
+        effects = []
         if self.training and isinstance(self, RunningNorm):
             uses.append("takes statistics over the tokens of a batch")
             effects.append("is counted")
@@ -433,12 +439,15 @@ def replacement(
     _take_parameters(made, module, gain_offset)
     _take_hooks(made, module)
     made.__class__ = _converted_class(type(made))
-    made.name, made.replaced = name, type(module).__name__
+    made.name = name
+    made.replaced = type(module).__name__
     made.replaced_keys = frozenset(module.state_dict())
     made.replaced_classes = frozenset(_identity(cls) for cls in type(module).__mro__)
     given = layout if layout in ("BTC", "TBC") else None
     made.layout = Layout(_own_layout(module), given, name)
-    made.zero_padding, made.conversion, made.mask_history = zero_padding, conversion, MaskHistory()
+    made.zero_padding = zero_padding
+    made.conversion = conversion
+    made.mask_history = MaskHistory()
     made.register_load_state_dict_pre_hook(_before_loading)
     return made.train(module.training)
 
@@ -446,7 +455,9 @@ def replacement(
 def _channels(module: nn.Module, weight: Tensor | None) -> int:
     if isinstance(module, BATCH_NORMS):
         return module.num_features
-    return module.normalized_shape[0] if weight is None else weight.numel()
+    if weight is None:
+        return module.normalized_shape[0]
+    return weight.numel()
 
 
 def _defaults(entry: NormEntry, module: nn.Module, weight: Tensor | None, like: Tensor) -> dict:
@@ -478,7 +489,8 @@ def _take_parameters(made: ChannelNorm, module: nn.Module, gain_offset: float) -
         return
     if gain_name in made._parameters:  # of another meaning there
         gain_name = "weight"
-    made.gain_name, made.gain_offset = gain_name, gain_offset
+    made.gain_name = gain_name
+    made.gain_offset = gain_offset
     names = {"weight": gain_name}
     made._parameters = {
         names.get(name, name): parameter for name, parameter in made._parameters.items()
@@ -535,7 +547,9 @@ def gain_of(module: nn.Module) -> str | None:
     for name, parameter in module._parameters.items():
         if name != "bias" and parameter is not None:
             others.append(name)
-    return others[0] if len(others) == 1 else None
+    if len(others) == 1:
+        return others[0]
+    return None
 
 
 def _own_layout(module: nn.Module) -> str | None:

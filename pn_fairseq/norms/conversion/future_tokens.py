@@ -30,9 +30,9 @@ def mixes_by_warmup(norm: nn.Module) -> bool:
 
 def mixes(norm: nn.Module) -> bool:
     """Whether ``norm``, with its settings, mixes tokens at any time."""
-    return norm.mixes_tokens != "never" and not (
-        mixes_by_warmup(norm) and norm.psi_warmup_updates == 0
-    )
+    if mixes_by_warmup(norm):
+        return norm.psi_warmup_updates > 0
+    return norm.mixes_tokens != "never"
 
 
 def in_decoders(model: nn.Module, norms: dict[str, ChannelNorm]) -> list[str]:
@@ -47,9 +47,11 @@ def leak(names: list[str], norm: ChannelNorm) -> str:
         when = f"for the {norm.psi_warmup_updates} updates of the psi warm-up, "
     elif norm.mixes_tokens == "at first":
         when = "at first, "
-    are, compute = f"{names[0]} is", "computes"
+    are = f"{names[0]} is"
+    compute = "computes"
     if len(names) > 1:
-        are, compute = f"{names[0]} and {len(names) - 1} other norms are", "compute"
+        are = f"{names[0]} and {len(names) - 1} other norms are"
+        compute = "compute"
     return (
         f"{are} in a decoder and, {when}in training, {compute} with statistics of all tokens of a "
         "batch: a causal decoder sees future tokens through them (a leak), which it lacks when it "
@@ -105,8 +107,10 @@ def is_in_causal_part(model: nn.Module, name: str) -> bool:
     path = [model]
     for key in keys[:-1]:
         path.append(getattr(path[-1], key))
-    verdict, is_apart = None, False
-    for module, key in zip(reversed(path), reversed(["", *keys[:-1]]), strict=True):
+    verdict = None
+    is_apart = False
+    names = ["", *keys[:-1]]
+    for module, key in zip(reversed(path), reversed(names), strict=True):
         if isinstance(module, (nn.TransformerDecoder, nn.TransformerDecoderLayer)):
             return True
         bases = {cls.__name__ for cls in type(module).__mro__}
@@ -139,7 +143,9 @@ def _verdict(module: nn.Module) -> bool | None:
             value = getattr(part, mark, None)
             if isinstance(value, bool):
                 marks.add(value)
-    return any(marks) if marks else None
+    if marks:
+        return any(marks)
+    return None
 
 
 def _has_attention_of_its_own(module: nn.Module) -> bool:

@@ -92,7 +92,9 @@ class ArgumentHook:
     def __init__(
         self, module: str, parameters: list, forms: dict, norms: list, named: bool = False
     ):
-        self.module, self.forms, self.named = module or "the model", forms, named
+        self.module = module or "the model"
+        self.forms = forms
+        self.named = named
         self.conversion_id = norms[0].conversion.id
         self.writes_zeros = any(norm.zero_padding for norm in norms)
         self.handle = handle_of(self)
@@ -118,12 +120,16 @@ class ArgumentHook:
             self._enter_in_graph(values, attends)
 
     def _enter_in_graph(self, values: dict, attends: bool) -> None:
-        names, forms, given, tensors = [], [], [], []
+        names = []
+        forms = []
+        given = []
+        tensors = []
         for name, value in values.items():
             form = self.forms[name]
             if callable(form):
                 form = "mask"
-                value = None if value is None else self.forms[name](value)
+                if value is not None:
+                    value = self.forms[name](value)
             if isinstance(value, Tensor):
                 tensors.append(value)
             elif value is not None:
@@ -136,7 +142,8 @@ class ArgumentHook:
 
     def scope(self, values: dict, forms: dict, attends: bool) -> Arguments:
         def read() -> tuple[dict[str, PaddingMask | None], list[str]]:
-            masks, unread = {}, []
+            masks = {}
+            unread = []
             for name, value in values.items():
                 mask = self._mask(name, value, forms[name])
                 if mask is not NotImplemented:
@@ -184,7 +191,8 @@ class ArgumentHook:
     def _mask(self, name: str, value: Any, form: str | Callable):
         """PaddingMask, None, or NotImplemented where the value is no mask of positions."""
         if callable(form) and value is not None:
-            value, form = form(value), "mask"
+            value = form(value)
+            form = "mask"
         if value is None:
             return None
         source = f"argument {name} of {self.module}"
@@ -253,7 +261,9 @@ def _is_sequence(value) -> bool:
     """Whether ``value`` may be tokens of another sequence: neither None, nor a vector such as a
     speaker's.
     """
-    return value.dim() > 2 if isinstance(value, Tensor) else value is not None
+    if isinstance(value, Tensor):
+        return value.dim() > 2
+    return value is not None
 
 
 # torch.compile does not compile a hook by itself, as it would for a module whose forward is
@@ -349,7 +359,8 @@ def arguments_with_mask(model: nn.Module, name: str, conversion: Conversion) -> 
     """The arguments that may hold the mask of the norm ``name`` of ``model``, the innermost
     first.
     """
-    sources, attends = [], False
+    sources = []
+    attends = False
     path = name
     while path:
         path = path.rpartition(".")[0]

@@ -27,17 +27,19 @@ def norms_to_replace(
     Raises:
         ValueError: there is none, a pattern matches none, or the weight of a norm would be lost.
     """
-    only, skip = patterns_of(only), patterns_of(skip) or ()
+    only = patterns_of(only)
+    skip = patterns_of(skip) or ()
     # the model may be in the making in `with torch.device("meta")`, as in transformers
     with torch.device("cpu"):
         offsets = {module: _offset(module, layout) for module in names}
     norms = {module: offset for module, offset in offsets.items() if offset is not None}
     for pattern in (*(only or ()), *skip):
         if not any(matches(names[module], [pattern]) for module in norms):
-            known = ", ".join(names[module][0] or "the model" for module in norms)
-            known = f"norms: {known}" if known else _why_none(names)
+            found = ", ".join(names[module][0] or "the model" for module in norms)
+            known = f"norms: {found}" if found else _why_none(names)
             raise ValueError(f"the pattern {pattern!r} matches no norm of the model; {known}")
-    chosen, reasons = {}, {}
+    chosen = {}
+    reasons = {}
     for module, offset in norms.items():
         is_wanted = only is None or matches(names[module], only)
         if not is_wanted or matches(names[module], skip):
@@ -98,7 +100,10 @@ def _warn_of_those_left(names_of: dict[str, list[str]]) -> None:
     """``names_of``: why a norm cannot be replaced -> the names of such norms."""
     lines = []
     for reason, names in names_of.items():
-        more = f" (so do {len(names) - 1} others)" if len(names) > 1 else ""
+        if len(names) > 1:
+            more = f" (so do {len(names) - 1} others)"
+        else:
+            more = ""
         lines.append(f"{names[0]} {reason}{more}")
     warnings.warn(
         f"convert_norms leaves some norms as they are: {'; '.join(lines)}. (With their names in "
@@ -153,14 +158,18 @@ def _offset_with_one_input(module: nn.Module, layout: str | None) -> float | str
     if isinstance(module, BATCH_NORMS):
         if isinstance(module, nn.BatchNorm2d) and layout != "BCHW":
             return "is for images: give layout='BCHW'"
-        return 0.0 if module.track_running_stats else "has no running statistics"
+        if module.track_running_stats:
+            return 0.0
+        return "has no running statistics"
     if isinstance(module, _OTHERS):
         return None
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
         dimensions = len(module.normalized_shape)
         if dimensions != 1:
             return f"normalizes {dimensions} dimensions"
-        return 0.0 if type(module) in (nn.LayerNorm, nn.RMSNorm) else _compare(module)
+        if type(module) in (nn.LayerNorm, nn.RMSNorm):
+            return 0.0
+        return _compare(module)
     is_called_norm = eps_of(module) is not None or "norm" in type(module).__name__.lower()
     names = [name for name, _ in module.named_parameters()]
     has_two_of_its_own = len(names) == 2 and module._parameters.keys() == set(names)
@@ -181,7 +190,9 @@ def _offset_with_one_input(module: nn.Module, layout: str | None) -> float | str
     # Any module with one vector, such as a PReLU. It is not called a norm, so it stays, without a
     # word, even if it computes one; only a formula that holds with an unknown epsilon is told.
     offset = _compare(module)
-    return offset if offset == _UNKNOWN_EPS else None
+    if offset == _UNKNOWN_EPS:
+        return offset
+    return None
 
 
 #: Why a norm is left whose formula holds with an epsilon that it stores in none of
@@ -204,7 +215,8 @@ def _compare(
     """
     generator = torch.Generator().manual_seed(0)
     gain_name = gain_name or gain_of(module)
-    weight, bias = getattr(module, gain_name or "", None), getattr(module, bias_name, None)
+    weight = getattr(module, gain_name or "", None)
+    bias = getattr(module, bias_name, None)
     channels = module.normalized_shape[0] if weight is None else weight.numel()
     # Short tokens show where eps is added.
     lengths = torch.tensor([1.0, 1e-3, 10.0])[:, None, None]
@@ -238,7 +250,9 @@ def _compare(
 
 
 def _wide(value: Tensor | None, default: float) -> Tensor:
-    return torch.tensor(default, dtype=torch.float64) if value is None else value.double()
+    if value is None:
+        return torch.tensor(default, dtype=torch.float64)
+    return value.double()
 
 
 def _output(module: nn.Module, parameters: dict[str, Tensor], x: Tensor) -> Tensor | None:
@@ -249,13 +263,18 @@ def _output(module: nn.Module, parameters: dict[str, Tensor], x: Tensor) -> Tens
         y = torch.func.functional_call(module, parameters, x)
     except Exception:
         return None
-    return y.double() if isinstance(y, Tensor) and y.shape == x.shape else None
+    if isinstance(y, Tensor) and y.shape == x.shape:
+        return y.double()
+    return None
 
 
 def _fitting_offset(x: Tensor, y: Tensor, gain: Tensor, shift: Tensor, eps: float) -> float | None:
     """What is added to ``gain`` if ``y`` is LayerNorm or RMSNorm of ``x``; None: it is neither."""
     wide = x.double()
-    tolerance = 1e-4 if x.dtype in (torch.float32, torch.float64) else 3e-2
+    if x.dtype in (torch.float32, torch.float64):
+        tolerance = 1e-4
+    else:
+        tolerance = 3e-2
     for centered in (wide - wide.mean(-1, keepdim=True), wide):
         normalized = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps)
         for offset in (0.0, 1.0):

@@ -71,10 +71,10 @@ class ChannelNorm(nn.Module):
             # module, so the hook costs no time.
             self.layer_scale.register_forward_pre_hook(no_fast_path)
         for name in ("weight", "bias"):
-            learns = affine and name in self.learned
-            self.register_parameter(
-                name, nn.Parameter(torch.empty(num_features)) if learns else None
-            )
+            parameter = None
+            if affine and name in self.learned:
+                parameter = nn.Parameter(torch.empty(num_features))
+            self.register_parameter(name, parameter)
         self.handle = handle_of(self)
         self._built_on_meta = torch.get_default_device().type == "meta"
         ChannelNorm.reset_parameters(self)
@@ -167,9 +167,8 @@ class ChannelNorm(nn.Module):
 
     def extra_repr(self) -> str:
         arguments = inspect.signature(type(self)).parameters
-        kept = {
-            name: value
-            for name, value in vars(self).items()
-            if name in arguments and value is not None
-        }
-        return ", ".join(f"{name}={value}" for name, value in kept.items())
+        kept = []
+        for name, value in vars(self).items():
+            if name in arguments and value is not None:
+                kept.append(f"{name}={value}")
+        return ", ".join(kept)

@@ -29,10 +29,10 @@ def check_groups(num_features: int, groups: int, of: str = "") -> None:
     """
     if num_features % groups == 0:
         return
-    divisors = [str(number) for number in range(1, num_features + 1) if num_features % number == 0]
+    numbers = range(1, num_features + 1)
+    divisors = ", ".join(str(number) for number in numbers if num_features % number == 0)
     raise ValueError(
-        f"num_features={num_features} is not divisible by groups={groups}{of}; it is by "
-        f"{', '.join(divisors)}"
+        f"num_features={num_features} is not divisible by groups={groups}{of}; it is by {divisors}"
     )
 
 
@@ -120,7 +120,8 @@ def padding_on_the_left(x: Tensor, padding: Tensor, form: str) -> str:
     if len(x) == 1 or not is_on_the_left.all():
         return ""
     is_same = x.isclose(x[:1], rtol=1e-2).all(-1).all(0)
-    is_token, is_padding = ~padding.any(0), padding.all(0)
+    is_token = ~padding.any(0)
+    is_padding = padding.all(0)
     if is_same[is_padding].all():
         return ""
     if is_token.any() and is_same[is_token].all():
@@ -141,10 +142,8 @@ def warn_of_empty_sentences(padding_mask: Tensor) -> None:
     count = int(padding_mask.all(1).sum())
     if count:
         _told.add("empty sentences")
-        warnings.warn(
-            f"padding_mask: {empty_sentences(count, len(padding_mask), 'mask')}",
-            stacklevel=4,
-        )
+        text = empty_sentences(count, len(padding_mask), "mask")
+        warnings.warn(f"padding_mask: {text}", stacklevel=4)
 
 
 #: The warnings that this program has given.

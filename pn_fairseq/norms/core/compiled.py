@@ -75,7 +75,9 @@ def find(tensor: Tensor):
             "tensors, such as "
             "save_on_cpu, must not copy its tensors of whole numbers"
         )
-    return thing.content if isinstance(thing, _Memory) else thing
+    if isinstance(thing, _Memory):
+        return thing.content
+    return thing
 
 
 def operator(schema: str, fake: Callable, captured: bool = False) -> Callable[[Callable], Callable]:
@@ -126,7 +128,9 @@ def counts_now(count):
     """``count``, the number of real tokens of a step that no backward reaches; 0 where its
     forward is repeated.
     """
-    return torch.zeros_like(count) if is_recomputation() else count.clone()
+    if is_recomputation():
+        return torch.zeros_like(count)
+    return count.clone()
 
 
 @operator(
@@ -136,7 +140,9 @@ def counts_now(count):
 def scaled(norm, number):
     """The loss scale of a norm, on the device of ``number``."""
     scale = find(norm).current_loss_scale()
-    return torch.ones((), device=number.device) if scale is None else scale.clone()
+    if scale is None:
+        return torch.ones((), device=number.device)
+    return scale.clone()
 
 
 @operator(

@@ -19,7 +19,9 @@ def one_at_a_time() -> AbstractContextManager:
     """For what reads and writes the state of a norm: of two threads that train one norm, one
     waits.
     """
-    return nullcontext() if torch.compiler.is_compiling() else _lock
+    if torch.compiler.is_compiling():
+        return nullcontext()
+    return _lock
 
 
 def inside_backward() -> bool:
@@ -69,7 +71,8 @@ def is_recomputation() -> bool:
         return True
     # A recomputation pushes torch.utils.checkpoint._recomputation_hook. torch shows only the hook
     # on top: take all off and put them back.
-    autograd, hooks = torch._C._autograd, []
+    autograd = torch._C._autograd
+    hooks = []
     while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
         hooks.append(top)
         autograd._pop_saved_tensors_default_hooks()

@@ -65,7 +65,8 @@ def register() -> None:
             possible = [(replicated, whole)]
             dimensions_of_tokens = len(arguments[0].shape) - 1
             for dimension in range(dimensions_of_tokens):
-                given, results = list(whole), list(replicated)
+                given = list(whole)
+                results = list(replicated)
                 for place, in_front in rule.arguments.items():
                     if given[place] is not None:
                         given[place] = Shard(dimension + in_front)

@@ -30,7 +30,9 @@ class Seen:
     __slots__ = ("read", "state", "warmup")
 
     def __init__(self, state: dict[str, Tensor]):
-        self.state, self.read, self.warmup = state, False, 0
+        self.state = state
+        self.read = False
+        self.warmup = 0
 
 
 class StatefulNorm(ChannelNorm):
@@ -69,9 +71,8 @@ class StatefulNorm(ChannelNorm):
     def add_state(self, name: str, initial: float, *rows: int) -> None:
         """Register the buffer ``name``, (C,) float32 or (\\*rows, C), with its initial value."""
         self._initial[name] = initial
-        self.register_buffer(
-            name, torch.full((*rows, self.num_features), initial, dtype=torch.float32)
-        )
+        shape = (*rows, self.num_features)
+        self.register_buffer(name, torch.full(shape, initial, dtype=torch.float32))
         # the counter comes last, as in torch.nn.BatchNorm1d
         self._buffers[COUNT] = self._buffers.pop(COUNT)
         self._seen = Seen({name: buffer.clone() for name, buffer in self._buffers.items()})
@@ -98,11 +99,15 @@ class StatefulNorm(ChannelNorm):
         """Keep the copies that a forward has read, by name, for those that repeat it."""
         seen = self._seen
         seen.state.update(state)
-        seen.read, seen.warmup = True, self._warmup
+        seen.read = True
+        seen.warmup = self._warmup
 
     def read_state(self) -> dict[str, Tensor]:
         """Copies of the state that a training forward reads, by name; see :meth:`repeats`."""
-        names = tuple(self._buffers) if self.reads is None else self.reads
+        if self.reads is None:
+            names = tuple(self._buffers)
+        else:
+            names = self.reads
         if not names:
             return {}
         buffers = [self._buffers[name] for name in names]
@@ -131,11 +136,11 @@ class StatefulNorm(ChannelNorm):
             elif buffer.dtype != torch.float32 and name in self._initial:
                 buffer.data = buffer.data.float()
         if missing:
+            name = getattr(self, "name", type(self).__name__)
             raise RuntimeError(
-                f"{', '.join(missing)} of {getattr(self, 'name', type(self).__name__)} never got "
-                "values: the module "
-                "is on the meta device, or was when load_state_dict(assign=True) loaded a "
-                "checkpoint without them: "
+                f"{', '.join(missing)} of {name} never got values: the module is on the meta "
+                "device, or was when load_state_dict(assign=True) loaded a checkpoint without "
+                "them: "
                 'model.to_empty(device="cpu") before load_state_dict gives them their initial '
                 "values"
             )
@@ -146,14 +151,17 @@ class StatefulNorm(ChannelNorm):
         """Tell the norm that ``num_updates`` optimizer updates are completed; None: it is not
         known.
         """
-        self._num_updates, self._told = num_updates, num_updates is not None
+        self._num_updates = num_updates
+        self._told = num_updates is not None
         if self.follows_updates and self._told:
             self._scratch["updates"].fill_(num_updates)
 
     def completed_updates(self, state: dict[str, Tensor]) -> Tensor:
         """Completed optimizer updates, 0-d int64, for a norm that :attr:`follows_updates`. Without
         :meth:`set_num_updates` the steps that have entered ``state`` are counted."""
-        return self._scratch["updates"] if self._told else state[COUNT]
+        if self._told:
+            return self._scratch["updates"]
+        return state[COUNT]
 
     def reset_parameters(self) -> None:
         """Give the parameters and the state their initial values, as ``reset_parameters`` of
@@ -177,7 +185,10 @@ class StatefulNorm(ChannelNorm):
         for name, old in before.items():
             new = self._buffers[name]
             if new.dtype != old.dtype:
-                new = old if new.device == old.device else torch.empty_like(old, device=new.device)
+                if new.device == old.device:
+                    new = old
+                else:
+                    new = torch.empty_like(old, device=new.device)
                 self._buffers[name] = new
             if old.is_meta:
                 new.fill_(self._initial.get(name, 0))
@@ -200,7 +211,8 @@ class StatefulNorm(ChannelNorm):
         # A process group cannot be copied, and a copy of a scaler would not follow the scaler.
         state["process_group"] = state["loss_scale"] = None
         # Another process that gets the norm would share the memory.
-        state["epoch"], state["_has_loss_scale"] = flag(), flag()
+        state["epoch"] = flag()
+        state["_has_loss_scale"] = flag()
         state["_seen"] = Seen(dict(self._seen.state))
         return state
 

@@ -64,7 +64,8 @@ class WindowNorm(RunningNorm):
 
     def begin(self, step: Step, batch: Moments) -> None:
         """Note the statistics ``batch``, and what the step normalizes by."""
-        step.own_psi2, step.counted = batch.moment, batch.count
+        step.own_psi2 = batch.moment
+        step.counted = batch.count
         step.psi2, step.ratio, step.marks = kernels.window_statistics(
             step.state["psi2_window"],
             step.state["running_psi2"],
@@ -80,7 +81,9 @@ class WindowNorm(RunningNorm):
 
     def gain_of(self, step: Step) -> Tensor:
         """r weight, (C,)."""
-        return step.ratio if step.weight is None else step.ratio * step.weight
+        if step.weight is None:
+            return step.ratio
+        return step.ratio * step.weight
 
     def backward_pass(self, step: Step) -> tuple[Tensor, Tensor]:
         gain = self.gain_of(step)

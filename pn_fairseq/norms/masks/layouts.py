@@ -30,7 +30,8 @@ def _spread(mask: PaddingMask, x: Tensor, batch: int, time: int) -> Tensor:
     if time < batch:
         padding = padding.t()
     places = [1] * len(shape)
-    places[batch], places[time] = shape[batch], shape[time]
+    places[batch] = shape[batch]
+    places[time] = shape[time]
     return padding.reshape(places).expand(shape)
 
 
@@ -46,7 +47,9 @@ class Layout:
     """
 
     def __init__(self, own: str | None, given: str | None, norm: str):
-        self.own, self.given, self.norm = own, given, norm
+        self.own = own
+        self.given = given
+        self.norm = norm
         self._seen: str | None = None
         #: Of inputs with heads: "BTHC", "TBHC" or "BHTC".
         self._seen_with_heads: str | None = None
@@ -76,11 +79,8 @@ class Layout:
             ValueError: the mask is for other tokens, or the layout of x is not known.
         """
         shape = tuple(x.shape[:-1])
-        if (
-            mask.form != "lengths"
-            and tuple(mask.value.shape) == shape
-            and (x.dim() != 3 or self.own)
-        ):
+        is_of_tokens = mask.form != "lengths" and tuple(mask.value.shape) == shape
+        if is_of_tokens and (x.dim() != 3 or self.own):
             return mask.of(shape[-1]).to(x.device)
         if self.own and x.dim() == 4:
             raise ValueError(f"images {shape} = (B, H, W) need a mask of this shape; {mask}")
@@ -103,10 +103,11 @@ class Layout:
             batch, time = _WITH_HEADS[possible[0]]
             raise ValueError(self._of_another_length(shape[batch], shape[time], mask, generates))
         if len(fitting) > 1:
-            meanings = [f"({', '.join(name)})".replace("H", "heads") for name in fitting]
+            orders = " or ".join(f"({', '.join(name)})" for name in fitting)
+            meanings = orders.replace("H", "heads")
             raise ValueError(
-                f"{tuple(x.shape)} may be {' or '.join(meanings)}: run a batch of another length "
-                f"first, or leave this norm as it is (skip={self.norm!r})"
+                f"{tuple(x.shape)} may be {meanings}: run a batch of another length first, or "
+                f"leave this norm as it is (skip={self.norm!r})"
             )
         self._seen_with_heads = fitting[0]
         return _spread(mask, x, *_WITH_HEADS[fitting[0]])
@@ -134,11 +135,16 @@ class Layout:
         """The mask of rows (N, C): all positions of all sequences, their real tokens, or one
         vector per sequence.
         """
-        rows, batch = x.size(0), mask.batch
-        time = mask.time(rows // batch if batch and rows % batch == 0 else rows)
+        rows = x.size(0)
+        batch = mask.batch
+        length = rows
+        if batch and rows % batch == 0:
+            length = rows // batch
+        time = mask.time(length)
         if rows == batch * time and time > 1 and self.given is not None:
             padding = mask.of(time).to(x.device)
-            return (padding if self.given == "BTC" else padding.t()).reshape(-1)
+            in_order = padding if self.given == "BTC" else padding.t()
+            return in_order.reshape(-1)
         if rows == batch or rows == mask.real_tokens:
             return None
         if rows == batch * time:
@@ -162,16 +168,19 @@ class Layout:
                 f"tokens {shape} do not have the layout {known} but {fitting[0]}: {mask}; give "
                 f"convert_norms layout='{fitting[0]}' for this norm"
             )
-        batch_first = known == "BTC" if known else shape[0] == mask.batch or shape[1] != mask.batch
+        if known:
+            batch_first = known == "BTC"
+        else:
+            batch_first = shape[0] == mask.batch or shape[1] != mask.batch
         batch, time = shape[:2] if batch_first else (shape[1], shape[0])
         return self._of_another_length(batch, time, mask, generates)
 
     def _of_another_length(self, batch: int, time: int, mask: PaddingMask, generates: bool) -> str:
         first = "call model.eval() before generating or evaluating; else " if generates else ""
+        length = mask.time(time)
         return (
             f"its tokens are {batch} sequences of length {time}, and {mask.source} is for "
-            f"{mask.batch} of length "
-            f"{mask.time(time)}; {first}give it a mask of its own length (`with padding(..., "
-            f"only={self.norm!r})` "
-            f"around the call), or leave it as it is (skip={self.norm!r})"
+            f"{mask.batch} of length {length}; {first}give it a mask of its own length (`with "
+            f"padding(..., only={self.norm!r})` around the call), or leave it as it is "
+            f"(skip={self.norm!r})"
         )

@@ -72,7 +72,8 @@ def _problem(form: str, value) -> str:
             f"expected a tensor, got {kind}; the numbers of tokens of the sequences are "
             "lengths=torch.tensor([...])"
         )
-    dtype, is_floating = value.dtype, value.is_floating_point()
+    dtype = value.dtype
+    is_floating = value.is_floating_point()
     if form == "lengths":
         if value.dim() == 1 and not is_floating and dtype != torch.bool:
             return ""
@@ -109,7 +110,8 @@ class PaddingMask:
         problem = _problem(form, value)
         if problem:
             raise ValueError(f"{source}: {problem}")
-        self.form, self.source = form, source
+        self.form = form
+        self.source = source
         #: (B,), or (B, T), or (N,) for tokens (N, C), or (B, H, W) for images.
         self.value = without_dimensions_of_1(value)
         self._padding: Tensor | None = None
@@ -209,7 +211,9 @@ def patterns_of(given: str | Iterable[str] | None) -> tuple[str, ...] | None:
     """The patterns of ``only=`` and ``skip=``; None: the argument is not given."""
     if given is None:
         return None
-    return (given,) if isinstance(given, str) else tuple(given)
+    if isinstance(given, str):
+        return (given,)
+    return tuple(given)
 
 
 def matches(names: Iterable[str], patterns: Iterable[str]) -> bool:
@@ -226,7 +230,8 @@ class Scope(AbstractContextManager):
         self.graph_task = -1
 
     def __enter__(self) -> Scope:
-        self.outer, self.graph_task = _current.get(), current_backward()
+        self.outer = _current.get()
+        self.graph_task = current_backward()
         _current.set(self)
         return self
 
@@ -253,7 +258,8 @@ class Block(Scope):
 
     def __init__(self, mask: PaddingMask | None, only: tuple[str, ...] | None):
         super().__init__()
-        self.mask, self.only = mask, only
+        self.mask = mask
+        self.only = only
         #: Norms that looked for a mask in it -> whether it is for them.
         self.asked: dict[str, bool] = {}
 
@@ -285,7 +291,9 @@ def current_scopes() -> Iterator[Scope]:
     backward pass: a block around the call of ``backward`` may belong to another forward.
     """
     scope = current_scope()
-    return iter(()) if scope is None or scope.graph_task != current_backward() else scope.around()
+    if scope is None or scope.graph_task != current_backward():
+        return iter(())
+    return scope.around()
 
 
 class padding(AbstractContextManager):
@@ -353,7 +361,8 @@ class padding(AbstractContextManager):
         block.__exit__(*error)
         if any(error) or not block.asked or any(block.asked.values()):
             return
-        patterns, asked = ", ".join(map(repr, block.only)), list(block.asked)
+        patterns = ", ".join(map(repr, block.only))
+        asked = list(block.asked)
         more = ", ..." if len(asked) > 3 else ""
         warnings.warn(
             f"`with padding(..., only={patterns})` was for none of the norms that looked for a "

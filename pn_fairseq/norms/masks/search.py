@@ -42,7 +42,8 @@ class Arguments(Scope):
         attends: bool,
     ):
         super().__init__()
-        self.hook, self.attends = hook, attends
+        self.hook = hook
+        self.attends = attends
         self._read = cache(read)  # also for copies of the scope
 
     def masks(self) -> dict[str, PaddingMask | None]:
@@ -130,7 +131,9 @@ def find_argument(conversion_id: str, scopes: Iterable[Scope]) -> Found:
 
 def _all_none(scope: Arguments, names: dict[str, None]) -> str:
     what = f"{' and '.join(names)} of {scope.hook.module}"
-    return f"argument {what} is None" if len(names) == 1 else f"arguments {what} are None"
+    if len(names) == 1:
+        return f"argument {what} is None"
+    return f"arguments {what} are None"
 
 
 def hidden_mask(conversion_id: str, scopes: Iterable[Scope]) -> PaddingMask | None:
