@@ -26,10 +26,13 @@ def measure(args: argparse.Namespace) -> dict[str, list[float]]:
         trainer = make_trainer(args.norm, args.dtype, args)
         batches = make_batches(args)
         model = trainer.get_model()
-        probe = NormProbe(model, str(Path(folder) / "probe"), INTERVAL, "encoder.*")
+        probe = NormProbe(
+            model, str(Path(folder) / "probe"), 1, "encoder.*"
+        )  # turn sets the interval
 
         def turn(kind: str, number: int) -> None:
-            # The update after this one is the recorded one, or this is.
+            # The probe records update n if n is a multiple of its interval. With interval n the
+            # next update, n, is recorded; with n + 1 it is one of those that are averaged.
             probe.interval = trainer.get_num_updates() + (2 if kind == "averaged" else 1)
             model.norm_probe = None if kind == "plain" else probe
             update(trainer, batches[number % len(batches)])

@@ -303,11 +303,10 @@ def batch_size(subjects: Sequence[Subject]):
         ticks = sorted(drawn["tokens"].unique())
         axis.set_xticks(ticks, [f"{size:,}" for size in ticks])
         axis.grid(alpha=0.3)
+    legend_columns = 2
     if max(map(len, lines)) < 20:
-        columns = 3
-    else:
-        columns = 2
-    legend(figure, {line: handles[line] for line in lines}, columns)
+        legend_columns = 3
+    legend(figure, {line: handles[line] for line in lines}, legend_columns)
     return figure
 
 

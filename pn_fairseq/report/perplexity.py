@@ -11,8 +11,10 @@ from pn_fairseq.report.tables import number, results_table
 
 
 def _published(corpus: CorpusRuns, paper: str, subset: str) -> dict | None:
-    """The paper's table of the corpus, and the numbers of tokens of runs on ``others`` than its
-    text.
+    """The table of LM_PAPER for the corpus; None: there is none.
+
+    Added to it: ``table``, its rows as a frame; ``tokens`` of its ``subset``; ``others``, the
+    numbers of tokens of runs on another text.
     """
     if paper == "auto":
         paper = _recognise((corpus.data or {}).get("corpus"))

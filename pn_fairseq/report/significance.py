@@ -177,10 +177,14 @@ class Family:
 
 
 def _family(values: pandas.Series, control: str) -> Family | None:
-    """``values`` by system and (machine, seed).
+    """Compare systems with ``control``.
 
     None: nothing can be tested (no degrees of freedom, or no spread).
+
+    Args:
+        values: the index has the levels ``system`` and ``block``, which is (machine, seed).
     """
+    # Where no two systems have a block in common, its machine stands for it: see families().
     shared = values.groupby(level="block").size().gt(1).any()
     runs = [(system, block if shared else block[0]) for system, block in values.index]
     design = Design(runs, control)
@@ -198,15 +202,15 @@ def _family(values: pandas.Series, control: str) -> Family | None:
     errors = design.errors * deviation
     for system, center, error in zip(design.systems, differences, errors, strict=True):
         ratio = float(abs(center) / error)
-        p = min(1.0, max(0.0, 1 - design.probability(ratio)))
-        intervals[system] = _interval(center, critical * error, p)
-        p = 2 * float(stats.t.sf(ratio, design.degrees))
-        separate[system] = _interval(center, quantile * error, p)
+        p_together = min(1.0, max(0.0, 1 - design.probability(ratio)))
+        intervals[system] = _interval(center, critical * error, p_together)
+        p_alone = 2 * float(stats.t.sf(ratio, design.degrees))
+        separate[system] = _interval(center, quantile * error, p_alone)
         differences_by_block = by_block.loc[system] - by_block.loc[control]
         pairs[system] = differences_by_block.dropna().to_dict()
     return Family(
         control=control,
-        blocks=int(values.groupby(level=0).size().max()),
+        blocks=int(values.groupby(level="system").size().max()),
         intervals=intervals,
         separate=separate,
         deviation=float(deviation),

@@ -272,7 +272,7 @@ def randomize_affine(norm, seed=1):
     return norm
 
 
-def train_step(norm, x, mask=None, dy=None, dtype=torch.float32):
+def train_step(norm, x, mask, dy, dtype=torch.float32):
     """One training forward and backward; y, dx and the parameters' gradients as float64 NumPy
     arrays.
     """
@@ -322,8 +322,8 @@ def assert_same(actual, expected, what=""):
 
 
 def assert_close(actual, expected, rtol=2e-5, what="", terms=0.0):
-    """Relative to the largest expected value, or ``terms`` if larger: sums of both signs may
-    cancel.
+    """Relative to the largest expected value, or if larger to ``terms``, the size of the terms of
+    a sum, which may cancel.
     """
     actual = as_float64(actual)
     expected = as_float64(expected)

@@ -406,9 +406,8 @@ def recalibrate(model, batches):
 
 
 def test_recalibration_is_the_mean_over_the_batches_of_the_statistics_of_each(running):
-    """Their variance may be the biased or the unbiased one.
-
-    What a variant does with padding is its own.
+    """The variance of a norm with a mean may be the biased or the unbiased one. A batch without a
+    real token does not count. What a variant does with padding is its own.
     """
     norm = running.trained()
     batches = calibration_batches(4, masked=running.variant == VARIANTS[0])

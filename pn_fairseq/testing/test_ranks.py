@@ -199,15 +199,16 @@ def test_average_over_the_ranks_does_not_depend_on_what_each_has_trained(running
     assert calls == calls_of_second == 1
     mean_name = running.cls.mean_name
     moment_name = running.cls.moment_name
-    for index in range(2):
-        first = doubled(befores[index])
-        second = doubled(befores_of_second[index])
-        after = afters[index]
-        of_second = afters_of_second[index]
+    for norm in range(2):  # 0: trained on both ranks, 1: on the first one only
+        first = doubled(befores[norm])
+        second = doubled(befores_of_second[norm])
+        after = afters[norm]
+        of_second = afters_of_second[norm]
         differs = [not torch.equal(value, second[key]) for key, value in first.items()]
         assert any(differs)
         expected = {key: (value + second[key]) / 2 for key, value in first.items()}
         if mean_name is not None:
+            # the variance is the mean of the squares less the square of the mean
             squares = [state[moment_name] + state[mean_name] ** 2 for state in (first, second)]
             expected[moment_name] = sum(squares) / 2 - expected[mean_name] ** 2
         expected[COUNT] = expected[COUNT].round()

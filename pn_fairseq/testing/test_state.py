@@ -380,15 +380,20 @@ def test_state_made_of_gradients_is_named(running):
 
 @pytest.mark.parametrize("how", ["numbers", "tensors", "a scaler"])
 def test_a_loss_scale_changes_no_state(running, how):
-    """It halves after an overflow, and grows; a resumed training has another one, or none."""
+    """The scale of a scaler halves after an overflow, and grows; a resumed training has another
+    scale, or none.
+    """
     plain = running.build(4, psi_warmup_updates=2)
     scaled = running.build(4, psi_warmup_updates=2)
     scales = [1024.0, 1024.0, 512.0, 2.0, 2.0**20, 1.0, 3.0]
     model = torch.nn.Sequential(scaled)
-    if how == "a scaler":  # which reads the variable of the loop
-        set_loss_scale(model, SimpleNamespace(scale=lambda tensor: tensor * scale))
+    scaler = SimpleNamespace(factor=1.0)
+    scaler.scale = lambda tensor: tensor * scaler.factor
+    if how == "a scaler":
+        set_loss_scale(model, scaler)
     generator = rng(1)
     for number, scale in enumerate(scales):
+        scaler.factor = scale
         if how == "numbers":
             set_loss_scale(model, scale)
         elif how == "tensors":
