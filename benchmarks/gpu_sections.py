@@ -703,10 +703,12 @@ def inductor(kit: Kit) -> None:
             results = []
             for label, by in (("Triton", own_operators()), ("inductor", compiled_operators(kit))):
                 batch = Batch.of(kit, *shape, dtype)
-                both = passes(by, batch)
-                results.append((*both[0](), *both[1]()))
-                device[label] = sum(kit.device_time(each) for each in both)
-                host[label] = sum(kit.times(each, calls, rounds)[0] for each in both)
+                forward, backward = passes(by, batch)
+                results.append((*forward(), *backward()))
+                device[label] = kit.device_time(forward) + kit.device_time(backward)
+                issued_forward, _ = kit.times(forward, calls, rounds)
+                issued_backward, _ = kit.times(backward, calls, rounds)
+                host[label] = issued_forward + issued_backward
             row = {"Triton, device, µs": device["Triton"], "Triton, host, µs": host["Triton"]}
             row[ON_DEVICE] = device["inductor"] / device["Triton"]
             row[ON_HOST] = host["inductor"] / host["Triton"]
