@@ -304,6 +304,10 @@ lr_scheduler.warmup_updates=0           | warmup_updates=0; inverse_sqrt; give 1
 average_last=0                          | average_last; at least 1
 criterion.label_smoothing=1             | criterion.label_smoothing; below 1
 optimization.lr=[0.1,0.2]               | learning rate
+optimizer.lr=0.1                        | unknown setting 'optimizer.lr'; did you mean 'optimization.lr=0.1'?
+optimizer.lr=[0.1]                      | unknown setting 'optimizer.lr'; did you mean 'optimization.lr=[0.1]'?
+lr_scheduler.lr=[0.1]                   | did you mean 'optimization.lr=[0.1]'?
+criterion.sentence_avg=true             | did you mean 'optimization.sentence_avg=True'?
 common.seed=1,2                         | common.seed takes one value in a run; 'pn reproduce'; --seeds 1,2; "common.seed='1,2'"
 common.seed=[1,2]                       | common.seed takes one value in a run
 common.seed=range(1,3)                  | common.seed takes one value in a run
