@@ -451,10 +451,12 @@ def demo(argv: Sequence[str]) -> int:
     add("--arch", metavar="NAME", default="transformer_pn_tiny", help=architecture)
     args = parser.parse_intermixed_args(argv)
     run, data = absolute(args.run), absolute("runs/data/verses_es_en")
-    train = ["train", "demo", "--data", data, "--run", run]
-    train += [f"model._name={args.arch}", *args.settings]
+    of_data = ["--data", data]
+    of_run = ["--run", run, f"model._name={args.arch}", *args.settings]
+    train = ["train", "demo", *of_data, *of_run]
+    check = ["train", "demo", *(of_data if is_prepared(data) else []), *of_run, "--check"]
     after_training = [[verb, "--run", run] for verb in ("average", "generate", "score")]
-    steps = [[*train, "--check"], ["prepare", "verses", "--dest", data], train, *after_training]
+    steps = [check, ["prepare", "verses", "--dest", data], train, *after_training]
     with only_writer(run) as note:
         for step in steps:
             say("demo", shown(step))

@@ -338,6 +338,8 @@ def _advice(name: str, cfg: DictConfig) -> str:
     similar one of another; or which component has it, as another learning-rate schedule.
     """
     own_section, _, key = name.rpartition(".")
+    if name == "model.arch":
+        return ", did you mean 'model._name'?"
     if own_section in EXCHANGED:
         for owner, component in components_of(own_section).items():
             if key in keys_of(own_section, component):
