@@ -109,6 +109,7 @@ prepare text --corpus text --source es --target en --dest out --codes files | --
 prepare text --corpus text --source es --target en --dest out --codes none | --codes; none: No such file or directory
 prepare text --corpus text --source es --target en --dest out --protect text | --protect '; text' is a folder; name a file
 prepare text --corpus dev --source es --target en --dest out | there is no; dev/valid.es; there are dev.en, dev.es, train.en, train.es
+prepare text --trainpref text/train --source es --target en | did you mean '--corpus text'?
 prepare text --corpus text --source-lang es           | did you mean '--source es'?
 prepare text --corpus text --src es --tgt en --dest out | did you mean '--source es --target en'?
 prepare text --corpus text -s es -t en --dest out     | did you mean '--source es --target en'?
@@ -247,6 +248,9 @@ train verses_es_en --data data/tok/test               | is inside of prepared da
 train own_text                                        | the default of --data '; runs/data/own_text' is not prepared data; name yours by --data DIR
 train twice.yaml --check                              | twice.yaml; (model occurs twice, in lines 3 and 6: write one of them with all its keys)
 train tab.yaml --check                                | tab.yaml; (line 2 has a tab, which YAML does not allow there: use blanks)
+train verses_es_en --check --data nowhere --run new   | nowhere' is not prepared data: there is no such folder
+train verses_es_en --check --data text                | text' is not prepared data: it has no settings.txt and no bin
+train verses_es_en --data unset                       | unset' is not prepared data: it has no settings.txt (prepared data in '; place': data)
 train verses_es_en --check --data a:b                 | a:b' has a colon
 train verses_es_en --data data --run data             | --run; place/data' is prepared data; name another folder
 train verses_es_en --data data --run w1.pt            | w1.pt' is a file; name a folder
@@ -304,6 +308,11 @@ lr_scheduler.warmup_updates=0           | warmup_updates=0; inverse_sqrt; give 1
 average_last=0                          | average_last; at least 1
 criterion.label_smoothing=1             | criterion.label_smoothing; below 1
 optimization.lr=[0.1,0.2]               | learning rate
+model.arch=transformer_pn_tiny          | unknown setting 'model.arch', did you mean 'model._name'?
+optimizer.lr=0.1                        | unknown setting 'optimizer.lr'; did you mean 'optimization.lr=0.1'?
+optimizer.lr=[0.1]                      | unknown setting 'optimizer.lr'; did you mean 'optimization.lr=[0.1]'?
+lr_scheduler.lr=[0.1]                   | did you mean 'optimization.lr=[0.1]'?
+criterion.sentence_avg=true             | did you mean 'optimization.sentence_avg=True'?
 common.seed=1,2                         | common.seed takes one value in a run; 'pn reproduce'; --seeds 1,2; "common.seed='1,2'"
 common.seed=[1,2]                       | common.seed takes one value in a run
 common.seed=range(1,3)                  | common.seed takes one value in a run
@@ -363,6 +372,7 @@ def place(tmp_path_factory):
     (place / "models/lm/data").write_text(f"{place}/data\n")
     shutil.copy(place / "data/settings.txt", place / "models/lm/data.settings")
     (place / "broken.py").write_text("1 / 0\n")
+    (place / "unset/bin").mkdir(parents=True)
     (place / "empty.py").write_text('"""Nothing."""\n')
     return place
 

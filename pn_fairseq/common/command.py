@@ -160,6 +160,8 @@ class ArgumentParser(argparse.ArgumentParser):
             ours = FAIRSEQ.get(option)
             if ours in self._option_string_actions:
                 value = self._value_of(option)
+                if value is not None and option == "--trainpref":  # it names files, not a folder
+                    value = str(Path(value).parent)
                 words += [ours] if value is None else [ours, value]
         return words
 

@@ -32,7 +32,7 @@ from pn_fairseq.common.files import read_settings
 from pn_fairseq.fairseq_patches.one_line_errors import check_criterion
 from pn_fairseq.models.from_checkpoint import load_weights
 from pn_fairseq.pipeline import stamp
-from pn_fairseq.pipeline.data.binarize import fault
+from pn_fairseq.pipeline.data.binarize import REMEDY, SPLITS, fault
 from pn_fairseq.pipeline.runs import Run, flat, load_config
 from pn_fairseq.pipeline.setting_roles import role_of
 from pn_fairseq.pipeline.training_settings import Batches, flags, one_value
@@ -154,7 +154,7 @@ def build(cfg: DictConfig, with_data: bool = True) -> tuple:
         )
     try:
         if with_data:
-            task = tasks.setup_task(cfg.task)
+            task = _task_with_data(cfg)
         else:
             # Larger than the vocabulary of WikiText-103 and the cutoffs of an adaptive softmax.
             cutoffs = re.findall(r"\d+", str(cfg.model.get("adaptive_softmax_cutoff")))
@@ -177,6 +177,16 @@ def build(cfg: DictConfig, with_data: bool = True) -> tuple:
         reason = " ".join(str(error).split()) or type(error).__name__
         known = isinstance(error, ValueError) or type(error) is Exception
         raise UserError(reason if known else f"the settings fit no model: {reason}") from error
+
+
+def _task_with_data(cfg: DictConfig) -> tasks.FairseqTask:
+    try:
+        return tasks.setup_task(cfg.task)
+    except FileNotFoundError as error:
+        missing = Path(error.filename or "")
+        if missing.parent == Path(cfg.task.data):
+            raise UserError(f"{missing.parent} has no {missing.name}: {REMEDY}") from error
+        raise
 
 
 def check_model(cfg: DictConfig, data: Path, batches: Batches) -> torch.nn.Module:
@@ -232,9 +242,12 @@ def check_subsets(cfg: DictConfig, data: Path) -> None:
     known = {file.name.partition(".")[0] for file in (data / "bin").glob("*.idx")}
     for name in ("train_subset", "valid_subset"):
         for split in str(cfg.dataset[name]).split(","):
-            if known and split not in known:
-                text = unknown("split", split, sorted(known))
-                raise UserError(f"dataset.{name}={cfg.dataset[name]}: {text} in '{data}'")
+            if not known or split in known:
+                continue
+            if split in SPLITS:
+                raise UserError(f"{data / 'bin'} has no {split}: {REMEDY}")
+            text = unknown("split", split, sorted(known))
+            raise UserError(f"dataset.{name}={cfg.dataset[name]}: {text} in '{data}'")
 
 
 def _check_blocks(cfg: DictConfig, data: Path, task, model) -> None:
@@ -266,7 +279,7 @@ def open_data(folder: Path, name: str, dictionary: Dictionary) -> MMapIndexedDat
     """
     problem = fault(folder, name, len(dictionary))
     if problem:
-        raise UserError(f"{problem}: prepare the data again (pn prepare)")
+        raise UserError(f"{problem}: {REMEDY}")
     return MMapIndexedDataset(str(folder / name))
 
 

@@ -29,6 +29,7 @@ from pn_fairseq.common.command import (
     shown,
     whole,
 )
+from pn_fairseq.common.errors import did_you_mean
 from pn_fairseq.common.files import CONFIGS, find_yaml, names_in, only_writer
 from pn_fairseq.pipeline.data.experiment import Experiment
 from pn_fairseq.pipeline.data.recipes import RECIPES, load
@@ -36,6 +37,7 @@ from pn_fairseq.pipeline.data.settings import is_prepared
 from pn_fairseq.pipeline.prepare import options_of
 from pn_fairseq.pipeline.runs import load_config
 from pn_fairseq.pipeline.steps import (
+    PlannedRun,
     experiments,
     find_experiment,
     is_corpus,
@@ -251,14 +253,100 @@ class Study:
     planned: list[str] = field(default_factory=list)
 
 
+#: A value of each key of a part, for messages about another form.
+EXAMPLES = {
+    "corpus": "verses",
+    "seeds": [1, 2, 3],
+    "norms": ["ln", "pn"],
+    "folder": "slow",
+    "models": ["transformer"],
+    "settings": ["optimization.max_update=6"],
+    "data": "runs/data/mine",
+    "ranks": 2,
+}
+
+
 def read_study(name: str) -> Study:
     """The study in configs/studies of this name, or in a file."""
     file = find_yaml(name, STUDIES)
+    settings = load_config(file)
+    fault = _fault(OmegaConf.to_container(settings))
     try:
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Study), load_config(file)))
+        if fault:
+            raise ValueError(fault)
+        study = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Study), settings))
     except (OmegaConfBaseException, ValueError) as error:
         reason = f"{getattr(error, 'full_key', '')} {str(error).splitlines()[0]}".strip()
         raise UserError(f"{file} is not a study, as configs/studies/*.yaml are: {reason}") from None
+    for number, part in enumerate(study.parts, 1):
+        folder = Path(part.folder)
+        if folder.is_absolute() or ".." in folder.parts:
+            raise UserError(
+                f"{file}: part {number} has its runs in '{folder}', outside of the study's folder; "
+                "give it a folder in there, as in 'folder: slow'"
+            )
+    return study
+
+
+def _fault(study: dict) -> str:
+    """What is wrong with the form of a study; "" if nothing is."""
+    known = [key.name for key in fields(Study)]
+    for key in study:
+        if key not in known:
+            return f"it has the unknown key '{key}'{did_you_mean(str(key), known)}"
+    for key in ("about", "parts"):
+        if study.get(key) in (None, "", []):
+            return f"it has no {key}; about (its question) and parts (its runs) are needed"
+    if not _has_form(study["parts"], [{}]):
+        return "parts must be a list of parts, as in '- {corpus: verses, seeds: [1], norms: [ln]}'"
+    for number, part in enumerate(study["parts"], 1):
+        fault = _fault_of_part(part)
+        if fault:
+            return f"part {number} {fault}"
+    return ""
+
+
+def _fault_of_part(part: dict) -> str:
+    """The same of one part."""
+    for key in part:
+        if key not in EXAMPLES:
+            return f"has the unknown key '{key}'{did_you_mean(str(key), EXAMPLES)}"
+    for key in fields(Part):
+        example = EXAMPLES[key.name]
+        words = f"as in '{key.name}: {str(example).replace(chr(39), '')}'"
+        if key.default is MISSING and key.name not in part:
+            return f"has no {key.name}; give it, {words}"
+        given = part.get(key.name)
+        is_unset = key.name not in part or (given is None and key.default is None)
+        if not is_unset and not _has_form(given, example):
+            return f"has {key.name}: {given}, which needs another form, {words}"
+    return ""
+
+
+def _has_form(value: object, example: object) -> bool:
+    """Whether a value of YAML is a list, a mapping, a whole number or a text like the example."""
+    if isinstance(example, list):
+        return isinstance(value, list) and all(_has_form(item, example[0]) for item in value)
+    if isinstance(example, dict):
+        return isinstance(value, dict)
+    if isinstance(example, int):
+        return re.fullmatch(r"\d+", str(value)) is not None
+    return isinstance(value, str | int | float)
+
+
+def _check_planned_once(study: Study) -> None:
+    """Refuse two parts that plan the same run with other settings or other data."""
+    planned_by: dict[Path, tuple[int, tuple]] = {}
+    for number, part in enumerate(study.parts, 1):
+        for run in _planned(part):
+            path = Path(part.folder, run.name)
+            content = (part.corpus, run.settings, part.settings, part.data)
+            first, content_of_first = planned_by.setdefault(path, (number, content))
+            if content != content_of_first:
+                raise UserError(
+                    f"parts {first} and {number} of the study both plan the run '{path}', with "
+                    "other settings or data; give one of them another folder"
+                )
 
 
 def study_command(argv: Sequence[str]) -> int:
@@ -270,6 +358,7 @@ def study_command(argv: Sequence[str]) -> int:
     chosen, options = parser.parse_known_args(argv)
     study = read_study(chosen.study)
     args = _study_parser(chosen.study, study).parse_intermixed_args(options)
+    _check_planned_once(study)
     failed = 0
     for seed in sorted({seed for part in study.parts for seed in part.seeds}):
         # a seed is whole before the next one begins
@@ -293,7 +382,7 @@ def study_command(argv: Sequence[str]) -> int:
         folder = args.runs / part.folder
         runs_in.setdefault(folder, {*folder.glob("*_seed*")})
         if args.dry_run:
-            runs_in[folder].update(_planned(part, folder))
+            runs_in[folder].update(folder / run.name for run in _planned(part))
     for folder, runs in runs_in.items():
         report = ["report", *sorted(runs), "--output", folder / "report"]
         if args.dry_run:
@@ -303,12 +392,11 @@ def study_command(argv: Sequence[str]) -> int:
     return failed
 
 
-def _planned(part: Part, folder: Path) -> list[Path]:
-    """The runs of a part, in their folder."""
+def _planned(part: Part) -> list[PlannedRun]:
+    """The runs of a part."""
     experiment = find_experiment(part.corpus)
     models = part.models or experiment.models
-    planned = planned_runs(experiment, part.norms, part.seeds, models, experiment.size)
-    return [folder / run.name for run in planned]
+    return planned_runs(experiment, part.norms, part.seeds, models, experiment.size)
 
 
 def _study_parser(what: str, study: Study) -> ArgumentParser:
@@ -363,10 +451,12 @@ def demo(argv: Sequence[str]) -> int:
     add("--arch", metavar="NAME", default="transformer_pn_tiny", help=architecture)
     args = parser.parse_intermixed_args(argv)
     run, data = absolute(args.run), absolute("runs/data/verses_es_en")
-    train = ["train", "demo", "--data", data, "--run", run]
-    train += [f"model._name={args.arch}", *args.settings]
+    of_data = ["--data", data]
+    of_run = ["--run", run, f"model._name={args.arch}", *args.settings]
+    train = ["train", "demo", *of_data, *of_run]
+    check = ["train", "demo", *(of_data if is_prepared(data) else []), *of_run, "--check"]
     after_training = [[verb, "--run", run] for verb in ("average", "generate", "score")]
-    steps = [[*train, "--check"], ["prepare", "verses", "--dest", data], train, *after_training]
+    steps = [check, ["prepare", "verses", "--dest", data], train, *after_training]
     with only_writer(run) as note:
         for step in steps:
             say("demo", shown(step))

@@ -28,7 +28,7 @@ from pn_fairseq.common.files import (
 from pn_fairseq.pipeline import outdated, stamp
 from pn_fairseq.pipeline.data.experiment import Experiment
 from pn_fairseq.pipeline.data.recipes import RECIPES, command_name
-from pn_fairseq.pipeline.data.settings import check_not_inside, check_prepared
+from pn_fairseq.pipeline.data.settings import check_not_inside, check_prepared, is_prepared
 from pn_fairseq.pipeline.evaluate_lm import result_file
 from pn_fairseq.pipeline.prepare import main as prepare_data
 from pn_fairseq.pipeline.published import PAPER
@@ -195,7 +195,7 @@ def reproduce(
     unchanged = set()  # the runs that were begun with these settings
     for run, (train, *_) in commands.items():
         # it was begun, with its settings and data
-        if (run / "config.yaml").is_file() and data.is_dir():
+        if (run / "config.yaml").is_file() and is_prepared(data):
             settings_of_run = train[1:-2] if ranks else train[1:]  # without --ranks
             of_run = check_training(*map(str, settings_of_run))
             notes += of_run

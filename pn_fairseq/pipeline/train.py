@@ -101,23 +101,26 @@ def main(argv: list[str]) -> int:
         "GPU, or one)"
     )
     parser.add_argument("--ranks", type=whole, metavar="N", help=ranks)
-    check = "check the settings, and those of an existing --run, and stop; needs no data"
+    check = (
+        "check the settings, and those of an existing --run, and stop; needs no data unless --data "
+        "is given"
+    )
     parser.add_argument("--check", action="store_true", help=check)
     args = parser.parse_intermixed_args(argv)
     check_settings(args.settings)
     config = find_yaml(args.config, CONFIGS)
     data = absolute(args.data or Path("runs/data") / config.stem)
     run = absolute(args.run or Path("runs") / config.stem)
-    if args.check:
+    if ":" in str(data):
+        raise UserError(
+            f"'{data}' has a colon, at which fairseq splits paths; use another path (--data)"
+        )
+    if args.check and args.data is None:
         check_not_inside(data, "--data")
     else:
         check_prepared(data, "--data", is_default=args.data is None)
     check_can_be_folder(run, "--run")
     check_may_be_run(run)
-    if ":" in str(data):
-        raise UserError(
-            f"'{data}' has a colon, at which fairseq splits paths; use another path (--data)"
-        )
     try:
         return start(args, argv, config, data, run)
     except KeyboardInterrupt as interruption:

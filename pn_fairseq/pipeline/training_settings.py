@@ -34,6 +34,7 @@ from pn_fairseq.common.command import UserError, absolute, did_you_mean, say, wh
 from pn_fairseq.common.files import CONFIGS
 from pn_fairseq.fairseq_patches.convert_norms import SETTINGS
 from pn_fairseq.pipeline.runs import load_config
+from pn_fairseq.pipeline.setting_roles import role_of
 
 #: Settings of this pipeline in addition to fairseq's. Configs hold average_last in fairseq's free
 #: section ``scoring``.
@@ -218,6 +219,7 @@ def _read(config: Path, overrides: Sequence[str]) -> DictConfig:
         value = OmegaConf.select(cfg, key)
         if value is not None and not OmegaConf.is_list(value):
             OmegaConf.update(cfg, key, [value])
+    _check_copies(cfg)
     schema = OmegaConf.structured(FairseqConfig)
     OmegaConf.set_struct(schema, False)  # for OWN
     cfg = OmegaConf.merge(schema, cfg)
@@ -298,11 +300,46 @@ def check_keys(cfg: DictConfig) -> None:
             raise UserError(f"unknown setting '{name}'{_advice(name, cfg)}")
 
 
+def _check_copies(cfg: DictConfig) -> None:
+    """Refuse another value in a key to which fairseq copies a setting of another section."""
+    for section, node in cfg.items():
+        if section in OWN or not OmegaConf.is_dict(node):
+            continue
+        for key, original in _copies(section, cfg).items():
+            if key in node and node[key] != OmegaConf.select(cfg, original):
+                value = str(node[key]).replace(" ", "")
+                raise UserError(
+                    f"unknown setting '{section}.{key}' (fairseq copies {original} to it), did you "
+                    f"mean '{original}={value}'?"
+                )
+
+
+def _copies(section: str, cfg: DictConfig) -> dict[str, str]:
+    """The keys of a section to which fairseq copies a setting -> that setting.
+
+    A setting that may change when a run is resumed is left out: a schedule of learning rates keeps
+    its own ``max_update`` where that of the run is raised.
+    """
+    declared = SECTIONS[section]
+    if not dataclasses.is_dataclass(declared):
+        component = components_of(section).get(cfg[section].get("_name"))
+        declared = getattr(component, "__dataclass", None)
+    copies = {}
+    for field in dataclasses.fields(declared) if declared else ():
+        original = re.fullmatch(r"\$\{(\w+\.\w+)\}", str(field.default))
+        # as fairseq's own parsers tell a copy from a setting with such a default
+        if original and "help" not in field.metadata and not role_of(original[1]).may_change:
+            copies[field.name] = original[1]
+    return copies
+
+
 def _advice(name: str, cfg: DictConfig) -> str:
     """Advice on an unknown setting or section: the most similar one of its section, or a very
     similar one of another; or which component has it, as another learning-rate schedule.
     """
     own_section, _, key = name.rpartition(".")
+    if name == "model.arch":
+        return ", did you mean 'model._name'?"
     if own_section in EXCHANGED:
         for owner, component in components_of(own_section).items():
             if key in keys_of(own_section, component):

@@ -526,6 +526,7 @@ skip: '*' | no norm to replace
 norm: bach | unknown norm 'bach', did you mean 'batch'
 norm: bn | unknown norm 'bn', did you mean 'batch'
 norm: pn | unknown norm 'pn', did you mean 'power'
+momentum: 0.1 | unknown norm option 'momentum'; alpha_fwd=0.9 is torch's momentum=0.1 .batch has
 alpha_fw: 1 | unknown norm option 'alpha_fw', did you mean 'alpha_fwd'.*has aff
 psi_warmup_updates: 1 | unknown norm option 'psi_warmup_updates' .batch has affine
 batch_first: true | unknown norm option 'batch_first'

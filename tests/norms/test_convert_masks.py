@@ -968,7 +968,8 @@ def test_the_warning_of_a_missing_mask_names_an_argument_that_is_none():
         (
             {"additive": torch.zeros(B, T).masked_fill(~MASK, -torch.inf)},
             1,
-            "is the mask inverted? 0 is a token",
+            "is the mask inverted? 0 is a token, and -inf is padding; torch makes them of a bool "
+            "mask in which True is padding: give ~mask if True is a token in it.",
         ),
         ({"lengths": torch.tensor([7, 0, 0])}, 2, "their length is 0."),
         ({"mask": torch.ones(B, T, dtype=torch.bool)}, 3, "is the mask inverted? True is padding"),

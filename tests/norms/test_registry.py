@@ -91,6 +91,11 @@ def test_constructors_name_all_their_arguments(name):
                 assert parameter.annotation is not parameter.empty
         with pytest.raises(TypeError, match=rf"{cls.__name__} .*'layer_scale_group'"):
             cls(8, layer_scale_group=2)
+        if "alpha_fwd" in entry.options:
+            with pytest.raises(
+                TypeError, match="'momentum'; alpha_fwd=0.9 is torch's momentum=0.1"
+            ):
+                cls(8, momentum=0.1)
         options = {name: parameter.default for name, parameter in signature.parameters.items()}
         del options["num_features"]
         has_state = "sync" in options

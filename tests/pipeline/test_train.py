@@ -211,8 +211,8 @@ def test_a_setting_that_does_not_fit_is_refused_before_anything_is_made(
 def test_weights_and_biases_writes_into_the_run_and_has_to_be_installed(
     monkeypatch, tmp_path, capsys
 ):
-    """As --check says, which needs no data."""
-    words = ["verses_es_en", "--check", "--data", "/nowhere", "--run", tmp_path]
+    """As --check says, which needs no data where none is named."""
+    words = ["verses_es_en", "--check", "--run", tmp_path]
     words += ["common.wandb_project=verses"]
     monkeypatch.setenv("WANDB_DIR", "")
     monkeypatch.delenv("WANDB_DIR")
@@ -377,6 +377,8 @@ def test_an_interrupted_save_leaves_no_half_of_a_file(data, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("file", "change", "needle"),
     [
+        ("valid*", None, "bin has no valid: prepare the data again (pn prepare)"),
+        ("dict.en.txt", None, "bin has no dict.en.txt: prepare the data again (pn prepare)"),
         ("train.es-en.es.bin", None, "bin has no train.es-en.es: prepare the data again"),
         ("train.es-en.es.bin", lambda old: old[:-2], "bytes instead of"),
         ("train.es-en.es.idx", lambda old: old[:30], "cut off or damaged"),
@@ -390,11 +392,11 @@ def test_an_interrupted_save_leaves_no_half_of_a_file(data, tmp_path, capsys):
 )
 def test_damaged_data_is_named(file, change, needle, data, tmp_path, capsys):
     copy = shutil.copytree(data, tmp_path / "data")
-    damaged = copy / "bin" / file
-    if change:
-        damaged.write_bytes(change(damaged.read_bytes()))
-    else:
-        damaged.unlink()
+    for damaged in (copy / "bin").glob(file):
+        if change:
+            damaged.write_bytes(change(damaged.read_bytes()))
+        else:
+            damaged.unlink()
     also = ["model.share_all_embeddings=false"] if file.startswith("dict") else []
     refused(capsys, start(copy, tmp_path / "run", *also), needle)
     assert not (tmp_path / "run").exists()

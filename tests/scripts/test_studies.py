@@ -129,6 +129,17 @@ def test_a_study_of_your_own(unchecked, tmp_path):
 
 
 NO_STUDY = "is not a study"
+PART = "{corpus: verses, seeds: [1], norms: [ln]}"
+
+
+def with_settings(value: str) -> str:
+    return f"parts: [{{corpus: verses, seeds: [1], norms: [ln], settings: {value}}}]"
+
+
+def test_a_study_says_its_question(tmp_path):
+    (tmp_path / "mine.yaml").write_text(f"parts: [{PART}]")
+    refused = in_process("reproduce", "--study", tmp_path / "mine.yaml", "--dry-run")
+    assert_refused(refused, "it has no about; about (its question) and parts (its runs) are needed")
 
 
 @pytest.mark.parametrize(
@@ -141,6 +152,31 @@ NO_STUDY = "is not a study"
         (
             "parts: [{corpus: verses, seeds: [1], norms: [pm]}]",
             ["unknown norm 'pm', did you mean 'pn'?"],
+        ),
+        ("parts: [3]", [NO_STUDY, "parts must be a list of parts"]),
+        (
+            f"parts: [{PART}, {{setings: []}}]",
+            ["part 2 has", "'setings', did you mean 'settings'?"],
+        ),
+        ("prts: []", [NO_STUDY, "unknown key 'prts', did you mean 'parts'?"]),
+        (
+            f"parts: [{PART}, {{corpus: verses, seeds: 1, norms: [pn]}}]",
+            ["part 2 has seeds: 1, which", "as in 'seeds: [1, 2, 3]'"],
+        ),
+        (with_settings("a=1"), ["part 1 has settings: a=1", "as in 'settings: [optimiz"]),
+        (with_settings("{a: 1}"), ["part 1 has settings: {'a': 1}", "as in 'settings: [optimiz"]),
+        (with_settings("[{a: 1}]"), ["part 1 has settings: [{'a': 1}]", "as in 'settings: [opt"]),
+        (
+            f"parts: [{PART}, {{corpus: verses, seeds: [2, 1], norms: [ln], settings: [a=1]}}]",
+            ["parts 1 and 2", "'verses/ln_seed1'", "give one of them another folder"],
+        ),
+        (
+            "parts: [{corpus: verses, seeds: [1], norms: [pn], folder: a/../..}]",
+            ["part 1 has its runs in 'a/../..'", "'folder: slow'"],
+        ),
+        (
+            "parts: [{corpus: verses, seeds: [1], norms: [pn], folder: /runs}]",
+            ["part 1 has its runs in '/runs'", "'folder: slow'"],
         ),
         ("parts: [", ["cannot be read as settings"]),
     ],

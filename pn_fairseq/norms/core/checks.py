@@ -91,6 +91,9 @@ def check_input(
         )
 
 
+#: What to say of torch's argument ``momentum`` to norms that have ``alpha_fwd``.
+OF_MOMENTUM = "alpha_fwd=0.9 is torch's momentum=0.1"
+
 #: Form of a mask -> what to ask where it seems to call tokens padding.
 IS_INVERTED = {
     "mask": "is the mask inverted? True is padding; where 1 is a token, give ~mask, or "
@@ -98,7 +101,7 @@ IS_INVERTED = {
     "valid": "is the mask inverted? 1 is a token, as in a tokenizer's attention_mask; where 1 is "
     "padding, give mask == 0.",
     "additive": "is the mask inverted? 0 is a token, and -inf is padding; torch makes them of a "
-    "bool mask in which True is padding.",
+    "bool mask in which True is padding: give ~mask if True is a token in it.",
     "lengths": "their length is 0.",
 }
 

@@ -17,6 +17,8 @@ from pn_fairseq.common.command import UserError, say, why_it_failed
 from pn_fairseq.common.files import atomic_folder, count_lines
 
 SPLITS = ("train", "valid", "test")
+#: What to do about a :func:`fault`.
+REMEDY = "prepare the data again (pn prepare)"
 #: A fairseq index file (.idx) of the memory-mapped format begins with this (the last 8 bytes are
 #: the version). A type of one byte, a key of TYPES, and the number of sentences in 8 bytes follow.
 #: Importing fairseq to ask the same would take seconds.

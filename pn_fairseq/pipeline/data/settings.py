@@ -147,7 +147,7 @@ def check_prepared(data: Path, option: str, is_default: bool = False) -> None:
     beside = [folder.name for folder in sorted(data.parent.glob("*")) if is_prepared(folder)]
     advice = "pn prepare makes it"
     if beside:
-        meant = did_you_mean(data.name, beside)
+        meant = "" if data.is_dir() else did_you_mean(data.name, beside)
         advice = f"prepared data in '{data.parent}': {', '.join(beside)}{meant}"
     if is_default:
         option, advice = f"the default of {option}", f"{advice}; {TO_NAME[option]}"
