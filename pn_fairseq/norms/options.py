@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import get_args
 
 from pn_fairseq.common.errors import did_you_mean, most_similar
-from pn_fairseq.norms.core.checks import OF_MOMENTUM
+from pn_fairseq.norms.core.checks import advice_on_momentum
 from pn_fairseq.norms.registry import SHARED, NormEntry, find_norm
 
 _TRUTH = {
@@ -140,8 +140,7 @@ def check_option(option: str, known: Mapping[str, object], introduction: str):
     """
     if option not in known:
         names = ", ".join(sorted(known)) or "none"
-        is_of_torch = option == "momentum" and "alpha_fwd" in known
-        advice = f"; {OF_MOMENTUM}" if is_of_torch else did_you_mean(option, known)
+        advice = advice_on_momentum([option], known) or did_you_mean(option, known)
         raise ValueError(
             f"unknown norm option {option!r}{advice} ({introduction} {names}; see pn norms NAME)"
         )

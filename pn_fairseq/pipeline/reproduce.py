@@ -230,18 +230,27 @@ def main(argv: Sequence[str]) -> int:
 # --- studies ---
 
 
+def _key(example: object, **default):
+    """A field of a part, with a value of it for messages about another form."""
+    return field(metadata={"example": example}, **default)
+
+
 @dataclass
 class Part:
     """Runs of one corpus within a study, in the words of its file."""
 
-    corpus: str = MISSING  # with a recipe, or a configuration
-    seeds: list[int] = MISSING
-    norms: list[str] = MISSING
-    folder: str = "${.corpus}"  # of its runs, within the study's
-    models: list[str] = field(default_factory=list)
-    settings: list[str] = field(default_factory=list)
-    data: str | None = None  # prepared data, for a configuration
-    ranks: int | None = None  # unless --ranks is given
+    # a corpus with a recipe, or a configuration
+    corpus: str = _key("verses", default=MISSING)
+    seeds: list[int] = _key([1, 2, 3], default=MISSING)
+    norms: list[str] = _key(["ln", "pn"], default=MISSING)
+    # where its runs go, within the study's folder
+    folder: str = _key("slow", default="${.corpus}")
+    models: list[str] = _key(["transformer"], default_factory=list)
+    settings: list[str] = _key(["optimization.max_update=6"], default_factory=list)
+    # prepared data, for a configuration
+    data: str | None = _key("runs/data/mine", default=None)
+    # unless --ranks is given
+    ranks: int | None = _key(2, default=None)
 
 
 @dataclass
@@ -251,19 +260,6 @@ class Study:
     about: str = MISSING
     parts: list[Part] = MISSING
     planned: list[str] = field(default_factory=list)
-
-
-#: A value of each key of a part, for messages about another form.
-EXAMPLES = {
-    "corpus": "verses",
-    "seeds": [1, 2, 3],
-    "norms": ["ln", "pn"],
-    "folder": "slow",
-    "models": ["transformer"],
-    "settings": ["optimization.max_update=6"],
-    "data": "runs/data/mine",
-    "ranks": 2,
-}
 
 
 def read_study(name: str) -> Study:
@@ -308,11 +304,12 @@ def _fault(study: dict) -> str:
 
 def _fault_of_part(part: dict) -> str:
     """The same of one part."""
+    known = [key.name for key in fields(Part)]
     for key in part:
-        if key not in EXAMPLES:
-            return f"has the unknown key '{key}'{did_you_mean(str(key), EXAMPLES)}"
+        if key not in known:
+            return f"has the unknown key '{key}'{did_you_mean(str(key), known)}"
     for key in fields(Part):
-        example = EXAMPLES[key.name]
+        example = key.metadata["example"]
         words = f"as in '{key.name}: {str(example).replace(chr(39), '')}'"
         if key.default is MISSING and key.name not in part:
             return f"has no {key.name}; give it, {words}"

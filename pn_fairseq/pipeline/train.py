@@ -102,8 +102,8 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--ranks", type=whole, metavar="N", help=ranks)
     check = (
-        "check the settings, and those of an existing --run, and stop; needs no data unless --data "
-        "is given"
+        "check the settings, and the settings of an existing --run, and stop; needs no data unless "
+        "--data is given"
     )
     parser.add_argument("--check", action="store_true", help=check)
     args = parser.parse_intermixed_args(argv)

@@ -318,7 +318,7 @@ def _copies(section: str, cfg: DictConfig) -> dict[str, str]:
     """The keys of a section to which fairseq copies a setting -> that setting.
 
     A setting that may change when a run is resumed is left out: a schedule of learning rates keeps
-    its own ``max_update`` where that of the run is raised.
+    its own ``max_update`` where the run's ``max_update`` is raised.
     """
     declared = SECTIONS[section]
     if not dataclasses.is_dataclass(declared):

@@ -286,7 +286,7 @@ def read_run(path: Path, name: str, subset: str = "test") -> ReportedRun:
 
 def _decoded_with(folder: Path) -> dict[str, object]:
     """The settings that hypotheses were decoded with, by dotted name: options of ``pn generate``
-    may have replaced those of the run.
+    may have replaced the settings of the run.
     """
     made = stamp.read(folder / "made.txt")
     return {f"generation.{name}": yaml.safe_load(made[name]) for name in SEARCH if name in made}

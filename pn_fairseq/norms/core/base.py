@@ -12,7 +12,6 @@ from pn_fairseq import kernels
 from pn_fairseq.kernels.ops import by_reference
 from pn_fairseq.norms.core.channel import ChannelNorm
 from pn_fairseq.norms.core.checks import (
-    OF_MOMENTUM,
     check_alpha,
     check_input,
     check_positive,
@@ -137,8 +136,6 @@ class RunningNorm(StatefulNorm):
         process_group=None,
         **common,
     ):
-        if "momentum" in common:
-            raise TypeError(f"{type(self).__name__} has no argument 'momentum'; {OF_MOMENTUM}")
         super().__init__(num_features, **common)
         self.alpha_fwd = check_alpha("alpha_fwd", alpha_fwd)
         self.sync, self.process_group = sync, process_group

@@ -7,7 +7,12 @@ import inspect
 import torch
 from torch import Tensor, nn
 
-from pn_fairseq.norms.core.checks import check_input, check_positive, check_whole
+from pn_fairseq.norms.core.checks import (
+    advice_on_momentum,
+    check_input,
+    check_positive,
+    check_whole,
+)
 from pn_fairseq.norms.core.compiled import handle_of
 from pn_fairseq.norms.core.layer_scale import LayerScale
 from pn_fairseq.norms.core.nested import over_tokens
@@ -54,8 +59,9 @@ class ChannelNorm(nn.Module):
         **unknown,
     ):
         if unknown:
+            advice = advice_on_momentum(unknown, inspect.signature(type(self)).parameters)
             raise TypeError(
-                f"{type(self).__name__} has no argument {', '.join(map(repr, unknown))}"
+                f"{type(self).__name__} has no argument {', '.join(map(repr, unknown))}{advice}"
             )
         super().__init__()
         self.num_features = check_whole("num_features", num_features, minimum=1)

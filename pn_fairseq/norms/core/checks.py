@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from collections.abc import Container
 from numbers import Integral, Real
 
 import torch
@@ -91,8 +92,12 @@ def check_input(
         )
 
 
-#: What to say of torch's argument ``momentum`` to norms that have ``alpha_fwd``.
-OF_MOMENTUM = "alpha_fwd=0.9 is torch's momentum=0.1"
+def advice_on_momentum(unknown: Container[str], known: Container[str]) -> str:
+    """For messages about ``unknown`` arguments: torch's ``momentum`` is our ``alpha_fwd``."""
+    if "momentum" in unknown and "alpha_fwd" in known:
+        return "; alpha_fwd=0.9 is torch's momentum=0.1"
+    return ""
+
 
 #: Form of a mask -> what to ask where it seems to call tokens padding.
 IS_INVERTED = {

@@ -28,7 +28,7 @@ Texts = Mapping[str, Sequence[Path]]
 
 
 def notes_on(texts: Texts, splits: Sequence[str]) -> Iterator[str]:
-    """What to say of these splits; ``texts`` has their files and those of train."""
+    """What to say of these splits; ``texts`` holds the files of these splits and of train."""
     for split in splits:
         if len(texts[split]) == 2:
             yield from _copies(*texts[split])
@@ -62,10 +62,12 @@ def _share(words: set[str], known: set[str]) -> float:
     return len(words & known) / len(words)
 
 
+def _is_swapped(share_on_other_side: float, share_on_own_side: float) -> bool:
+    return share_on_other_side >= max(OTHER_SIDE, TIMES * share_on_own_side)
+
+
 def _swapped(texts: Texts, splits: Sequence[str]) -> Iterator[str]:
-    """Whether the sides of a split are swapped; if those of all splits seem to be, those of train
-    are.
-    """
+    """Whether the sides of a split are swapped. If every split seems swapped, train is."""
     if len(texts["train"]) < 2:
         return
     train_source, train_target = (_words(file) for file in texts["train"])
@@ -74,10 +76,10 @@ def _swapped(texts: Texts, splits: Sequence[str]) -> Iterator[str]:
         source, target = (_words(file) for file in texts[split])
         if min(len(source), len(target)) < FEWEST_WORDS:
             continue
-        own = _share(source, train_source), _share(target, train_target)
-        other = _share(source, train_target), _share(target, train_source)
-        if all(o >= max(OTHER_SIDE, TIMES * s) for o, s in zip(other, own, strict=True)):
-            examples[split] = other[0], own[0]
+        source_shares = _share(source, train_target), _share(source, train_source)
+        target_shares = _share(target, train_source), _share(target, train_target)
+        if _is_swapped(*source_shares) and _is_swapped(*target_shares):
+            examples[split] = source_shares
     if not examples:
         return
     at_fault = " and ".join(examples)
