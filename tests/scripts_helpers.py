@@ -1,20 +1,14 @@
-"""Running the programs: in this process, and in one that is forked from a process that has their
-imports, where a test needs a real one. ``run`` of anything else starts it as a user does.
-"""
+"""Running the programs: in this process, and as a user starts them."""
 
 import gzip
-import importlib.util
+import importlib
 import io
 import itertools
 import logging
-import multiprocessing.forkserver
 import os
 import re
-import runpy
-import signal
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Iterator
@@ -22,19 +16,11 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from unittest import mock
 
+from pn_fairseq.common import programs
+
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "scripts"
-
-#: Forks a process for each program and each rank from one that has imported what takes seconds, and
-#: not this project: a server of its own, for the conformance suite preloads the project's modules
-#: into the default one. ``make test`` starts about 120 programs of fairseq or of this project: if
-#: each imported fairseq anew, imports alone would take most of the 600 CPU seconds of the tests.
-_server = multiprocessing.forkserver.ForkServer()
-_server.set_forkserver_preload(
-    ["fairseq_cli.generate", "fairseq_cli.preprocess", "fairseq_cli.train", "torch._dynamo"]
-)
-_connect = multiprocessing.forkserver.connect_to_new_process
-multiprocessing.forkserver.connect_to_new_process = _server.connect_to_new_process
+START_PYTHON = programs.start_python
 
 
 def environment(**changes: str) -> dict[str, str]:
@@ -52,19 +38,15 @@ def environment(**changes: str) -> dict[str, str]:
 def run(*command, cwd=None, check=True, **changes: str) -> subprocess.CompletedProcess:
     """Run a command to its end; with ``check`` it must succeed, and its output is shown if it does
     not.
-
-    ``pn``, the programs of fairseq (also those that ``pn`` starts) and ``warm-python`` (``-c`` or
-    ``-m``) need no time for imports. They are not for tests that send signals.
     """
     words = [str(part) for part in command]
-    if words[0] in ("pn", "warm-python") or words[0].startswith("fairseq-"):
-        result = _forked(words, str(cwd or os.getcwd()), environment(**changes))
-    else:
-        call = {"cwd": cwd, "env": environment(**changes), "timeout": 600}
-        result = subprocess.run(words, capture_output=True, text=True, **call)
-    if check:
-        said = f"{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
-        assert result.returncode == 0, f"{command}\n{said}"
+    call = {"cwd": cwd, "env": environment(**changes), "timeout": 600}
+    return checked(subprocess.run(words, capture_output=True, text=True, **call), check)
+
+
+def checked(result: subprocess.CompletedProcess, check: bool) -> subprocess.CompletedProcess:
+    said = f"{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
+    assert not check or result.returncode == 0, f"{result.args}\n{said}"
     return result
 
 
@@ -75,102 +57,120 @@ def words_of(name: str) -> list[str]:
 
 
 def script(name: str, *arguments, **options) -> subprocess.CompletedProcess:
-    """Run ``scripts/NAME``; the program ``pn`` at once, where the script only calls it."""
-    words = words_of(name)
-    program = ["pn", *words] if words else ["bash", SCRIPTS / name]
-    return run(*program, *arguments, **options)
+    """Run ``scripts/NAME`` as a user does."""
+    return run("bash", SCRIPTS / name, *arguments, **options)
 
 
-def in_process(*words, **changes: str) -> subprocess.CompletedProcess:
-    """``pn WORDS`` in this process, in its folder."""
-    from pn_fairseq.__main__ import call
-
-    out = io.StringIO()
-    err = io.TextIOWrapper(io.BytesIO(), write_through=True)
-    with mock.patch.dict(os.environ, changes), redirect_stdout(out), redirect_stderr(err):
-        code = call(list(map(str, words)))
-    return subprocess.CompletedProcess(words, code, out.getvalue(), err.buffer.getvalue().decode())
-
-
-def _forked(words: list[str], cwd: str, env: dict[str, str]) -> subprocess.CompletedProcess:
-    # without these variables the program would start itself again
-    from pn_fairseq.__main__ import ENVIRONMENT
-
-    env = {**ENVIRONMENT, **env}
-    with tempfile.TemporaryDirectory() as folder:
-        files = [f"{folder}/out", f"{folder}/err"]
-        process = multiprocessing.get_context("forkserver").Process(
-            target=_child, args=(words, cwd, env, *files)
-        )
-        process.start()
-        process.join(600)
-        if process.is_alive():
-            process.kill()
-            raise TimeoutError(words)
-        out, err = [Path(file).read_text("utf-8", "replace") for file in files]
-        return subprocess.CompletedProcess(words, process.exitcode, out, err)
+def in_process(*words, cwd=None, check=True, **changes: str) -> subprocess.CompletedProcess:
+    """``pn WORDS``, or a program of fairseq with its words, in this process; likewise the programs
+    that it starts, unless a test has replaced them.
+    """
+    name, *rest = map(str, words)
+    module, arguments = "pn_fairseq", [name, *rest]
+    if name.startswith("fairseq-"):
+        module = f"fairseq_cli.{name.removeprefix('fairseq-').replace('-', '_')}"
+        arguments = rest
+        if name != "fairseq-preprocess":
+            # A worker would be forked from a thread of this process, whose other threads, and the
+            # process groups of torch.distributed that they have left, it would not survive.
+            arguments += ["--num-workers", "0"]
+    env = {**os.environ, **changes}
+    replaced = programs.start_python is not START_PYTHON
+    children = programs.start_python if replaced else Ended
+    with mock.patch.object(programs, "start_python", children):
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        ended = Ended("-m", module, *arguments, cwd=cwd, env=env, text=True, **pipes)
+    result = subprocess.CompletedProcess(words, ended.returncode, *ended.communicate())
+    return checked(result, check)
 
 
-def _child(words: list[str], cwd: str, env: dict[str, str], out: str, err: str) -> None:
-    for number, file in enumerate((os.devnull, out, err)):
-        os.dup2(os.open(file, os.O_RDWR | os.O_CREAT), number)
-    # As in a program that was not forked. Its ranks get a server of its own, for the lock of the
-    # one that forked it is locked here. Workers of a data loader then end with it; another server
-    # would stay.
-    multiprocessing.forkserver.connect_to_new_process = _connect
-    multiprocessing.set_start_method("fork", force=True)
-    subprocess.Popen = _Popen
-    _run_and_exit(words, cwd, env)
-
-
-class _Popen(subprocess.Popen):
-    """Forks ``python -m fairseq_cli.PROGRAM`` and ``-m pn_fairseq`` from this process, which has
-    their imports.
+class Ended:
+    """What ``subprocess.Popen`` is of ``python [-P] -m MODULE ARGUMENTS`` that ended already: the
+    module ran in this process.
     """
 
-    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others):
-        words = [str(word) for word in args] if isinstance(args, list | tuple) else []
-        if not any(word.startswith("fairseq_cli.") or word == "pn_fairseq" for word in words):
-            return super()._execute_child(
-                args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others
-            )
-        # after startupinfo, creationflags and shell: (to read, to write) of stdin, stdout, stderr
-        pipes = others[3:9]
-        self.pid = os.fork()
-        if not self.pid:
-            os.setsid()
-            for number, file in enumerate((pipes[0], pipes[3], pipes[5])):
-                if file != -1:
-                    os.dup2(file, number)
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, signal.SIG_DFL)
-            if preexec_fn:
-                preexec_fn()
-            program = ["python", *words[words.index("-m") :]]
-            _run_and_exit(program, str(cwd or os.getcwd()), dict(env or os.environ))
-        self._child_created = True
-        self._close_pipe_fds(*pipes)
+    def __init__(
+        self, *words, cwd=None, env=None, stdout=None, stderr=None, text=False, **_unneeded
+    ):
+        module, *arguments = map(str, words[words.index("-m") + 1 :])
+        out = sys.stdout if stdout is None else io.TextIOWrapper(io.BytesIO(), "utf-8")
+        err = sys.stderr if stderr is None else io.TextIOWrapper(io.BytesIO(), "utf-8")
+        here = os.getcwd()
+        changes = mock.patch.dict(os.environ, env or {}, clear=env is not None)
+        with changes, redirect_stdout(out), redirect_stderr(err):
+            os.chdir(cwd or here)
+            try:
+                self.returncode = call(module, arguments)
+            finally:
+                os.chdir(here)
+        self.text = text
+        self.stdout, self.stderr = read_again(out, stdout), read_again(err, stderr)
+
+    def communicate(self):
+        written = [pipe.read() if pipe else None for pipe in (self.stdout, self.stderr)]
+        return [each.decode() if self.text and each is not None else each for each in written]
+
+    def wait(self, timeout=None) -> int:
+        return self.returncode
+
+    def kill(self) -> None:
+        """It has ended."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_error):
+        """Nothing is open."""
 
 
-def _run_and_exit(words: list[str], cwd: str, env: dict[str, str]) -> None:
-    os.chdir(cwd)
-    os.environ.clear()
-    os.environ.update(env)
-    sys.path[:0] = filter(None, env.get("PYTHONPATH", "").split(":"))
-    logging.getLogger().handlers.clear()  # fairseq, which is imported already, configures logging
-    logging.getLogger().setLevel(logging.WARNING)
-    logging.disable(logging.NOTSET)
-    code = 1
-    try:
-        code = _program(words)
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
-    except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    os._exit((code or 0) & 255)
+def read_again(written, wanted):
+    """What a program has written: to read, if ``wanted`` is a pipe; a file gets it."""
+    if wanted in (None, subprocess.DEVNULL):
+        return None
+    written.flush()
+    content = written.buffer.getvalue()
+    if wanted == subprocess.PIPE:
+        return io.BytesIO(content)
+    wanted.write(content)
+    wanted.flush()
+    return None
+
+
+def call(module: str, arguments: list[str]) -> int:
+    """``python -m MODULE ARGUMENTS`` in this process; the exit code."""
+    if module == "pn_fairseq":
+        from pn_fairseq.__main__ import call as pn
+
+        return pn(arguments)
+    root, own = logging.getLogger(), logging.getLogger(module)
+    level = root.level
+    program = importlib.import_module(module)
+    with (
+        mock.patch.object(sys, "argv", [module.rpartition(".")[2], *arguments]),
+        mock.patch.object(root, "handlers", [logging.StreamHandler(sys.stdout)]),
+        mock.patch.object(own, "handlers", []),  # fairseq-preprocess adds its log file
+    ):
+        root.setLevel(logging.INFO)
+        try:
+            program.cli_main()
+        except SystemExit as end:
+            return end.code if isinstance(end.code, int) else int(end.code is not None)
+        except Exception:
+            traceback.print_exc()
+            return 1
+        finally:
+            root.setLevel(level)
+    return 0
+
+
+def replace_steps(monkeypatch, command) -> None:
+    """``pn reproduce`` starts ``command(STEP)`` instead of ``pn STEP``."""
+
+    def start(*words, **options) -> subprocess.Popen:
+        step = words[words.index("pn_fairseq") + 1 :]
+        return subprocess.Popen(command(step), **options)
+
+    monkeypatch.setattr(programs, "start_python", start)
 
 
 def verb(name: str):
@@ -178,34 +178,6 @@ def verb(name: str):
     from pn_fairseq.__main__ import call
 
     return lambda arguments: call([name, *map(str, arguments)])
-
-
-def _program(words: list[str]) -> int | None:
-    """As the interpreter runs a console script, ``-c CODE`` or ``-m MODULE``."""
-    if words[0] == "pn":
-        from pn_fairseq.__main__ import main
-
-        sys.argv = words
-        return main()
-    if words[0].startswith("fairseq-"):
-        sys.argv = words
-        importlib.import_module(
-            f"fairseq_cli.{words[0].removeprefix('fairseq-').replace('-', '_')}"
-        ).cli_main()
-    elif words[1] == "-c":
-        sys.argv = words[1:2] + words[3:]
-        sys.path.insert(0, "")
-        exec(words[2], {"__name__": "__main__"})
-    else:
-        from pn_fairseq.__main__ import ENVIRONMENT
-
-        # with these it does not start itself again
-        os.environ.update({**ENVIRONMENT, **os.environ})
-        del sys.modules["pn_fairseq.__main__"]  # of which runpy would warn
-        sys.argv = words[2:]
-        sys.path.insert(0, os.getcwd())
-        runpy.run_module(words[2], run_name="__main__", alter_sys=True)
-    return 0
 
 
 def assert_refused(result: subprocess.CompletedProcess, *needles: str) -> None:

@@ -10,6 +10,7 @@ import pytest
 from pn_fairseq.__main__ import VERBS
 
 from .scripts_helpers import ROOT, assert_refused, run
+from .tables import rows
 
 REGISTER = """
 import sys
@@ -126,7 +127,7 @@ def test_user_dir_from_another_folder(installed, tmp_path):
         (own, installed, own),
         (checkout, checkout, checkout / "pn_fairseq"),
     ):
-        result = run("warm-python", "-c", REGISTER, named, cwd="/", PYTHONPATH=str(path))
+        result = run(sys.executable, "-c", REGISTER, named, cwd="/", PYTHONPATH=str(path))
         assert result.stdout.split() == [str(used), "True"]
 
 
@@ -170,6 +171,40 @@ def test_version_and_missing_verb(tmp_path):
     assert_refused(
         run("pn", "trian", check=False), "pn: error: unknown command 'trian', did you mean 'train'?"
     )
+
+
+#: Words that end at once, and what is said: for the verbs that no other test starts as a program.
+#: What they compute is tested in this process.
+PROGRAMS = """
+reproduce nowhere | nowhere.yaml
+translate --run nowhere --input /dev/null | nowhere
+evaluate-lm --run nowhere | nowhere
+report nowhere --output new | nowhere
+figures nowhere --output new | nowhere
+fold nowhere.pt new.pt | nowhere.pt
+export nowhere.pt --pt2 new | nowhere.pt
+import-release nowhere.pt new.pt | nowhere.pt
+norms nowhere | nowhere
+test-norms --norm-module nowhere.py | nowhere.py
+check --no-such-option | --no-such-option
+"""
+#: The others -> the file that starts them.
+STARTED = {
+    **dict.fromkeys(("train", "average", "generate", "score"), "scripts/test_end_to_end.py"),
+    "prepare": "scripts_helpers.py",
+    "info": "kernels/test_selection.py",
+}
+
+
+@pytest.mark.parametrize(("words", "needle"), rows(PROGRAMS))
+def test_a_mistake_in_each_program(words, needle, tmp_path):
+    result = run("pn", *words.split(), cwd=tmp_path, check=False)
+    assert_refused(result, f"pn {words.split()[0]}: error: ", needle)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_verb_is_started_as_a_program():
+    assert {words.split()[0] for words, _ in rows(PROGRAMS)} | {*STARTED} == {*VERBS}
 
 
 def test_the_help_has_a_line_for_every_verb():

@@ -16,7 +16,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
@@ -25,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pn_fairseq.common import programs
 from pn_fairseq.common.command import (
     ArgumentParser,
     NothingSaved,
@@ -247,8 +247,9 @@ class Decoding:
         environment["PYTHONUTF8"] = "1"
         if self.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = self.gpus[shard]
-        return subprocess.Popen(
-            [sys.executable, "-m", *command],
+        return programs.start_python(
+            "-m",
+            *command,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,  # so that the processes end when this one is killed

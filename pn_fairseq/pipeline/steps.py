@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pn_fairseq.common import programs
 from pn_fairseq.common.command import UserError, absolute, say, shown, why_it_failed
 from pn_fairseq.common.errors import unknown
 from pn_fairseq.common.files import (
@@ -61,9 +62,12 @@ def find_experiment(name: str) -> Experiment:
                 "(docs/adding_a_corpus.md)"
             )
         return recipe.REPRODUCE
-    from pn_fairseq.pipeline.training_settings import compose
-
     config = find_yaml(name, CONFIGS, others=experiments())
+
+    from pn_fairseq.pipeline.training_settings import (
+        compose,
+    )  # imports fairseq, which takes seconds
+
     cfg, _ = compose(config, [], world_size=1, on_cpu=True)
     parts = parts_of(cfg.model._name)
     if parts is None:
@@ -310,19 +314,6 @@ def must(step: Sequence[str | Path]) -> None:
         sys.exit(code)
 
 
-def program(step: Sequence[str | Path]) -> list[str | Path]:
-    """The command that runs a step by this very package, also where the current folder has
-    another one.
-    """
-    return [
-        sys.executable,
-        *(["-P"] if PACKAGE.parent != Path.cwd() else []),
-        "-m",
-        "pn_fairseq",
-        *step,
-    ]
-
-
 def execute(step: Sequence[str | Path], messages: Path | None = None) -> int:
     """Run a step to its end and return its exit code; the file ``messages`` also gets what it
     writes to stderr.
@@ -338,9 +329,14 @@ def execute(step: Sequence[str | Path], messages: Path | None = None) -> int:
                 sys.stderr.buffer.write(line)
                 sys.stderr.buffer.flush()
 
+    # -P: this very package, also where the current folder contains another one
+    isolated = ["-P"] if PACKAGE.parent != Path.cwd() else []
     with messages.open("wb", buffering=0) if messages else contextlib.nullcontext() as kept:
-        process = subprocess.Popen(
-            program(step),
+        process = programs.start_python(
+            *isolated,
+            "-m",
+            "pn_fairseq",
+            *step,
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE if messages else None,
             # the line about an interruption comes from here

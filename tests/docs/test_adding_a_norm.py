@@ -4,6 +4,7 @@ fairseq.
 
 import re
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -167,7 +168,8 @@ def test_a_norm_of_the_package_stands_in_three_places(tmp_path):
     before, after = registry.rsplit("\n}", 1)  # the end of NORMS
     entry = '\n    "l1": NormEntry(L1Norm, "l1", "L1 normalization (L1)"),\n}'
     (package / "norms/registry.py").write_text(before + entry + after, "utf-8")
-    result = run("warm-python", "-c", IN_THE_PACKAGE, cwd=tmp_path, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    places = {"cwd": tmp_path, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    result = run(sys.executable, "-c", IN_THE_PACKAGE, **places)
     assert "L1 normalization (L1)" in result.stdout and "failed" not in result.stdout
     # test_table_of_norms_is_the_registry asks for the row.
 

@@ -61,7 +61,7 @@ def help_of(tool: str) -> str:
 
 
 def pn_help(*words: str) -> str:
-    result = in_process(*words, "--help")
+    result = in_process(*words, "--help", check=False)
     if result.returncode:
         raise LookupError(f"there is no pn {' '.join(words)}")
     return result.stdout

@@ -15,7 +15,7 @@ import pytest
 
 from pn_fairseq.__main__ import call
 
-from ..scripts_helpers import cut_corpus, run
+from ..scripts_helpers import cut_corpus, in_process, run
 from .pages import ASSIGNMENT, PAGES, ROOT, USER_DIR, Command, block_commands, ours
 
 #: Commands that are not run here -> the reason.
@@ -152,7 +152,7 @@ def place(data, tmp_path_factory):
         shutil.copy(path, place / "my-text" / path.name.replace(".es", ".fr"))
         path.rename(path.with_name(path.name.replace(".es", ".de")))
     flags = ("--source", "de", "--target", "en", "--dest", place / "de-en", "--bpe", "300")
-    run("pn", "prepare", "text", "--corpus", cut, *flags)
+    in_process("prepare", "text", "--corpus", cut, *flags)
     for lang in ("fr", "en"):
         shutil.copy(place / f"my-text/test.{lang}", place / f"my-text/test2017.{lang}")
     (place / "new-text").symlink_to("my-text")
@@ -168,7 +168,7 @@ def place(data, tmp_path_factory):
         shutil.copy(cut / f"{split}.en", place / f"text/{split}.txt")
     (place / "my-lines").symlink_to("text")
     flags = ("--dest", place / "runs/data/verses_lm_en", "--workers", 1)
-    run("pn", "prepare", "text_lm", "--corpus", place / "text", *flags)
+    in_process("prepare", "text_lm", "--corpus", place / "text", *flags)
     for name in ("a.txt", "b.txt", "ref.txt", "hyp.txt"):
         shutil.copy(cut / "test.en", place / name)
     for command in (
@@ -184,8 +184,8 @@ def place(data, tmp_path_factory):
 
 
 def execute(command: str, place):
-    """Run a command of a page with small settings; without a shell, and without imports, where
-    it needs none.
+    """Run a command of a page with small settings; without a shell where it needs none, and in
+    this process if it is one of pn.
     """
     for text, replacement in SMALL.items():
         command = re.sub(text, replacement, command)
@@ -197,8 +197,8 @@ def execute(command: str, place):
     words, variables = shlex.split(command), {"CUDA_VISIBLE_DEVICES": ""}
     while ASSIGNMENT.match(words[0]):
         name, _, variables[name] = words.pop(0).partition("=")
-    if words[:2] == ["python", "-m"]:
-        words[:1] = ["warm-python"]
+    if words[0] == "pn":
+        return in_process(*words[1:], cwd=place, **variables)
     return run(*words, cwd=place, **variables)
 
 

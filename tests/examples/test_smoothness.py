@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from pn_fairseq.norms import MaskedBatchNorm, build_norm
 from pn_fairseq.norms.registry import load_norms
 
-from ..scripts_helpers import script
+from ..scripts_helpers import in_process
 from .programs import ROOT, load, refused
 
 smoothness = load("smoothness")
@@ -106,7 +106,7 @@ def test_on_a_run_with_noisy_batch_normalization(data, tmp_path, capsys):
     run = tmp_path / "run"
     data = shutil.copytree(data, tmp_path / "data")
     words = ["verses_es_en", "--data", data, "--run", run, *model.split(), module]
-    script("train.sh", *words, "dataset.max_tokens=400")
+    in_process("train", *words, "dataset.max_tokens=400")
     measure = f"{run} --last 1 --batches 2 --steps 1e-4 1e-3 --output {tmp_path}"
     smoothness.main(measure.split())
     steps = pandas.read_csv(tmp_path / "steps.csv")

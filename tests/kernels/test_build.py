@@ -2,10 +2,15 @@
 asked for.
 """
 
+import contextlib
+import io
 import os
 import platform
 import re
+import runpy
 import shutil
+import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +20,6 @@ from pn_fairseq.kernels import selection
 from pn_fairseq.kernels.selection import EXTENSION
 
 from ..scripts_helpers import ROOT
-from ..scripts_helpers import run as start
 
 ARM = "aarch64-linux-gnu-g++"
 LIBRARY = EXTENSION.rpartition(".")[2] + ".so"
@@ -56,16 +60,17 @@ def build(tmp_path):
             "CXX": str(compiler),
             "TORCH_DONT_CHECK_COMPILER_ABI": "1",
         }
-        code = (
-            f"import platform, runpy; platform.machine = lambda: {machine!r}; "
-            f"runpy.run_path('setup.py')"
-        )
-        done = start(
-            "warm-python", "-c", code, "-q", "build_ext", *arguments, cwd=checkout, **variables
-        )
-        assert "Traceback" not in done.stderr, done.stderr
+        stderr = io.StringIO()
+        with (
+            mock.patch.dict(os.environ, variables),
+            mock.patch.object(sys, "argv", ["setup.py", "-q", "build_ext", *arguments]),
+            mock.patch.object(platform, "machine", lambda: machine),
+            contextlib.chdir(checkout),
+            contextlib.redirect_stderr(stderr),
+        ):
+            runpy.run_path("setup.py")
         announced, *messages = [
-            line for line in done.stderr.splitlines() if line.startswith("pn_fairseq:")
+            line for line in stderr.getvalue().splitlines() if line.startswith("pn_fairseq:")
         ]
         assert "compiling the C++ kernels" in announced
         return messages, log.read_text().splitlines()

@@ -2,6 +2,7 @@
 
 import importlib.util
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from ..scripts_helpers import ROOT, run
 
 
 def info(**environment):
-    return run("warm-python", "-m", "pn_fairseq", "info", cwd=ROOT, check=False, **environment)
+    return run(sys.executable, "-m", "pn_fairseq", "info", cwd=ROOT, check=False, **environment)
 
 
 def test_reference_can_be_forced():
@@ -39,7 +40,7 @@ def test_triton_forced_without_a_gpu():
     pytest.importorskip("triton")
     command = "import torch; from pn_fairseq.norms import PowerNorm; PowerNorm(4)(torch.ones(2, 4))"
     variables = {"PN_FAIRSEQ_KERNELS": "triton", "TRITON_INTERPRET": "0"}
-    done = run("warm-python", "-c", command, cwd=ROOT, check=False, **variables)
+    done = run(sys.executable, "-c", command, cwd=ROOT, check=False, **variables)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].endswith(
         "Unavailable: PN_FAIRSEQ_KERNELS=triton: triton computes on CUDA, and on the CPU only with "

@@ -15,7 +15,7 @@ from pn_fairseq.models.placements import PLACEMENTS
 from pn_fairseq.pipeline.training_log import read_log
 
 from ..fixtures.training import model_of, train, train_on_two_ranks
-from ..scripts_helpers import run
+from ..scripts_helpers import in_process
 
 
 def counters(model):
@@ -129,7 +129,7 @@ def test_a_placement_trains_resumes_to_the_bit_and_decodes(placement, data, tmp_
     assert all(torch.equal(resumed[key], value) for key, value in straight.items())
     folder = tmp_path / "straight/checkpoints"
     search = ("--beam", 2, "--max-len-b", 8)
-    run("pn", "generate", "--run", folder, "--checkpoint", folder / "checkpoint_last.pt", *search)
+    in_process("generate", "--run", folder, "--checkpoint", folder / "checkpoint_last.pt", *search)
 
 
 def test_summary_of_the_norms_in_log_tensorboard_and_wandb(data, tmp_path, plain, monkeypatch):

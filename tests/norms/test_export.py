@@ -2,6 +2,7 @@
 package, and ONNX.
 """
 
+import sys
 import warnings
 
 import pytest
@@ -73,7 +74,7 @@ def test_a_saved_graph_needs_no_pn_fairseq(norms, tmp_path, kind):
             torch.jit.trace(norms, (tensors(rng(2))[0],)).save(tmp_path / "graph.torchscript")
     x = other_shape()
     torch.save(x, tmp_path / "x.pt")
-    run("warm-python", "-c", LOAD_AND_RUN, f"graph.{kind}", "x.pt", "y.pt", cwd=tmp_path)
+    run(sys.executable, "-c", LOAD_AND_RUN, f"graph.{kind}", "x.pt", "y.pt", cwd=tmp_path)
     norms.compare(torch.load(tmp_path / "y.pt"), x)
 
 

@@ -6,18 +6,20 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from pn_fairseq.common.command import UserError
+from pn_fairseq.norms import NORMS
 from pn_fairseq.pipeline.data.tokens import detokenize
 from pn_fairseq.pipeline.translate import check_output
 
 from ..fixtures.corpora import lines
 from ..fixtures.runs import make_run, untrained_checkpoint
-from ..scripts_helpers import ROOT, SCRIPTS, assert_refused, environment, in_process, run
+from ..scripts_helpers import ROOT, SCRIPTS, assert_refused, environment, in_process
 
 #: Untrained models do not end their sentences.
 SHORT = ("--max-len-b", "8")
@@ -36,7 +38,7 @@ def test_the_result_does_not_depend_on_the_number_of_processes(untrained, data, 
     for count in (1, 2):
         output = tmp_path / f"by {count}"
         words = ("--run", untrained, "--batch-size", 8, *SHORT, "--ranks", count)
-        done = run("pn", "generate", *words, "--output", f"{output}/", CUDA_VISIBLE_DEVICES="")
+        done = in_process("generate", *words, "--output", f"{output}/", CUDA_VISIBLE_DEVICES="")
         assert f"processes on the CPU: {count}" in done.stderr
         assert f"{SENTENCES} hypotheses" in done.stderr
         names = ["generate.log", "hyp.tok", "made.txt", "ref.tok", "src.tok"]
@@ -71,6 +73,15 @@ class Moved(PowerNormV):
 """
 
 
+def anew(*words, **options) -> subprocess.CompletedProcess:
+    """A command of this process, which has forgotten the files of norms."""
+    NORMS.pop("moved", None)
+    for name in list(sys.modules):
+        if name.startswith("pn_fairseq_norm_module_"):
+            del sys.modules[name]
+    return in_process(*words, **options)
+
+
 def test_the_file_of_a_norm_that_was_moved(data, tmp_path):
     """generate, average and fold name the option, and take the file where it is now; what they
     write names it, too.
@@ -78,24 +89,22 @@ def test_the_file_of_a_norm_that_was_moved(data, tmp_path):
     old, new = tmp_path / "old.py", tmp_path / "new.py"
     checkpoint = tmp_path / "run/checkpoints/averaged.pt"
     old.write_text(MOVED)
-    # In processes of their own: this one must not know the norm.
     flags = ("--norm-module", str(old), "--encoder-norm", "moved", "--max-tokens", "400")
-    code = f"from tests.fixtures.runs import *; untrained_checkpoint(Path({str(data)!r}), "
-    run("warm-python", "-c", f"{code}Path({str(checkpoint)!r}), *{flags})", cwd=ROOT)
+    untrained_checkpoint(data, checkpoint, *flags)
     old.rename(new)
     folder, moved = make_run(tmp_path / "run", data), ("--norm-module", new)
-    decode = ("pn", "generate", "--run", folder, "--beam", 1, "--max-len-b", 5)
+    decode = ("generate", "--run", folder, "--beam", 1, "--max-len-b", 5)
     fold = ("fold", checkpoint, tmp_path / "folded.pt")
-    refused = run(*decode, check=False)
+    refused = anew(*decode, check=False)
     assert_refused(refused, f"norm module '{old}' is not a file", "--norm-module FILE")
-    assert_refused(in_process(*fold), "--norm-module FILE")
-    run(*decode, *moved)
-    run("pn", *fold, *moved)
+    assert_refused(anew(*fold, check=False), "--norm-module FILE")
+    anew(*decode, *moved)
+    anew(*fold, *moved)
     average = ("--inputs", checkpoint, "--output", tmp_path / "averaged.pt")
     for options in ((), ("--recalibrate", data / "bin", "--batches", 1)):
-        run("pn", "average", *average, *moved, *options)
+        anew("average", *average, *moved, *options)
     # Both at once; test_fold.py compares what folded models compute.
-    run(*decode, "--checkpoint", tmp_path / "folded.pt", tmp_path / "averaged.pt")
+    anew(*decode, "--checkpoint", tmp_path / "folded.pt", tmp_path / "averaged.pt")
 
 
 def test_a_checkpoint_that_is_cut_off_or_of_another_vocabulary_is_named(untrained, tmp_path):
@@ -109,11 +118,11 @@ def test_a_checkpoint_that_is_cut_off_or_of_another_vocabulary_is_named(untraine
             weights[key] = value[:-9]
     torch.save(state, path)
     places = ("--run", untrained, "--checkpoint", path, "--output", tmp_path / "out")
-    words = ("pn", "generate", *places)
+    words = ("generate", *places)
     needles = (path.name, f"[{rows - 9}, {columns}] in the checkpoint", "another vocabulary")
-    assert_refused(run(*words, check=False), *needles)
+    assert_refused(in_process(*words, check=False), *needles)
     path.write_bytes(path.read_bytes()[:-100])
-    assert_refused(run(*words, check=False), f"error: {path}: is cut off or damaged")
+    assert_refused(in_process(*words, check=False), f"error: {path}: is cut off or damaged")
     assert not (tmp_path / "out").exists()
 
 
@@ -147,7 +156,7 @@ def test_fairseqs_own_commands_refuse_bad_checkpoints(untrained, data, tmp_path)
         ((*train, "--restore-file", hostile), ("hostile.pt: asks for",)),
         ((*train, "--restore-file", misfit), ("no encoder.layers.0.fc1.bias",)),
     ):
-        ended = run(*command, check=False)
+        ended = in_process(*command, check=False)
         assert ended.returncode == 2, ended.stderr
         (line,) = re.findall(f"(?m)^{command[0]}: error: .*", ended.stderr)
         for needle in needles:
@@ -163,12 +172,12 @@ def test_the_test_set_becomes_what_generate_makes_of_it(untrained, data, tmp_pat
     """The same hypotheses, detokenized; an empty line stays empty, and as many lines come out as
     go in.
     """
-    run("pn", "generate", "--run", untrained, *SHORT)
+    in_process("generate", "--run", untrained, *SHORT)
     text = lines(data / "raw/test.es")
     source, output = tmp_path / "text", tmp_path / "translation"
     source.write_text("\n".join(["", *text[:20], "", *text[20:]]), encoding="utf-8")
     words = ("--run", untrained, "--input", source, "--output", output, *SHORT)
-    said = run("pn", "translate", *words).stderr
+    said = in_process("translate", *words).stderr
     (warning,) = [line for line in said.splitlines() if "may be cut off" in line]
     pattern = rf"(\d+) of {SENTENCES} translations are as long as they may be .*: lines (.*) and"
     cut, first = re.search(pattern, warning).groups()
@@ -184,14 +193,14 @@ def test_lines_that_are_too_long_are_named_and_the_others_translated(untrained, 
     (tmp_path / "text").write_text(f"Dios\n{long}\nY dijo\n")
     (tmp_path / "long").write_text(f"{long}\n")
     words = ("translate", "--run", untrained, "--beam", 1, "--max-len-b", 2, "--input")
-    done = run("pn", *words, tmp_path / "text")
+    done = in_process(*words, tmp_path / "text")
     assert [bool(line) for line in done.stdout.split("\n")] == [True, False, True, False]
     first, cut = done.stderr.splitlines()
     long = r".* line 2 is not translated: it has 1,1\d\d subwords, and the model takes 1,023"
     assert re.fullmatch(long, first)
     assert "2 of 2 translations are as long as they may be (--max-len-b 2, " in cut
     assert cut.endswith("may be cut off: lines 1, 3")
-    refused = in_process(*words, tmp_path / "long", "--max-tokens", 30)
+    refused = in_process(*words, tmp_path / "long", "--max-tokens", 30, check=False)
     assert refused.returncode == 2 and "no line of the input can be translated" in refused.stderr
     assert "and --max-tokens allows 29" in refused.stderr
 
@@ -209,10 +218,10 @@ def test_input_without_a_word_or_not_utf_8(untrained, tmp_path):
     words = ("translate", "--run", untrained, "--input", tmp_path / "text")
     for text in ("", "\n", "\n\n"):
         (tmp_path / "text").write_text(text)
-        result = in_process(*words)
+        result = in_process(*words, check=False)
         assert (result.returncode, result.stdout) == (0, text)
     (tmp_path / "text").write_bytes(b"ma\xf1ana\n")
-    assert_refused(in_process(*words), "text", "not UTF-8")
+    assert_refused(in_process(*words, check=False), "text", "not UTF-8")
 
 
 def test_data_that_moses_tokenized_needs_moses(data, untrained, tmp_path):
@@ -224,8 +233,8 @@ def test_data_that_moses_tokenized_needs_moses(data, untrained, tmp_path):
     shutil.copy(untrained / "checkpoints/averaged.pt", folder / "checkpoints")
     (tmp_path / "text").write_text("Dios\n")
     words = ("translate", "--run", folder, "--input", tmp_path / "text")
-    assert_refused(in_process(*words), "name a checkout of mosesdecoder (--moses DIR)")
-    refused = in_process(*words, "--moses", "/nowhere")
+    assert_refused(in_process(*words, check=False), "name a checkout of mosesdecoder (--moses DIR)")
+    refused = in_process(*words, "--moses", "/nowhere", check=False)
     assert_refused(refused, "--moses /nowhere is not a checkout of mosesdecoder")
 
 

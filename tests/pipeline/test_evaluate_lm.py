@@ -18,7 +18,7 @@ from pn_fairseq.pipeline import outdated, stamp
 from pn_fairseq.pipeline.evaluate_lm import Perplexity, read_perplexity, result_file, unit_of
 from pn_fairseq.pipeline.published import LM_PAPER
 
-from ..scripts_helpers import ROOT, assert_refused, in_process, run, verb
+from ..scripts_helpers import ROOT, assert_refused, in_process, verb
 from ..tables import rows
 
 WORDS = "the king sent a servant to the house of david and he said to him go up".split()
@@ -52,7 +52,7 @@ def text(lines: int, seed: int) -> str:
 
 
 def prepare(corpus, dest):
-    run("pn", "prepare", "text_lm", "--corpus", corpus, "--dest", dest, "--workers", 1)
+    in_process("prepare", "text_lm", "--corpus", corpus, "--dest", dest, "--workers", 1)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def call(name, *arguments):
 def fairseq(program, work, *arguments, **options):
     """A program of fairseq on the data of the models."""
     words = (work / "data/bin", "--user-dir", ROOT / "pn_fairseq", "--cpu", *arguments)
-    return run(f"fairseq-{program}", *words, **options)
+    return in_process(f"fairseq-{program}", *words, **options)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -246,17 +246,19 @@ model._name=tensorized_lm_pn_tny | did you mean 'tensorized_lm_pn_tiny'
 def test_mistakes_get_one_line(work, tmp_path):
     name = work / "transformer_lm_pn_seed1"
     adaptive = ("--run", work / "adaptive", "--context-window", 4)
-    assert_refused(in_process("evaluate-lm", *adaptive), "sample_break_mode=eos")
+    assert_refused(in_process("evaluate-lm", *adaptive, check=False), "sample_break_mode=eos")
     for flags, needle in (
         (("--subset", "dev"), "no 'dev'"),
         (("--context-window", 8), "--context-window 8"),
         (("--checkpoint", tmp_path / "x.pt"), "no checkpoint"),
     ):
-        assert_refused(in_process("evaluate-lm", "--run", name, *flags), needle)
+        assert_refused(in_process("evaluate-lm", "--run", name, *flags, check=False), needle)
     settings = ("--data", work / "data", "--run", tmp_path / "run", *SMALL)
     for setting, needle in rows(MISTAKES):
         arch = () if "_name" in setting else ("model._name=tensorized_lm_pn_tiny",)
-        assert_refused(in_process("train", "verses_lm_en", *settings, *arch, setting), needle)
+        assert_refused(
+            in_process("train", "verses_lm_en", *settings, *arch, setting, check=False), needle
+        )
     assert not (tmp_path / "run").exists()
 
 
@@ -268,7 +270,7 @@ def test_a_sentence_that_is_longer_than_the_blocks_is_refused(work, tmp_path):
     (tmp_path / "run/data").write_text(f"{tmp_path / 'data'}\n")
     (tmp_path / "run/data.settings").unlink()
     needle = "test: there are blocks of 11 tokens, and the model takes 8"
-    assert_refused(in_process("evaluate-lm", "--run", tmp_path / "run"), needle)
+    assert_refused(in_process("evaluate-lm", "--run", tmp_path / "run", check=False), needle)
 
 
 PLAIN = Perplexity(5.0, "test", 100, "word", 50, 3, 8, 0, True)

@@ -340,11 +340,15 @@ def test_an_average_is_no_checkpoint_to_resume_from(data, trained, tmp_path, cap
     for name in ("last", "best", "5_55", "9_99", "best-shard0"):
         output = folder / f"checkpoint_{name}.pt"
         words = folded if name == "9_99" else average
-        assert_refused(in_process(*words, output), "choose another name, such as averaged.pt")
-    assert_refused(in_process(*files, folder / "checkpoint7.pt"), "choose another name")
+        assert_refused(
+            in_process(*words, output, check=False), "choose another name, such as averaged.pt"
+        )
+    assert_refused(
+        in_process(*files, folder / "checkpoint7.pt", check=False), "choose another name"
+    )
     assert snapshot(run) == before
     # under another name, and then put in its place
-    assert in_process(*average, folder / "checkpoint_of_mine.pt").returncode == 0
+    in_process(*average, folder / "checkpoint_of_mine.pt")
     shutil.copy(folder / "checkpoint_of_mine.pt", last)
     capsys.readouterr()
     line = refused(capsys, start(data, run, "optimization.max_update=14"))

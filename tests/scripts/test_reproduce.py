@@ -23,7 +23,14 @@ from pn_fairseq.pipeline.published import LM_TABLES, PAPER
 from pn_fairseq.pipeline.training_settings import compose
 
 from .. import scripts_helpers
-from ..scripts_helpers import ROOT, assert_refused, environment, locked_by_another, wait_for
+from ..scripts_helpers import (
+    ROOT,
+    assert_refused,
+    environment,
+    locked_by_another,
+    replace_steps,
+    wait_for,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +48,7 @@ def unchecked(monkeypatch):
 def in_process(name: str, *arguments, **environ) -> subprocess.CompletedProcess:
     """pn reproduce NAME in this process, as in a new one."""
     steps.check_training.cache_clear()
-    return scripts_helpers.in_process("reproduce", name, *arguments, **environ)
+    return scripts_helpers.in_process("reproduce", name, *arguments, **environ, check=False)
 
 
 def dry_run(name: str, *arguments, **environ) -> list[str]:
@@ -203,7 +210,7 @@ def calls(tmp_path, monkeypatch):
             raise UserError("unknown setting")
 
     monkeypatch.setattr(train, "main", check)
-    monkeypatch.setattr(steps, "program", lambda step: [stub, *step])
+    replace_steps(monkeypatch, lambda step: [stub, *step])
     return file
 
 
@@ -276,7 +283,7 @@ def test_each_norm_with_settings_is_checked_before_the_preparation(calls):
 @pytest.fixture
 def shell(monkeypatch):
     """A step is a line for the shell."""
-    monkeypatch.setattr(steps, "program", lambda step: ["bash", "-c", *step])
+    replace_steps(monkeypatch, lambda step: ["bash", "-c", *step])
 
 
 def test_the_messages_of_a_step_are_complete(shell, tmp_path, capfdbinary):
@@ -306,7 +313,7 @@ def test_what_a_step_writes_is_read_to_its_end_though_nobody_takes_it(shell, tmp
 def test_a_step_that_a_signal_ends(calls, monkeypatch, number, code):
     # A background job inherits that SIGINT is ignored.
     kill = ["env", "--default-signal", "bash", "-c", f"kill -{number} $$"]
-    monkeypatch.setattr(steps, "program", lambda step: kill if step[0] == "average" else ["true"])
+    replace_steps(monkeypatch, lambda step: kill if step[0] == "average" else ["true"])
     result = in_process("iwslt14", *TWO)
     assert result.returncode == code
     failed = RUNS / "ln_seed1/failed"
@@ -353,12 +360,20 @@ def test_a_second_one_in_the_same_folder_is_told_which_run_the_first_one_makes(u
     "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
 )
 def test_an_interruption_ends_it_all(calls, tmp_path, number):
-    driver = "import sys; from pn_fairseq import __main__; from pn_fairseq.pipeline import steps; "
-    driver += "from pn_fairseq.pipeline import train; train.main = lambda argv: 0; "
-    driver += f"steps.program = lambda step: ['{tmp_path}/stub', *step]; sys.exit(__main__.main())"
+    driver = f"""
+import sys
+import pytest
+from pn_fairseq import __main__
+from pn_fairseq.pipeline import train
+from tests.scripts_helpers import replace_steps
+
+train.main = lambda argv: 0
+replace_steps(pytest.MonkeyPatch(), lambda step: ["{tmp_path}/stub", *step])
+__main__.main()
+"""
     process = subprocess.Popen(
         [sys.executable, "-c", driver, "reproduce", "iwslt14"],
-        env=environment(HANG="generate"),
+        env=environment(HANG="generate", PYTHONPATH=str(ROOT)),
         **{"start_new_session": True, "stderr": subprocess.PIPE, "text": True},
     )
     wait_for(lambda: calls.exists() and "generate" in calls.read_text(), process)
@@ -400,7 +415,7 @@ def test_a_configuration_with_own_data(data, calls):
 @pytest.mark.parametrize("option", [[], ["--dry-run"]])
 def test_conflicts_are_found_before_anything_runs(data, tmp_path, monkeypatch, option):
     """And no message advises to remove the data."""
-    monkeypatch.setattr(steps, "program", lambda step: ["false"])
+    replace_steps(monkeypatch, lambda step: ["false"])
     french = tmp_path / "french"
     (french / "bin").mkdir(parents=True)
     (french / "settings.txt").write_text("source=fr\ntarget=en\n")

@@ -18,7 +18,11 @@ def quick(name: str, *arguments) -> subprocess.CompletedProcess:
     (test_a_script_calls_its_checkout_from_any_folder).
     """
     words = words_of(name)
-    return in_process(*words, *arguments) if words else script(name, *arguments, check=False)
+    return (
+        in_process(*words, *arguments, check=False)
+        if words
+        else script(name, *arguments, check=False)
+    )
 
 
 @pytest.mark.parametrize("name", USER_SCRIPTS)

@@ -7,12 +7,12 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from pn_fairseq.common import programs
 from pn_fairseq.common.command import UserError, say, why_it_failed
 from pn_fairseq.common.files import atomic_folder, count_lines
 
@@ -89,16 +89,8 @@ def make_bin(
     with atomic_folder(final) as partial:
         # -P: no modules of the folder. The names of files are relative, because fairseq splits them
         # at commas.
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "fairseq_cli.preprocess",
-            *flags,
-            "--workers",
-            str(workers),
-        ]
-        command += ["--destdir", str(partial.relative_to(folder))]
+        command = ["-P", "-m", "fairseq_cli.preprocess", *flags, "--workers", workers]
+        command += ["--destdir", partial.relative_to(folder)]
         # A session of its own, so that its worker processes are ended with it. It inherits the lock
         # of DEST (close_fds), and the next preparation waits for one that outlived a kill -9.
         options = {
@@ -115,7 +107,7 @@ def make_bin(
             # writing.
             signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
             pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-            process = subprocess.Popen(command, preexec_fn=unblock, **pipes, **options)
+            process = programs.start_python(*command, preexec_fn=unblock, **pipes, **options)
             unblock()
             messages = process.communicate()[1].splitlines()
         except BaseException:

@@ -22,7 +22,7 @@ from pn_fairseq.pipeline.runs import Run
 from pn_fairseq.pipeline.translate import to_subwords
 
 from ...fixtures.corpora import lines
-from ...scripts_helpers import ROOT, assert_refused, cut_corpus, files_of, in_process, run, verb
+from ...scripts_helpers import ROOT, assert_refused, cut_corpus, files_of, in_process, verb
 
 
 @pytest.fixture
@@ -34,15 +34,16 @@ LANGUAGES = ("--source", "es", "--target", "en", "--bpe", 150)
 
 
 def prepare(corpus: Path, dest: Path, *options) -> str:
-    """What it says, from a process that starts fairseq-preprocess at once."""
+    """What it says."""
     words = ("--corpus", corpus, "--dest", dest, "--workers", 1, *options)
-    return run("pn", "prepare", "text", *words).stderr
+    return in_process("prepare", "text", *words).stderr
 
 
 def assert_not_prepared(corpus: Path, needle: str, *options) -> None:
-    """A mistake that is noticed before fairseq-preprocess starts: in this process."""
     places = ("--corpus", corpus, "--dest", corpus.parent / "data", "--workers", 1)
-    assert_refused(in_process("prepare", "text", *LANGUAGES, *places, *options), needle)
+    assert_refused(
+        in_process("prepare", "text", *LANGUAGES, *places, *options, check=False), needle
+    )
 
 
 def test_every_corpus_has_its_configuration():
@@ -141,7 +142,7 @@ def test_text_for_a_model_of_other_data(corpus, tmp_path):
         (pieces, "has segmentation=subword-nmt, not sentencepiece"),
         ((old, "--moses", old), "has tokenizer=sacremoses+final-stop, not moses"),
     ):
-        assert_refused(in_process(*words, *options), needle)
+        assert_refused(in_process(*words, *options, check=False), needle)
         assert not (tmp_path / "third").exists()
 
 
@@ -291,7 +292,7 @@ def test_further_test_sets(tokenized, corpus, tmp_path):
         (("new", "--like", alike), "leave out --like"),
         (("new", "--dest", tmp_path / "nowhere"), "is not prepared data"),
     ):
-        assert_refused(in_process(*words, *options), needle)
+        assert_refused(in_process(*words, *options, check=False), needle)
     (corpus / "test3.es").touch()
     shutil.rmtree(data)
     assert_not_prepared(corpus, "has test3, but no test2: number them from 1")
@@ -339,7 +340,8 @@ def test_languages_whose_scores_need_a_package(corpus, monkeypatch):
 
     monkeypatch.setattr(languages.importlib.util, "find_spec", without_mecab)
     words = (*LANGUAGES, "--target", "jpn_Jpan", "--corpus", corpus)  # whose files do not exist
-    said = in_process("prepare", "text", *words, "--dest", corpus.parent / "data").stderr
+    words = ("prepare", "text", *words, "--dest", corpus.parent / "data")
+    said = in_process(*words, check=False).stderr
     assert "detokenized BLEU of jpn_Jpan needs: pip install 'sacrebleu[ja]'" in said
 
 
@@ -396,7 +398,7 @@ def test_the_recipe_of_the_page_in_a_file_of_ones_own(tmp_path, monkeypatch):
     recipe = textwrap.dedent(code).replace('source="fr"', 'source="es"')
     (tmp_path / "my_corpus.py").write_text(recipe)
     words = ("my_corpus.py", "--corpus", cut_corpus(tmp_path / "text", 9, 3, 3), "--bpe", 150)
-    said = run("pn", "prepare", *words).stderr
+    said = in_process("prepare", *words).stderr
     assert "train has 9 sentence pairs here; the published one has 12000" in said
     assert (tmp_path / "runs/data/my_corpus/bin/dict.en.txt").is_file()
     # the second place: its configuration, beside the recipe
@@ -405,7 +407,7 @@ def test_the_recipe_of_the_page_in_a_file_of_ones_own(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir("elsewhere")
     chosen = ("--norms", "ln", "--seeds", 2, "--dry-run")
-    result = in_process("reproduce", "../my_corpus.py", *words[1:], *chosen)
+    result = in_process("reproduce", "../my_corpus.py", *words[1:], *chosen, check=False)
     del RECIPES["my_corpus"]
     assert result.returncode == 0, result.stderr
     prepares, trains, *_, reports = result.stdout.splitlines()
@@ -421,7 +423,7 @@ def test_a_recipe_that_says_nothing_of_an_experiment(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = (ROOT / "pn_fairseq/pipeline/data/recipes/verses.py").read_text("utf-8")
     Path("silent.py").write_text(recipe.replace("REPRODUCE =", "_ ="), "utf-8")
-    result = in_process("reproduce", "silent.py", "--dry-run")
+    result = in_process("reproduce", "silent.py", "--dry-run", check=False)
     del RECIPES["silent"]
     assert_refused(result, f"{tmp_path}/silent.py has no REPRODUCE")
 

@@ -29,8 +29,8 @@ from ...scripts_helpers import (
     assert_refused,
     environment,
     files_of,
+    in_process,
     run,
-    script,
     wait_for,
 )
 
@@ -47,7 +47,8 @@ def archive(members, tmp_path_factory) -> Path:
 
 
 def prepare(dest: Path, *options, **kwargs) -> subprocess.CompletedProcess:
-    return script("prepare_iwslt14.sh", "--dest", dest, "--bpe", OPERATIONS, *options, **kwargs)
+    words = ("--dest", dest, "--bpe", OPERATIONS)
+    return in_process("prepare", "iwslt14", *words, *options, **kwargs)
 
 
 @pytest.fixture(scope="module")
