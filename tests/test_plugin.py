@@ -174,7 +174,7 @@ def test_version_and_missing_verb(tmp_path):
 
 
 #: Words that end at once, and what is said: for the verbs that no other test starts as a program.
-#: What they compute is tested in this process.
+#: Other tests run them in their own process.
 PROGRAMS = """
 reproduce nowhere | nowhere.yaml
 translate --run nowhere --input /dev/null | nowhere
@@ -205,6 +205,9 @@ def test_a_mistake_in_each_program(words, needle, tmp_path):
 
 def test_every_verb_is_started_as_a_program():
     assert {words.split()[0] for words, _ in rows(PROGRAMS)} | {*STARTED} == {*VERBS}
+    for name, file in STARTED.items():
+        started = re.compile(rf'script\("{name}\.sh"|run\([^)]*"{name}"')
+        assert started.search((ROOT / "tests" / file).read_text("utf-8")), name
 
 
 def test_the_help_has_a_line_for_every_verb():

@@ -110,6 +110,7 @@ prepare text --corpus text --source es --target en --dest out --codes none | --c
 prepare text --corpus text --source es --target en --dest out --protect text | --protect '; text' is a folder; name a file
 prepare text --corpus dev --source es --target en --dest out | there is no; dev/valid.es; there are dev.en, dev.es, train.en, train.es
 prepare text --trainpref text/train --source es --target en | did you mean '--corpus text'?
+prepare text --corpus text --source es --target en --testpref text/test2 | did you mean '--test test2'?
 prepare text --corpus text --source-lang es           | did you mean '--source es'?
 prepare text --corpus text --src es --tgt en --dest out | did you mean '--source es --target en'?
 prepare text --corpus text -s es -t en --dest out     | did you mean '--source es --target en'?

@@ -58,6 +58,9 @@ FAIRSEQ = {
     },
     **{"--srcdict": "--like", "--tgtdict": "--like", "--testpref": "--test", "--sys": "--hyp"},
 }
+#: Option of fairseq that names files without their language, as in text/train -> the part of this
+#: path that ours takes.
+PREFIXES = {"--trainpref": "parent", "--testpref": "name"}
 
 
 #: Options of fairseq's programs that no command needs.
@@ -160,9 +163,9 @@ class ArgumentParser(argparse.ArgumentParser):
             ours = FAIRSEQ.get(option)
             if ours in self._option_string_actions:
                 value = self._value_of(option)
-                if value is not None and option == "--trainpref":  # it names files, not a folder
-                    value = str(Path(value).parent)
-                words += [ours] if value is None else [ours, value]
+                if value is not None and option in PREFIXES:
+                    value = getattr(Path(value), PREFIXES[option])
+                words += [ours] if value is None else [ours, str(value)]
         return words
 
     def _value_of(self, option: str) -> str | None:

@@ -1,6 +1,5 @@
 """pn import-release on checkpoints built from the description of the release's layout."""
 
-import importlib
 import re
 import sys
 import types
@@ -320,7 +319,7 @@ def test_half_precision_file(model, run):
 
 @pytest.mark.slow
 def test_decoding_and_fine_tuning_with_fairseqs_commands(
-    model, dictionary, data, run, tmp_path, monkeypatch, capsys
+    model, dictionary, data, run, tmp_path, monkeypatch
 ):
     """fairseq-generate writes what it writes for the same model in our own layout."""
     own = load_checkpoint(run(as_release(model)))
@@ -329,11 +328,9 @@ def test_decoding_and_fine_tuning_with_fairseqs_commands(
     torch.save(own, tmp_path / "own.pt")
 
     def fairseq(program: str, *arguments: str) -> str:
-        flags = "--required-batch-size-multiple=1 --num-workers=0 --cpu --user-dir".split()
-        place = [str(data), *flags, str(ROOT / "pn_fairseq")]
-        monkeypatch.setattr(sys, "argv", [f"fairseq-{program}", *place, *arguments])
-        importlib.import_module(f"fairseq_cli.{program}").cli_main()
-        return capsys.readouterr().out
+        flags = "--required-batch-size-multiple=1 --cpu --user-dir".split()
+        place = [data, *flags, ROOT / "pn_fairseq"]
+        return in_process(f"fairseq-{program}", *place, *arguments).stdout
 
     monkeypatch.chdir(tmp_path)
     decoded = []

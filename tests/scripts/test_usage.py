@@ -18,11 +18,9 @@ def quick(name: str, *arguments) -> subprocess.CompletedProcess:
     (test_a_script_calls_its_checkout_from_any_folder).
     """
     words = words_of(name)
-    return (
-        in_process(*words, *arguments, check=False)
-        if words
-        else script(name, *arguments, check=False)
-    )
+    if words:
+        return in_process(*words, *arguments, check=False)
+    return script(name, *arguments, check=False)
 
 
 @pytest.mark.parametrize("name", USER_SCRIPTS)
