@@ -25,22 +25,29 @@ def wrap_layer(layer: nn.Module, cfg) -> nn.Module:
     return fsdp_wrap(layer, min_num_params=smallest)
 
 
-def mask_of(tokens: Tensor, padding_idx: int) -> Tensor | None:
+def mask_of(tokens: Tensor, padding_idx: int, always: bool = False) -> Tensor | None:
     """The padding mask (B, T), True = padding, for the layers: None if there is no padding, which
     is faster.
 
     A graph that is compiled, traced or exported always takes the mask, because the same graph also
-    serves batches with padding. Otherwise ``tokens.has_padding``, which
-    :mod:`pn_fairseq.fairseq_patches.training` notes before a batch is copied to a GPU, saves
-    looking at its values there.
+    serves batches with padding; ``always``: the layers are such graphs. Otherwise
+    ``tokens.has_padding``, which :mod:`pn_fairseq.fairseq_patches.training` notes before a batch is
+    copied to a GPU, saves looking at its values there.
     """
     padding = tokens.eq(padding_idx)
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if always or torch.compiler.is_compiling() or torch.jit.is_tracing():
         return padding
     has_padding = getattr(tokens, "has_padding", None)
     if has_padding is None:
         has_padding = bool(padding.any())
     return padding if has_padding else None
+
+
+def packed(x: Tensor) -> Tensor:
+    """``x`` in memory of its own. torch.compile compiles a layer once more for an input that is a
+    view, or whose strides do not follow from its shape.
+    """
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def placement_of(cfg, side: str, number: int = 1, cross_attention: bool = True) -> Pre:

@@ -163,9 +163,8 @@ class NormOptions:
         {"metavar": "NAME[,NAME]"},
     )
     compile_layers: bool = flag(
-        "train with the layers of encoder and decoder compiled by torch.compile, one graph for all "
-        "lengths; "
-        "checkpoints and decoding stay as they are",
+        "train with the layers of encoder and decoder compiled by torch.compile, three graphs for "
+        "all layers and batches; checkpoints and decoding stay as they are",
         {"action": "store_true"},
         False,
     )

@@ -70,9 +70,11 @@ class NormedModel:
         if not self._compiles_layers:
             return
         self._compiles_layers = False
-        for side in ("encoder", "decoder"):
-            for layer in getattr(getattr(self, side, None), "layers", ()):
+        for name in ("encoder", "decoder"):
+            side = getattr(self, name, None)
+            for layer in getattr(side, "layers", ()):
                 layer.compile(dynamic=True)
+                side.layers_are_compiled = True
 
     def load_state_dict(self, state_dict, strict=True, model_cfg=None, args=None):
         if FOLDED_MARK in state_dict and not self.folded:

@@ -18,6 +18,7 @@ from pn_fairseq.models.layers import (
     TransformerPNDecoderLayer,
     TransformerPNEncoderLayer,
     mask_of,
+    packed,
     placement_of,
     wrap_layer,
 )
@@ -63,6 +64,9 @@ class TransformerPNConfig(TransformerConfig):
 class TransformerPNEncoder(TransformerEncoderBase):
     """fairseq's encoder with norms built by ``cfg.norms``, each of which sees the padding mask."""
 
+    #: Set by :meth:`.NormedModel.compile_layers`: all batches get inputs that one graph takes.
+    layers_are_compiled = False
+
     def __init__(self, cfg, dictionary, embed_tokens, return_fc: bool = False):
         super().__init__(cfg, dictionary, embed_tokens, return_fc=return_fc)
         self.placement = placement_of(cfg, "encoder")
@@ -87,7 +91,7 @@ class TransformerPNEncoder(TransformerEncoderBase):
         Overridden as a whole because fairseq's calls the norm after the last layer without a mask.
         """
         padding = src_tokens.eq(self.padding_idx)
-        mask = mask_of(src_tokens, self.padding_idx)
+        mask = mask_of(src_tokens, self.padding_idx, self.layers_are_compiled)
         x, embedding = self.forward_embedding(src_tokens, token_embeddings)
         if mask is not None and not self.keeps_padding_embeddings:
             x = x.masked_fill(mask.unsqueeze(-1), 0.0)
@@ -95,6 +99,8 @@ class TransformerPNEncoder(TransformerEncoderBase):
         if self.input_norm is not None:
             x = self.input_norm(x, mask)
         x = self.placement.enter(x)
+        if self.layers_are_compiled:
+            x = packed(x)
 
         states, fc_results = [x] if return_all_hiddens else [], []
         for layer in self.layers:
@@ -120,6 +126,8 @@ class TransformerPNDecoder(TransformerDecoderBase):
     """fairseq's decoder with norms built by ``cfg.norms``, each of which sees the target's
     padding mask.
     """
+
+    layers_are_compiled = False
 
     def __init__(
         self, cfg, dictionary, embed_tokens, no_encoder_attn: bool = False, output_projection=None
@@ -193,19 +201,24 @@ class TransformerPNDecoder(TransformerDecoderBase):
             x = self.layernorm_embedding(x)
         x = self.dropout_module(x).transpose(0, 1)
 
-        mask = mask_of(prev_output_tokens, self.padding_idx)
+        mask = mask_of(prev_output_tokens, self.padding_idx, self.layers_are_compiled)
         if self.input_norm is not None:
             x = self.input_norm(x, mask)
         x = self.placement.enter(x)
+        causal = None
+        if incremental_state is None and not full_context_alignment:
+            causal = self.buffered_future_mask(x)
+        if self.layers_are_compiled:
+            x = packed(x)
+            causal = None if causal is None else packed(causal)
         attention, inner_states = None, [x]
         for index, layer in enumerate(self.layers):
-            causal = incremental_state is None and not full_context_alignment
             x, layer_attention, _ = layer(
                 x,
                 memory,
                 memory_mask,
                 incremental_state,
-                self_attn_mask=self.buffered_future_mask(x) if causal else None,
+                self_attn_mask=causal,
                 self_attn_padding_mask=mask,
                 need_attn=bool(index == alignment_layer),
                 need_head_weights=bool(index == alignment_layer),
