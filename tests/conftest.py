@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from hydra.core.config_store import ConfigStore
 
 from .scripts_helpers import cut_corpus, prepare
 
@@ -17,6 +18,11 @@ pytest.register_assert_rewrite("pn_fairseq.testing")
 # Processes that tests start are told by the variable.
 os.environ["OMP_NUM_THREADS"] = os.environ.get("TEST_THREADS", "1")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+# hydra copies the settings of all of fairseq's components each time it composes a configuration,
+# which takes half of that time, and copies what it uses of them once more.
+ConfigStore.__deepcopy__ = lambda store, _: store
 
 
 def pytest_collection_finish():

@@ -109,26 +109,37 @@ def test_what_an_installation_needs(installed):
     )
 
 
-def test_user_dir_from_another_folder(installed, tmp_path):
-    """Of the checkout, also beside an installed package; of that; and a checkout that is named as
-    the package in it, which an editable installation has on the path.
-    """
-    checkout = tmp_path / "pn_fairseq"
-    shutil.copytree(ROOT / "pn_fairseq", checkout / "pn_fairseq")
+def test_user_dir_from_another_folder(installed):
+    """Of the checkout, and of an installed package."""
     for base, path in ((ROOT, ""), (installed, installed)):
         words = [sys.executable, "-m", "pn_fairseq", "--user-dir"]
         done = run(*words, cwd="/", PYTHONPATH=str(path))
         assert done.stdout.strip() == str(base / "pn_fairseq")
-    own = ROOT / "pn_fairseq"
-    other = installed / "pn_fairseq"
-    for named, path, used in (
-        (own, "", own),
-        (other, installed, other),
-        (own, installed, own),
-        (checkout, checkout, checkout / "pn_fairseq"),
-    ):
-        result = run(sys.executable, "-c", REGISTER, named, cwd="/", PYTHONPATH=str(path))
-        assert result.stdout.split() == [str(used), "True"]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param("checkout", marks=pytest.mark.slow),
+        pytest.param("installed", marks=pytest.mark.slow),
+        "checkout beside an installed package",
+        "checkout named as its package",
+    ],
+)
+def test_fairseq_imports_the_user_dir_that_is_named(case, installed, tmp_path):
+    """An editable installation has a checkout that is named as the package in it on the path."""
+    named, path = ROOT / "pn_fairseq", ""
+    if case == "installed":
+        named, path = installed / "pn_fairseq", installed
+    elif case == "checkout beside an installed package":
+        path = installed
+    elif case == "checkout named as its package":
+        named = tmp_path / "pn_fairseq"
+        path = named
+        shutil.copytree(ROOT / "pn_fairseq", named / "pn_fairseq")
+    result = run(sys.executable, "-c", REGISTER, named, cwd="/", PYTHONPATH=str(path))
+    used = named / "pn_fairseq" if case == "checkout named as its package" else named
+    assert result.stdout.split() == [str(used), "True"]
 
 
 def test_user_dir_under_another_name_is_refused(monkeypatch):

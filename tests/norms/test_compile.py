@@ -46,7 +46,8 @@ SOME_MODES = [
     ("aot_eager, dynamic", "prep-batch"),
 ]
 #: Of a norm, uses in a step, and whether it is checkpointed, what runs by default.
-SOME = [("batch", 1, True), ("power", 2, True), ("unified", 2, False)]
+SOME = [("batch", 1, True), ("power", 2, True)]
+SOME_CHECKPOINTED = [("power", "inside"), ("batch", "outside")]
 OTHERS = [name for name in STATEFUL if name not in ("batch", "power")]
 
 
@@ -143,8 +144,13 @@ def test_steps_without_gradients_are_those_of_eager_mode():
     assert norm.num_batches_tracked == 1
 
 
-@pytest.mark.parametrize("where", ["inside", "outside"])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        pytest.param(*case, marks=() if case in SOME_CHECKPOINTED else pytest.mark.slow)
+        for case in itertools.product(KINDS, ("inside", "outside"))
+    ],
+)
 def test_two_forwards_before_one_backward_under_checkpointing(name, where):
     """A recomputation reads what its forward read, though the backward of the other batch has
     moved the state.
@@ -361,7 +367,11 @@ class Source(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:.*layers.1.norm takes statistics")
 @pytest.mark.parametrize(
-    ("make", "zero_padding", "form"), [(Encoder, True, "mask"), (Source, False, lambda mask: mask)]
+    ("make", "zero_padding", "form"),
+    [
+        (Encoder, True, "mask"),
+        pytest.param(Source, False, lambda mask: mask, marks=pytest.mark.slow),
+    ],
 )
 def test_masks_from_arguments_are_in_the_graph(make, zero_padding, form):
     model = convert_norms(
