@@ -912,8 +912,9 @@ struct PowerTrain : torch::autograd::Function<PowerTrain> {
 
     Read(const Tensor& running_psi2, const Tensor& running_nu) {
       const at::AutoDispatchBelowADInplaceOrView no_gradient;
-      psi2 = running_psi2.clone();
-      nu = running_nu.clone();
+      const Tensor copies = at::stack({running_psi2, running_nu});
+      psi2 = copies.select(0, 0);
+      nu = copies.select(0, 1);
     }
   };
 
