@@ -20,8 +20,8 @@ os.environ["OMP_NUM_THREADS"] = os.environ.get("TEST_THREADS", "1")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
-# hydra copies the settings of all of fairseq's components each time it composes a configuration,
-# which takes half of that time, and copies what it uses of them once more.
+# To compose a configuration, hydra first copies the settings of all of fairseq's components, which
+# takes half of the time; what it uses of the settings it copies again.
 ConfigStore.__deepcopy__ = lambda store, _: store
 
 

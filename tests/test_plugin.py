@@ -118,28 +118,29 @@ def test_user_dir_from_another_folder(installed):
 
 
 @pytest.mark.parametrize(
-    "case",
+    ("named", "path", "used"),
     [
-        pytest.param("checkout", marks=pytest.mark.slow),
-        pytest.param("installed", marks=pytest.mark.slow),
-        "checkout beside an installed package",
-        "checkout named as its package",
+        pytest.param("{root}/pn_fairseq", "", "{root}/pn_fairseq", marks=pytest.mark.slow),
+        pytest.param(
+            "{installed}/pn_fairseq",
+            "{installed}",
+            "{installed}/pn_fairseq",
+            marks=pytest.mark.slow,
+        ),
+        ("{root}/pn_fairseq", "{installed}", "{root}/pn_fairseq"),
+        ("{checkout}", "{checkout}", "{checkout}/pn_fairseq"),
     ],
 )
-def test_fairseq_imports_the_user_dir_that_is_named(case, installed, tmp_path):
-    """An editable installation has a checkout that is named as the package in it on the path."""
-    named, path = ROOT / "pn_fairseq", ""
-    if case == "installed":
-        named, path = installed / "pn_fairseq", installed
-    elif case == "checkout beside an installed package":
-        path = installed
-    elif case == "checkout named as its package":
-        named = tmp_path / "pn_fairseq"
-        path = named
-        shutil.copytree(ROOT / "pn_fairseq", named / "pn_fairseq")
-    result = run(sys.executable, "-c", REGISTER, named, cwd="/", PYTHONPATH=str(path))
-    used = named / "pn_fairseq" if case == "checkout named as its package" else named
-    assert result.stdout.split() == [str(used), "True"]
+def test_fairseq_imports_the_user_dir_that_is_named(named, path, used, installed, tmp_path):
+    """The last case is a checkout that is named as the package in it: an editable installation puts
+    the checkout on the path.
+    """
+    checkout = tmp_path / "pn_fairseq"
+    shutil.copytree(ROOT / "pn_fairseq", checkout / "pn_fairseq")
+    places = {"root": ROOT, "installed": installed, "checkout": checkout}
+    named, path, used = (text.format(**places) for text in (named, path, used))
+    result = run(sys.executable, "-c", REGISTER, named, cwd="/", PYTHONPATH=path)
+    assert result.stdout.split() == [used, "True"]
 
 
 def test_user_dir_under_another_name_is_refused(monkeypatch):

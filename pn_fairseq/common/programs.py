@@ -9,6 +9,6 @@ def start_python(*words: object, **options) -> subprocess.Popen:
 
     Args:
         words: the interpreter's arguments, such as ``"-m", "pn_fairseq", "report"``.
-        options: those of ``subprocess.Popen``.
+        options: for ``subprocess.Popen``.
     """
     return subprocess.Popen([sys.executable, *map(str, words)], **options)

@@ -43,11 +43,11 @@ def mask_of(tokens: Tensor, padding_idx: int, always: bool = False) -> Tensor | 
     return padding if has_padding else None
 
 
-def packed(x: Tensor) -> Tensor:
-    """``x`` in memory of its own. torch.compile compiles a layer once more for an input that is a
-    view, or whose strides do not follow from its shape.
+def contiguous_copy(x: Tensor | None) -> Tensor | None:
+    """An input of a compiled layer. torch.compile compiles the layer once more for an input that is
+    a view, or whose strides do not follow from its shape.
     """
-    return x.clone(memory_format=torch.contiguous_format)
+    return None if x is None else x.clone(memory_format=torch.contiguous_format)
 
 
 def placement_of(cfg, side: str, number: int = 1, cross_attention: bool = True) -> Pre:

@@ -17,8 +17,8 @@ from pn_fairseq.models.initial_weights import add_flags, initial_weights
 from pn_fairseq.models.layers import (
     TransformerPNDecoderLayer,
     TransformerPNEncoderLayer,
+    contiguous_copy,
     mask_of,
-    packed,
     placement_of,
     wrap_layer,
 )
@@ -100,7 +100,7 @@ class TransformerPNEncoder(TransformerEncoderBase):
             x = self.input_norm(x, mask)
         x = self.placement.enter(x)
         if self.layers_are_compiled:
-            x = packed(x)
+            x = contiguous_copy(x)
 
         states, fc_results = [x] if return_all_hiddens else [], []
         for layer in self.layers:
@@ -127,6 +127,7 @@ class TransformerPNDecoder(TransformerDecoderBase):
     padding mask.
     """
 
+    #: As in the encoder.
     layers_are_compiled = False
 
     def __init__(
@@ -209,8 +210,8 @@ class TransformerPNDecoder(TransformerDecoderBase):
         if incremental_state is None and not full_context_alignment:
             causal = self.buffered_future_mask(x)
         if self.layers_are_compiled:
-            x = packed(x)
-            causal = None if causal is None else packed(causal)
+            x = contiguous_copy(x)
+            causal = contiguous_copy(causal)
         attention, inner_states = None, [x]
         for index, layer in enumerate(self.layers):
             x, layer_attention, _ = layer(

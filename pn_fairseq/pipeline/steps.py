@@ -64,9 +64,8 @@ def find_experiment(name: str) -> Experiment:
         return recipe.REPRODUCE
     config = find_yaml(name, CONFIGS, others=experiments())
 
-    from pn_fairseq.pipeline.training_settings import (
-        compose,
-    )  # imports fairseq, which takes seconds
+    # imports fairseq, which takes seconds
+    from pn_fairseq.pipeline.training_settings import compose
 
     cfg, _ = compose(config, [], world_size=1, on_cpu=True)
     parts = parts_of(cfg.model._name)

@@ -106,8 +106,8 @@ def test_tokens_that_are_known_to_hold_no_padding_are_not_looked_at(monkeypatch)
 
 
 def test_compiled_layers_train_as_plain_ones(monkeypatch):
-    """Three graphs serve layers, lengths and padding: of the encoder, of the decoder, and of its
-    last layer, which fairseq asks for the attention weights.
+    """Three graphs serve all layers, lengths and padding: one for the encoder, one for the decoder,
+    and one for the decoder's last layer, which fairseq asks for the attention weights.
 
     The keys of the state stay, and a copy of the model, as for an average of weights, has layers
     of its own.

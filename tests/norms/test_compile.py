@@ -47,6 +47,7 @@ SOME_MODES = [
 ]
 #: Of a norm, uses in a step, and whether it is checkpointed, what runs by default.
 SOME = [("batch", 1, True), ("power", 2, True)]
+#: Of a norm, and of where the checkpoint is, what runs by default.
 SOME_CHECKPOINTED = [("power", "inside"), ("batch", "outside")]
 OTHERS = [name for name in STATEFUL if name not in ("batch", "power")]
 
