@@ -43,11 +43,25 @@ def mask_of(tokens: Tensor, padding_idx: int, always: bool = False) -> Tensor | 
     return padding if has_padding else None
 
 
-def contiguous_copy(x: Tensor | None) -> Tensor | None:
-    """An input of a compiled layer. torch.compile compiles the layer once more for an input that is
-    a view, or whose strides do not follow from its shape.
+class LayerStack:
+    """An encoder or decoder with ``layers``. Where they are compiled, every batch has inputs that
+    fit the same graphs.
     """
-    return None if x is None else x.clone(memory_format=torch.contiguous_format)
+
+    #: Set by :meth:`.NormedModel.compile_layers`.
+    layers_are_compiled = False
+
+    def mask_of(self, tokens: Tensor) -> Tensor | None:
+        """:func:`mask_of` for the layers."""
+        return mask_of(tokens, self.padding_idx, self.layers_are_compiled)
+
+    def layer_input(self, x: Tensor | None) -> Tensor | None:
+        """``x``, for compiled layers a contiguous copy: torch.compile compiles a layer once more
+        for an input that is a view, or whose strides do not follow from its shape.
+        """
+        if x is None or not self.layers_are_compiled:
+            return x
+        return x.clone(memory_format=torch.contiguous_format)
 
 
 def placement_of(cfg, side: str, number: int = 1, cross_attention: bool = True) -> Pre:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pn_fairseq.models.initial_weights import add_flags, initial_weights
-from pn_fairseq.models.layers import mask_of, wrap_layer
+from pn_fairseq.models.layers import LayerStack, wrap_layer
 from pn_fairseq.models.norm_options import NormOptions
 from pn_fairseq.models.normed_model import NormedModel
 from pn_fairseq.models.tensorized_attention import TensorizedAttention
@@ -114,7 +114,7 @@ class TiedAdaptiveSoftmax(AdaptiveSoftmax):
         """Accepts weights without a ``version``, unlike fairseq's."""
 
 
-class TensorizedDecoder(FairseqDecoder):
+class TensorizedDecoder(LayerStack, FairseqDecoder):
     """Embedding, layers and an output layer that shares the embedding; full or adaptive softmax,
     with biases.
 
@@ -166,10 +166,10 @@ class TensorizedDecoder(FairseqDecoder):
                 f"a block of {time} tokens is longer than the model's --tokens-per-sample "
                 f"{self.length}"
             )
-        mask = mask_of(prev_output_tokens, self.padding_idx)
+        mask = self.mask_of(prev_output_tokens)
         x = self.embed_scale * self.embed_tokens(prev_output_tokens)
-        x = self.dropout(x).transpose(0, 1)
-        positions = self.dropout(self.positions[:time].to(x))
+        x = self.layer_input(self.dropout(x).transpose(0, 1))
+        positions = self.layer_input(self.dropout(self.positions[:time].to(x)))
         for layer in self.layers:
             x = layer(x, positions, self.content_bias, self.position_bias, mask)
         if self.layer_norm is not None:

@@ -15,10 +15,9 @@ from torch import nn
 
 from pn_fairseq.models.initial_weights import add_flags, initial_weights
 from pn_fairseq.models.layers import (
+    LayerStack,
     TransformerPNDecoderLayer,
     TransformerPNEncoderLayer,
-    contiguous_copy,
-    mask_of,
     placement_of,
     wrap_layer,
 )
@@ -61,11 +60,8 @@ class TransformerPNConfig(TransformerConfig):
         return cfg
 
 
-class TransformerPNEncoder(TransformerEncoderBase):
+class TransformerPNEncoder(LayerStack, TransformerEncoderBase):
     """fairseq's encoder with norms built by ``cfg.norms``, each of which sees the padding mask."""
-
-    #: Set by :meth:`.NormedModel.compile_layers`: all batches get inputs that one graph takes.
-    layers_are_compiled = False
 
     def __init__(self, cfg, dictionary, embed_tokens, return_fc: bool = False):
         super().__init__(cfg, dictionary, embed_tokens, return_fc=return_fc)
@@ -91,16 +87,14 @@ class TransformerPNEncoder(TransformerEncoderBase):
         Overridden as a whole because fairseq's calls the norm after the last layer without a mask.
         """
         padding = src_tokens.eq(self.padding_idx)
-        mask = mask_of(src_tokens, self.padding_idx, self.layers_are_compiled)
+        mask = self.mask_of(src_tokens)
         x, embedding = self.forward_embedding(src_tokens, token_embeddings)
         if mask is not None and not self.keeps_padding_embeddings:
             x = x.masked_fill(mask.unsqueeze(-1), 0.0)
         x = x.transpose(0, 1)
         if self.input_norm is not None:
             x = self.input_norm(x, mask)
-        x = self.placement.enter(x)
-        if self.layers_are_compiled:
-            x = contiguous_copy(x)
+        x = self.layer_input(self.placement.enter(x))
 
         states, fc_results = [x] if return_all_hiddens else [], []
         for layer in self.layers:
@@ -122,13 +116,10 @@ class TransformerPNEncoder(TransformerEncoderBase):
         }
 
 
-class TransformerPNDecoder(TransformerDecoderBase):
+class TransformerPNDecoder(LayerStack, TransformerDecoderBase):
     """fairseq's decoder with norms built by ``cfg.norms``, each of which sees the target's
     padding mask.
     """
-
-    #: As in the encoder.
-    layers_are_compiled = False
 
     def __init__(
         self, cfg, dictionary, embed_tokens, no_encoder_attn: bool = False, output_projection=None
@@ -202,16 +193,13 @@ class TransformerPNDecoder(TransformerDecoderBase):
             x = self.layernorm_embedding(x)
         x = self.dropout_module(x).transpose(0, 1)
 
-        mask = mask_of(prev_output_tokens, self.padding_idx, self.layers_are_compiled)
+        mask = self.mask_of(prev_output_tokens)
         if self.input_norm is not None:
             x = self.input_norm(x, mask)
-        x = self.placement.enter(x)
+        x = self.layer_input(self.placement.enter(x))
         causal = None
         if incremental_state is None and not full_context_alignment:
-            causal = self.buffered_future_mask(x)
-        if self.layers_are_compiled:
-            x = contiguous_copy(x)
-            causal = contiguous_copy(causal)
+            causal = self.layer_input(self.buffered_future_mask(x))
         attention, inner_states = None, [x]
         for index, layer in enumerate(self.layers):
             x, layer_attention, _ = layer(
