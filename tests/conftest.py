@@ -7,7 +7,6 @@ from unittest import mock
 
 import pytest
 import torch
-from hydra.core.config_store import ConfigStore
 
 from .scripts_helpers import cut_corpus, prepare
 
@@ -18,11 +17,6 @@ pytest.register_assert_rewrite("pn_fairseq.testing")
 # Processes that tests start are told by the variable.
 os.environ["OMP_NUM_THREADS"] = os.environ.get("TEST_THREADS", "1")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-
-
-# To compose a configuration, hydra first copies the settings of all of fairseq's components, which
-# takes half of the time; what it uses of the settings it copies again.
-ConfigStore.__deepcopy__ = lambda store, _: store
 
 
 def pytest_collection_finish():

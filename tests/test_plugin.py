@@ -127,7 +127,9 @@ def test_user_dir_from_another_folder(installed):
             "{installed}/pn_fairseq",
             marks=pytest.mark.slow,
         ),
-        ("{root}/pn_fairseq", "{installed}", "{root}/pn_fairseq"),
+        pytest.param(
+            "{root}/pn_fairseq", "{installed}", "{root}/pn_fairseq", marks=pytest.mark.slow
+        ),
         ("{checkout}", "{checkout}", "{checkout}/pn_fairseq"),
     ],
 )
@@ -229,6 +231,7 @@ def test_the_help_has_a_line_for_every_verb():
     assert sorted(listed) == sorted(VERBS)
 
 
+@pytest.mark.slow
 def test_missing_kernels_are_named_once(installed, tmp_path):
     """By a verb that computes, although it writes warnings into a log."""
     place = {"cwd": tmp_path, "PYTHONPATH": str(installed), "check": False}

@@ -4,6 +4,7 @@ written.
 
 import shlex
 import shutil
+import sys
 
 import pytest
 import torch
@@ -391,6 +392,9 @@ ROWS += [(f"{CONVERTED}{words}", line) for words, line in rows(CONVERSIONS)]
 def test_a_mistake_is_one_line(words, line, place, monkeypatch):
     monkeypatch.chdir(place)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(
+        sys, "dont_write_bytecode", True
+    )  # of the recipes and modules that are named
     before = {path: path.stat().st_mtime_ns for path in place.rglob("*")}
     result = in_process(*shlex.split(words), check=False)
     assert_refused(result, *line.split("; "))

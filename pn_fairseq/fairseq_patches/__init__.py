@@ -27,6 +27,7 @@ ORDER = (
     "numpy_2",
     "checkpoints",
     # From the command line to the model.
+    "composition",
     "command_line",
     "starting",
     "convert_norms",

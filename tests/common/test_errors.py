@@ -47,6 +47,7 @@ def test_training_without_the_kernels_that_were_asked_for(tmp_path):
     assert_one_line(result, "fairseq-train", "cpp, but there are no C++ kernels", "not compiled")
 
 
+@pytest.mark.slow
 def test_training_with_kernels_for_another_device(tmp_path):
     """When the first batch arrives."""
     assert_one_line(
@@ -60,6 +61,7 @@ def test_a_tool(tmp_path):
     assert result.stdout == ""
 
 
+@pytest.mark.slow
 def test_a_library_raises():
     """Also where the program has imported fairseq."""
     code = "import fairseq.models\nfrom pn_fairseq.norms import PowerNorm"

@@ -115,7 +115,7 @@ def test_planted_bugs_are_named(norm_modules, tmp_path):
         assert any(message in text for text in messages), f"{name}: {messages}"
     assert len(failures) == int(re.search(r"(\d+) failed", result.stdout)[1])
     assert {name for name, _ in failures} == {*BUGS}
-    assert [path.name for path in tmp_path.iterdir()] == ["bugs.py"]
+    assert {path.name for path in tmp_path.iterdir()} <= {"bugs.py", "__pycache__"}
 
 
 @pytest.mark.parametrize("warmup", [0, 8])
@@ -154,6 +154,7 @@ assert main(["l1", "--", "-k", "state or batch_first"]) == 0
 """
 
 
+@pytest.mark.slow
 def test_a_norm_of_the_package_stands_in_three_places(tmp_path):
     """Its file, its entry in the registry and its row on the page; all that lists norms follows."""
     package = tmp_path / "pn_fairseq"
@@ -197,6 +198,7 @@ def test_the_mixed_norm_has_the_gradients_of_its_formula(norm_modules):
         assert_close(actual[name], gradient, 1e-10, name)
 
 
+@pytest.mark.slow
 def test_training_with_fairseq(norm_modules, data, tmp_path, monkeypatch, capfd):
     """Trained, resumed, reported, averaged, recalibrated and decoded, from other folders than
     that of the file.

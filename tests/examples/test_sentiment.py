@@ -112,6 +112,7 @@ def test_each_model_is_a_row_that_a_second_run_does_not_repeat(sst5, tmp_path, m
     assert list(csv.DictReader(table.open()))[:2] == first
 
 
+@pytest.mark.slow
 def test_it_learns_a_word_that_decides(rt):
     parts = sentiment.read("rt", rt)
     for part, size in {"training": 200, "validation": 50, "test": 50}.items():

@@ -99,6 +99,7 @@ def test_only_the_layers_before_move():
     assert rows[1]["cosine"] < 1
 
 
+@pytest.mark.slow
 def test_on_a_run_with_noisy_batch_normalization(data, tmp_path, capsys):
     updates = "optimization.max_update=2 checkpoint.save_interval_updates=1"
     model = f"model._name=transformer_bn_tiny model.encoder_norm=noisy-batch {updates}"

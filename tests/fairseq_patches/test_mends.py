@@ -20,11 +20,14 @@ from fairseq.modules.layer_drop import LayerDropModuleList
 from fairseq.search import DiverseBeamSearch
 from fairseq.sequence_generator import SequenceGenerator
 from fairseq.trainer import Trainer
+from hydra.core.config_store import ConfigStore
 from torch.testing import assert_close
 
 from pn_fairseq.common.checkpoints import load_checkpoint
+from pn_fairseq.common.files import CONFIGS
 from pn_fairseq.fairseq_patches import ORDER, SWITCH, command_line, one_line_errors, patch, patches
 from pn_fairseq.norms import running_norms
+from pn_fairseq.pipeline.training_settings import compose
 
 from ..models.helpers import (
     SOME_NORMS,
@@ -304,6 +307,19 @@ def test_one_switch_turns_all_patches_off(monkeypatch, capsys):
     monkeypatch.setenv(SWITCH, "1")
     assert verb("info")([]) == 0
     assert "patches of fairseq: off" in capsys.readouterr().out
+
+
+def test_settings_are_composed_as_by_hydra_and_are_copies(monkeypatch):
+    def composed():
+        return compose(
+            CONFIGS / "verses_es_en.yaml", ["task.data=/data"], world_size=1, on_cpu=True
+        )
+
+    first, _ = composed()
+    first.optimizer.adam_eps, first.task.left_pad_source = 3, None
+    second, _ = composed()
+    monkeypatch.delattr(ConfigStore, "__deepcopy__")
+    assert composed()[0] == second != first
 
 
 def test_the_list_of_patches_says_what_each_mends(capsys):

@@ -261,6 +261,7 @@ def test_old_saves_are_removed_at_the_end_of_an_epoch_too(interval, tmp_path):
     assert files.keys() == names
 
 
+@pytest.mark.slow
 def test_a_training_saves_at_the_ends_of_its_epochs(data, tmp_path):
     """600 pairs in batches of 75."""
     batches = ("--max-tokens", "100000", "--batch-size", "75", "--disable-validation")

@@ -513,7 +513,7 @@ class _Moving(torch.nn.Module):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter cannot be traced")
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_compiled_backward_moves_buffers_in_place(backend):
     eager = torch.nn.Sequential(_Moving(True), torch.nn.Linear(8, 8), _Moving(False))
     compiled = copy.deepcopy(eager)

@@ -130,7 +130,7 @@ def slow(kind, norm, flags, label):
 SEPARATE = {"share_all_embeddings": False, "decoder_norm": "batch"}
 LEARNED = {"encoder_learned_pos": True, "decoder_learned_pos": True, "decoder_norm": "layer"}
 NO_POSITIONS = {"no_token_positional_embeddings": True}
-CASES = [pytest.param("pt2", "power", {"encoder_layers": 1}, id="pt2")]
+CASES = [slow("pt2", "power", {"encoder_layers": 1}, "pt2")]
 CASES.append(slow("onnx", "power", {"encoder_layers": 1}, "onnx"))
 CASES.append(slow("pt2", "layer", LEARNED, "pt2-learned-positions"))
 CASES.append(slow("pt2", "batch", NO_POSITIONS, "pt2-no-positions"))

@@ -333,6 +333,7 @@ def probed(data, tmp_path_factory):
     return where
 
 
+@pytest.mark.slow
 def test_a_training_has_the_same_bits_with_a_probe(data, tmp_path, probed):
     train(data, tmp_path)
     plain = model_of(tmp_path)
@@ -389,6 +390,7 @@ def test_bad_input_is_one_line(flags, message, data, tmp_path, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_training_does_not_replace_the_file_of_another(data, tmp_path, capsys):
     flags = ("--norm-probe", "../probe", "--norm-probe-interval", 1)
     train(data, tmp_path / "one", *flags, updates=2)

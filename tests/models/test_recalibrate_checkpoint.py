@@ -220,6 +220,7 @@ def test_data_that_does_not_fit(change, needles, trained, data, tmp_path, capsys
     assert [path.name for path in tmp_path.iterdir()] == ["bin"], "something was written"
 
 
+@pytest.mark.slow
 def test_the_script_knows_how_the_average_was_made(trained, tmp_path, capsys):
     """Recalibrated or not is a part of what was made; the default is not."""
     averaged = tmp_path / "averaged.pt"

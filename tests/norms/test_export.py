@@ -64,7 +64,7 @@ def exported(norms):
     return torch.export.export(norms, (x,), dynamic_shapes={"x": {0: Dim.AUTO, 1: Dim.AUTO}})
 
 
-@pytest.mark.parametrize("kind", ["pt2", "torchscript"])
+@pytest.mark.parametrize("kind", ["pt2", pytest.param("torchscript", marks=pytest.mark.slow)])
 def test_a_saved_graph_needs_no_pn_fairseq(norms, tmp_path, kind):
     if kind == "pt2":
         torch.export.save(exported(norms), tmp_path / "graph.pt2")
@@ -78,6 +78,7 @@ def test_a_saved_graph_needs_no_pn_fairseq(norms, tmp_path, kind):
     norms.compare(torch.load(tmp_path / "y.pt"), x)
 
 
+@pytest.mark.slow
 def test_onnx_computes_the_same(norms, tmp_path):
     pytest.importorskip("onnxscript", reason="needs the extra [export]")
     runtime = pytest.importorskip("onnxruntime", reason="needs the extra [export]")

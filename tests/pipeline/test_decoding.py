@@ -82,6 +82,7 @@ def anew(*words, **options) -> subprocess.CompletedProcess:
     return in_process(*words, **options)
 
 
+@pytest.mark.slow
 def test_the_file_of_a_norm_that_was_moved(data, tmp_path):
     """generate, average and fold name the option, and take the file where it is now; what they
     write names it, too.

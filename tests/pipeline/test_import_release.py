@@ -351,6 +351,7 @@ def test_decoding_and_fine_tuning_with_fairseqs_commands(
     assert int(weights["encoder.layer_norm.num_batches_tracked"]) == 1235
 
 
+@pytest.mark.slow
 def test_file_without_its_training_state(model, data, tmp_path, caplog):
     """As people share them. With fp16, ``ema_gz`` holds a loss scale that is not known then."""
     release, imported = str(tmp_path / "release.pt"), tmp_path / "imported.pt"

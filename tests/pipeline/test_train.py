@@ -103,6 +103,7 @@ def test_what_a_run_holds(data, trained):
     assert any((trained / "tensorboard").rglob("events.*"))
 
 
+@pytest.mark.slow
 def test_a_seed_of_the_initial_weights(data, trained, tmp_path):
     """The same number as common.seed is the same training; another number starts elsewhere with
     the same batches.
@@ -140,6 +141,7 @@ def test_norms_of_a_model_of_fairseq_are_converted(data, tmp_path, capsys):
     refused(capsys, code, "model.convert_norms ['encoder.*=batch")
 
 
+@pytest.mark.slow
 def test_a_second_start_does_nothing(data, trained, capsys):
     before = snapshot(trained)
     longer = "was trained for 12 updates, more than optimization.max_update=10"
@@ -250,6 +252,7 @@ def test_a_training_that_begins_with_the_weights_of_another(data, trained, tmp_p
     assert "resuming" not in printed and "update 4, validation" in printed
 
 
+@pytest.mark.slow
 def test_a_hint_is_the_only_line_of_a_process(tmp_path):
     """hydra, which reads the configuration for it, logs nothing."""
     words = [sys.executable, "-m", "pn_fairseq", "train", "verses_es_en", "--max-update", "100"]
@@ -329,6 +332,7 @@ def test_a_run_without_its_last_checkpoint_does_not_begin_again(data, trained, t
     assert "resuming from checkpoint_last.pt, update 12" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_average_is_no_checkpoint_to_resume_from(data, trained, tmp_path, capsys):
     run = shutil.copytree(trained, tmp_path / "run")
     folder = run / "checkpoints"
@@ -420,7 +424,9 @@ def test_a_gradient_that_is_not_finite_says_so_and_where(data, tmp_path, capsys)
     assert "learning rate" in line and "again" not in line
 
 
-@pytest.mark.parametrize("setting", ["common.fp16=true", "common.bf16=true"])
+@pytest.mark.parametrize(
+    "setting", ["common.bf16=true", pytest.param("common.fp16=true", marks=pytest.mark.slow)]
+)
 def test_half_precision_on_a_cpu(setting, data, tmp_path):
     few = ("optimization.max_update=3", "dataset.disable_validation=true", setting)
     assert start(data, tmp_path / "run", *few) == 0

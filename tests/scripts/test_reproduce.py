@@ -412,7 +412,7 @@ def test_a_configuration_with_own_data(data, calls):
     assert lines[0].endswith(settings)
 
 
-@pytest.mark.parametrize("option", [[], ["--dry-run"]])
+@pytest.mark.parametrize("option", [[], pytest.param(["--dry-run"], marks=pytest.mark.slow)])
 def test_conflicts_are_found_before_anything_runs(data, tmp_path, monkeypatch, option):
     """And no message advises to remove the data."""
     replace_steps(monkeypatch, lambda step: ["false"])
@@ -450,7 +450,10 @@ PLAN = ("--dry-run", "--norms", "pn", "--seeds", "1,2")
 
 @pytest.mark.parametrize(
     ("limit", "named"),
-    [("optimization.max_update=60", "60 updates"), ("optimization.max_epoch=2", "2 epochs")],
+    [
+        pytest.param("optimization.max_update=60", "60 updates", marks=pytest.mark.slow),
+        ("optimization.max_epoch=2", "2 epochs"),
+    ],
 )
 def test_a_run_that_is_longer_than_the_others_is_named_at_once(limit, named, data, begun):
     planned = own(data, *PLAN, limit)

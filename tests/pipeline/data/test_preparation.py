@@ -246,7 +246,7 @@ def copy_split(folder: Path, split: str, to: str) -> None:
         shutil.copy(folder / f"{split}.{lang}", folder / f"{to}.{lang}")
 
 
-@pytest.mark.parametrize("tokenized", [False, True])
+@pytest.mark.parametrize("tokenized", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_further_test_sets(tokenized, corpus, tmp_path):
     """test1 with the rest, and test2017 afterwards: as the same text is prepared under the name
     test.
