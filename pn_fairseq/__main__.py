@@ -9,6 +9,7 @@ import importlib
 import os
 import sys
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -114,6 +115,8 @@ def main() -> NoReturn:
     # batches. Where that thread returns from torch then, the process aborts: "terminate called
     # without an active exception".
     atexit._run_exitfuncs()
+    with suppress(OSError):  # of which `call` has told
+        sys.stdout.flush()
     os._exit(code)
 
 

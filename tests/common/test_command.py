@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 
@@ -70,7 +71,9 @@ atexit.register(print, "at exit")
 __main__.options = body
 __main__.main()
 """
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    buffered = os.environ | {"PYTHONUNBUFFERED": ""}
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, env=buffered, capture_output=True, text=True)
     assert result.returncode == 130
     assert result.stdout == "output\nat exit\n"
     assert result.stderr == "pn: interrupted\n"

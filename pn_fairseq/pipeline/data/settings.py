@@ -6,6 +6,7 @@ settings or other text is refused.
 """
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -125,8 +126,8 @@ FOLDERS = ("text", "raw", "tok", "bpe", "bin")
 
 
 def is_prepared(data: Path) -> bool:
-    """Whether ``data`` is a folder of prepared data."""
-    return (data / "bin").is_dir() and (data / "settings.txt").is_file()
+    """Whether ``data`` is a folder of prepared data, which may be read."""
+    return os.path.isdir(data / "bin") and os.path.isfile(data / "settings.txt")
 
 
 def check_prepared(data: Path, option: str, is_default: bool = False) -> None:

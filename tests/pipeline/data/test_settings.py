@@ -1,10 +1,13 @@
 """DEST/settings.txt, and what may still change."""
 
+import errno
+import os
+
 import pytest
 
 from pn_fairseq.common.command import UserError
 from pn_fairseq.common.files import read_settings, write_settings
-from pn_fairseq.pipeline.data.settings import Settings, check, read
+from pn_fairseq.pipeline.data.settings import Settings, check, check_prepared, read
 
 
 def keep(dest, text: str = "", **values: object) -> None:
@@ -72,3 +75,19 @@ def test_subwords_may_change_until_they_are_learned(tmp_path):
     assert read_settings(tmp_path / "settings.txt")["bpe"] == "400"
     with pytest.raises(UserError, match=r"other settings \(lower=0, not 1\)"):
         keep(tmp_path, bpe=400, lower=True)
+
+
+def test_a_folder_that_may_not_be_read_is_no_advice(tmp_path, monkeypatch):
+    """Such as /lost+found, where the data was looked for in /."""
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    stat = os.stat
+
+    def refuse(path, *args, **options):
+        if str(path).startswith(f"{closed}/"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, *args, **options)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    with pytest.raises(UserError, match="data' is not prepared data: there is no such folder"):
+        check_prepared(tmp_path / "data", "--data")
