@@ -70,7 +70,7 @@ def test_the_published_records_are_enough():
     page = (ROOT / "docs/figures.md").read_text("utf-8")
     assert set(re.findall(r"figures/(figure-[^)]+)\.png", page)) == drawn
     spectra = figures.read("spectra.csv")
-    assert spectra.shape == (128, len(figures.MODELS)) and (spectra > 0).all(None)
+    assert spectra.shape == (128, len(figures.MODELS)) and (spectra > 0).all(axis=None)
     for numbers, names, norm, _ in figures.DRAWN:
         if 6 in numbers:
             continue
