@@ -76,6 +76,7 @@ print(sorted(name for name in blocked if name in sys.modules))
 """
 
 
+@pytest.mark.slow
 def test_the_norms_need_torch_alone(installed, tmp_path):
     """And their suite NumPy and pytest."""
     place = {"cwd": tmp_path, "PYTHONPATH": str(installed), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}

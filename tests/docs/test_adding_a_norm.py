@@ -101,6 +101,7 @@ reading = "        float(step.state['nu'][0])\n        parameters, _"
 BUGS["read"] = ("        parameters, _", reading, "a training step reads")
 
 
+@pytest.mark.slow
 def test_planted_bugs_are_named(norm_modules, tmp_path):
     """In norms that have some, and in no other."""
     code = "\n".join(planted(name, right, wrong) for name, (right, wrong, _) in BUGS.items())

@@ -31,7 +31,8 @@ def run(*options: str, timeout: float = 600, **environment: str) -> None:
 LONG = "rounded or special or precis or same_bits or opcheck or evaluation"
 
 
-@pytest.mark.parametrize("mark", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mark", ["not slow", "slow"])
 def test_operators(mark):
     run(
         "kernels/test_triton.py",

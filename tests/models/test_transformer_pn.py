@@ -41,6 +41,7 @@ def test_embeddings_at_padding_are_zeroed_but_not_in_the_release(variant):
     assert (expected[1, 0] != 0).all() == (variant == "release"), "source 1 begins with padding"
 
 
+@pytest.mark.slow
 def test_compiled_model_trains_and_evaluates_like_the_plain_one():
     torch.manual_seed(1)
     one_layer = {"encoder_layers": 1, "decoder_layers": 1, "dropout": 0.0, "attention_dropout": 0.0}

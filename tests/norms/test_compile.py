@@ -46,7 +46,6 @@ SOME_MODES = [("aot_eager, bfloat16", "power")]
 SOME = [("power", 1, True)]
 #: Of a norm, and of where the checkpoint is, what runs by default.
 SOME_CHECKPOINTED = [("power", "inside")]
-OTHERS = [name for name in STATEFUL if name != "power"]
 
 
 @pytest.mark.parametrize(
@@ -249,9 +248,8 @@ class Asked:
         monkeypatch.setattr(scheduler.Scheduler, "_init", ask)
 
 
-@pytest.mark.parametrize(
-    "name", ["power", *[pytest.param(n, marks=pytest.mark.slow) for n in OTHERS]]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STATEFUL)
 def test_inductor_need_not_cut_a_cuda_graph_around_a_step(monkeypatch, name):
     asked = Asked(monkeypatch)
     torch._dynamo.reset()

@@ -64,7 +64,8 @@ def exported(norms):
     return torch.export.export(norms, (x,), dynamic_shapes={"x": {0: Dim.AUTO, 1: Dim.AUTO}})
 
 
-@pytest.mark.parametrize("kind", ["pt2", pytest.param("torchscript", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["pt2", "torchscript"])
 def test_a_saved_graph_needs_no_pn_fairseq(norms, tmp_path, kind):
     if kind == "pt2":
         torch.export.save(exported(norms), tmp_path / "graph.pt2")
