@@ -39,6 +39,7 @@ def train(folder: Path, package: Path, **variables: str) -> subprocess.Completed
     return run(*command, cwd=folder, check=False, TRITON_INTERPRET="0", **variables)
 
 
+@pytest.mark.slow
 def test_training_without_the_kernels_that_were_asked_for(tmp_path):
     """When the package is imported."""
     ignored = shutil.ignore_patterns("*.so", "__pycache__")

@@ -31,11 +31,12 @@ def plain(data, tmp_path_factory):
     return where
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
         ("--memory-efficient-fp16",),
-        pytest.param(("--fp16", "--fp16-no-flatten-grads"), marks=pytest.mark.slow),
+        ("--fp16", "--fp16-no-flatten-grads"),
     ],
     ids=["memory-efficient-fp16", "fp16"],
 )
@@ -104,13 +105,8 @@ def test_recomputation_gives_the_same_losses(flag, data, tmp_path, plain):
             assert_close(error, 0.0, rtol=0, atol=close, msg=key)
 
 
-@pytest.mark.parametrize(
-    "placement",
-    [
-        "resi-dual",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in PLACEMENTS if name != "resi-dual"),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", PLACEMENTS)
 def test_a_placement_trains_resumes_to_the_bit_and_decodes(placement, data, tmp_path):
     flags = (
         "--encoder-norm-placement",
