@@ -270,7 +270,8 @@ def checked(check, metavar: str, note: str = "") -> dict:
 
 
 def say(step: str, text: str) -> None:
-    """A line of progress."""
+    """A line of progress, also in a pipe after what was printed before it."""
+    sys.stdout.flush()
     print(f"[{step}] {text}", file=sys.stderr, flush=True)
 
 

@@ -19,6 +19,8 @@ INSTALL = "in the checkout: pip install --no-build-isolation '.[fairseq]'"
 MEMORY = "there is not enough memory; use fewer processes or a larger machine"
 RESUMES = "interrupted; run the same command again to resume"
 BEGINS = "interrupted before anything was saved; the same command begins again"
+#: Python buffers what it writes into a pipe, unless the variable is set.
+BUFFERED = os.environ | {"PYTHONUNBUFFERED": ""}
 
 
 @pytest.mark.parametrize(
@@ -71,12 +73,25 @@ atexit.register(print, "at exit")
 __main__.options = body
 __main__.main()
 """
-    buffered = os.environ | {"PYTHONUNBUFFERED": ""}
     command = [sys.executable, "-c", program]
-    result = subprocess.run(command, env=buffered, capture_output=True, text=True)
+    result = subprocess.run(command, env=BUFFERED, capture_output=True, text=True)
     assert result.returncode == 130
     assert result.stdout == "output\nat exit\n"
     assert result.stderr == "pn: interrupted\n"
+
+
+def test_lines_of_progress_keep_their_place_in_a_pipe():
+    program = """
+from pn_fairseq.common.command import say
+print("first")
+say("step", "second")
+print("third")
+"""
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(
+        command, env=BUFFERED, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert result.stdout == "first\n[step] second\nthird\n"
 
 
 def test_a_wrong_choice_names_the_nearest_and_all(capsys):
