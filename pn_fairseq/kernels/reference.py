@@ -384,7 +384,7 @@ def running_average_(
     count; [1] by 1 if max(0, .) acts in :func:`power_update_` and the batch counts; [2] becomes the
     mean over the channels of 0.5 |log(moment of the batch) - log(running moment before it)|, where
     a moment is float32's smallest normal number at least; [3] becomes the largest Gamma of a
-    channel. [1] and [3] are of :func:`power_update_` alone.
+    channel. Only :func:`power_update_` notes [1] and [3].
     """
     if unbiased:
         batch_moment = batch_moment * (count / (count - 1.0))

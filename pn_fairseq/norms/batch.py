@@ -150,7 +150,7 @@ class MaskedBatchNormRelease(MaskedBatchNorm):
     Arguments, buffers and errors: see :class:`MaskedBatchNorm`.
     """
 
-    #: ``real``: number of real tokens; that in ``batch`` is of all positions.
+    #: ``real``: number of real tokens; ``batch`` counts all positions.
     keeps = ("real",)
 
     def __init__(self, num_features: int, alpha_fwd: float = 0.95, **common):

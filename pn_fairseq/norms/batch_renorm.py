@@ -29,8 +29,8 @@ class BatchRenorm(BatchStatsNorm):
     module counts its training steps). The paper's 5,000, 25,000 and 40,000 steps are here 1/8, 5/8
     and all of ``renorm_updates``: up to the first r_max = 1 and d_max = 0, which is BN; then d_max
     grows linearly up to the second and r_max up to the third. In a transformer ``renorm_updates``
-    is 3/10 of ``--max-update`` unless it is given, as the 40,000 are of the 130,000 steps of the
-    paper's baseline.
+    is 3/10 of ``--max-update`` unless it is given: the paper uses 40,000 steps, and its baseline
+    trains for 130,000.
 
     Args:
         alpha_fwd: decay of :math:`\mu` and :math:`\sigma`, in (0, 1).

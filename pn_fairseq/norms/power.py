@@ -44,7 +44,7 @@ class PowerNorm(RunningNorm):
             divides the first batches, and training may diverge where activations are larger. Give
             the warm-up of the learning rate, and the number of attention heads as
             ``layer_scale_groups``, as in the paper's Transformer. In a causal decoder the warm-up
-            leaks future tokens, because psi_B is of the whole batch.
+            leaks future tokens, because psi_B covers the whole batch.
         sync: see :class:`~pn_fairseq.norms.core.base.RunningNorm`. After the warm-up a step has one
             asynchronous all-reduce, and the forward does not wait.
         others: see :class:`~pn_fairseq.norms.core.base.RunningNorm`.

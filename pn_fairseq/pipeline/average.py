@@ -117,8 +117,8 @@ def _select(args: argparse.Namespace, run: Run | None) -> tuple[list[Path], str]
 
 
 def _note_on_newer(paths: Sequence[Path], output: Path, updates: int | None = None) -> None:
-    """Say that the folder has a newer checkpoint than ``paths``, the newest of which is of update
-    ``updates``; None: the last one is read.
+    """Say that the folder holds a newer checkpoint than ``paths``, the newest of which was saved at
+    update ``updates``; None: the last one is read.
 
     The last model of a training is in checkpoint_last.pt only, unless its update is one at which
     the training saves.

@@ -184,8 +184,8 @@ def _boxes(
 
 
 def values_of(series: pandas.DataFrame, column: str) -> pandas.Series:
-    """What Figures 2 to 4 show of a column; a gradient is of the summed loss, and summed over the
-    tokens.
+    """What Figures 2 to 4 show of a column. A gradient belongs to the summed loss, and is summed
+    over the tokens.
     """
     if column.startswith("g_"):
         return series[column] * (series["tokens"] * series["sample_size"])

@@ -64,8 +64,8 @@ class Interval:
 
 
 class Design:
-    """The model of a family: which runs there are of the control and of the systems that are
-    compared with it.
+    """The model of a family: which runs exist of the control and of the systems that are compared
+    with it.
 
     Args:
         runs: the system and the block of each run. Where no block has two systems, give the machine

@@ -555,7 +555,7 @@ def test_swapped_arguments_are_named():
 def test_a_model_that_is_converted_and_one_without_norms_are_told_apart():
     model = converted()
     for options in ({}, {"only": "norm"}):
-        with refuses(r"its norms are of this package already \(MaskedBatchNorm\)"):
+        with refuses(r"its norms come from this package already \(MaskedBatchNorm\)"):
             convert_norms(model, "power", **options)
     with refuses("no norm to replace: it has neither a LayerNorm or RMSNorm over the last"):
         convert_norms(nn.Sequential(nn.Linear(C, C), nn.GroupNorm(2, C)), "batch")

@@ -155,7 +155,7 @@ def convert(
 
 
 def named_norms(model: nn.Module, kind: type = ChannelNorm) -> dict[str, ChannelNorm]:
-    """The norms of this package in ``model`` that are of ``kind``, by their names in it."""
+    """The norms of this package in ``model`` that are instances of ``kind``, by their names."""
     return {name: module for name, module in model.named_modules() if isinstance(module, kind)}
 
 

@@ -87,8 +87,8 @@ def _why_none(modules: Iterable[nn.Module]) -> str:
     own = sorted({type(module).__name__ for module in modules if isinstance(module, ChannelNorm)})
     if own:
         return (
-            f"its norms are of this package already ({', '.join(own)}); convert a model with its "
-            f"original norms"
+            f"its norms come from this package already ({', '.join(own)}); convert a model "
+            f"with its original norms"
         )
     return (
         "it has neither a LayerNorm or RMSNorm over the last dimension, nor a BatchNorm1d or "

@@ -379,8 +379,8 @@ class RunningNorm(StatefulNorm):
         """Take in the steps that wait, in the order of their backwards, up to ``last``.
 
         A backward pass within another one ends first: without this order its steps would overtake
-        earlier ones. The engine alone holds the steps: those of a backward pass that failed are
-        gone.
+        earlier ones. Only the engine holds the steps, so the steps of a backward pass that
+        failed are gone.
         """
         if last.event is not None:
             torch.cuda.current_stream().wait_event(last.event)

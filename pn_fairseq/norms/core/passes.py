@@ -30,8 +30,8 @@ def inside_backward() -> bool:
 
 
 def unrecorded() -> AbstractContextManager:
-    """For operators that selective checkpointing must not take for those of the forward that it
-    records.
+    """For operators that selective checkpointing must not mistake for operators of the forward
+    that it records.
     """
     if not torch.compiler.is_compiling():
         for mode in _get_current_dispatch_mode_stack():

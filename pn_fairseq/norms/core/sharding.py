@@ -28,9 +28,9 @@ class Rule(NamedTuple):
     """How the tokens of x are spread over an operator.
 
     Attributes:
-        arguments: its arguments that have the tokens, by place -> the number of dimensions in front
-            of those of x.
-        results: the same of its results.
+        arguments: place of each argument that holds tokens -> how many dimensions precede the
+            dimensions of x.
+        results: the same for its results.
         sums: places of the results that are gradients of parameters.
         number_of_results: all of them.
     """

@@ -31,7 +31,7 @@ class Arguments(Scope):
     Args:
         hook: the :class:`.ArgumentHook` of the module.
         read: returns the masks, name of the argument -> mask or None, and the arguments whose
-            values are of no form of a mask, in words. It is called when a norm asks, once.
+            values have no form of a mask, in words. It is called once, when a norm asks.
         attends: whether the module attends to other tokens, such as the output of an encoder.
     """
 

@@ -97,7 +97,7 @@ def without_carriage_returns(path: Path) -> Iterator[str]:
 
 def tokens(path: Path) -> Iterator[str]:
     """Text that comes tokenized, with one blank between the tokens."""
-    # at all white space of Unicode, where fairseq cuts, too
+    # at all white space of Unicode, as fairseq cuts
     return (" ".join(line.split()) for line in lines(path))
 
 
