@@ -115,7 +115,9 @@ def main() -> NoReturn:
     # batches. Where that thread returns from torch then, the process aborts: "terminate called
     # without an active exception".
     atexit._run_exitfuncs()
-    with suppress(OSError):  # of which `call` has told
+    # What was printed before an interruption, or by atexit, may still wait in the buffer. `call`
+    # has told of a pipe that is closed and of a disk that is full.
+    with suppress(OSError):
         sys.stdout.flush()
     os._exit(code)
 

@@ -392,9 +392,8 @@ ROWS += [(f"{CONVERTED}{words}", line) for words, line in rows(CONVERSIONS)]
 def test_a_mistake_is_one_line(words, line, place, monkeypatch):
     monkeypatch.chdir(place)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(
-        sys, "dont_write_bytecode", True
-    )  # of the recipes and modules that are named
+    # of the recipes and norms that a row names
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     before = {path: path.stat().st_mtime_ns for path in place.rglob("*")}
     result = in_process(*shlex.split(words), check=False)
     assert_refused(result, *line.split("; "))

@@ -6,7 +6,4 @@ store it copies as well.
 
 from hydra.core.config_store import ConfigStore
 
-from pn_fairseq.fairseq_patches import patches_enabled
-
-if patches_enabled():
-    ConfigStore.__deepcopy__ = lambda store, _: store
+ConfigStore.__deepcopy__ = lambda store, _: store

@@ -123,24 +123,23 @@ def beam_search(encoder, decoder, sentence):
     return [tokens for _, tokens in sorted(finished, key=lambda each: -each[0])]
 
 
-def slow(kind, norm, flags, label):
-    return pytest.param(kind, norm, flags, id=label, marks=pytest.mark.slow)
-
-
 SEPARATE = {"share_all_embeddings": False, "decoder_norm": "batch"}
 LEARNED = {"encoder_learned_pos": True, "decoder_learned_pos": True, "decoder_norm": "layer"}
 NO_POSITIONS = {"no_token_positional_embeddings": True}
-CASES = [slow("pt2", "power", {"encoder_layers": 1}, "pt2")]
-CASES.append(slow("onnx", "power", {"encoder_layers": 1}, "onnx"))
-CASES.append(slow("pt2", "layer", LEARNED, "pt2-learned-positions"))
-CASES.append(slow("pt2", "batch", NO_POSITIONS, "pt2-no-positions"))
-CASES.append(slow("onnx", "prep-batch", SEPARATE, "onnx-all-folded"))
-CASES.append(slow("pt2", "power", {"encoder_norm_placement": "post"}, "pt2-post"))
-CASES.append(slow("pt2", "power", {"qk_norm": "rms"}, "pt2-qk-norm"))
-CASES.append(slow("pt2", "dyt", {"checkpoint_activations": True}, "pt2-checkpointing"))
+CASES = {
+    "pt2": ("pt2", "power", {"encoder_layers": 1}),
+    "onnx": ("onnx", "power", {"encoder_layers": 1}),
+    "pt2-learned-positions": ("pt2", "layer", LEARNED),
+    "pt2-no-positions": ("pt2", "batch", NO_POSITIONS),
+    "onnx-all-folded": ("onnx", "prep-batch", SEPARATE),
+    "pt2-post": ("pt2", "power", {"encoder_norm_placement": "post"}),
+    "pt2-qk-norm": ("pt2", "power", {"qk_norm": "rms"}),
+    "pt2-checkpointing": ("pt2", "dyt", {"checkpoint_activations": True}),
+}
 
 
-@pytest.mark.parametrize(("kind", "norm", "flags"), CASES)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "norm", "flags"), CASES.values(), ids=CASES)
 def test_a_beam_search_over_the_graphs_gives_fairseqs_hypotheses(
     kind, norm, flags, dictionaries, tmp_path, capsys
 ):
