@@ -24,7 +24,7 @@ IN_PARALLEL = --numprocesses auto --maxprocesses 8 --dist loadfile
 PYTEST = "$(VENV)/bin/python" -m pytest $(IN_PARALLEL)
 
 test: venv ## run the tests
-	@$(PYTEST) -m "not slow"
+	@$(PYTEST) -m "not slow and not ci"
 
 test-all: venv ## run the tests and the slow ones
 	@$(PYTEST)

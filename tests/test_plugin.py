@@ -76,7 +76,7 @@ print(sorted(name for name in blocked if name in sys.modules))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_the_norms_need_torch_alone(installed, tmp_path):
     """And their suite NumPy and pytest."""
     place = {"cwd": tmp_path, "PYTHONPATH": str(installed), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
@@ -90,6 +90,7 @@ def test_the_norms_need_torch_alone(installed, tmp_path):
     assert " passed" in run(sys.executable, "-c", BLOCKER + suite, **place).stdout
 
 
+@pytest.mark.ci
 def test_what_an_installation_needs(installed):
     (metadata,) = installed.glob("pn_fairseq-*.dist-info/METADATA")
     needed = [
@@ -110,6 +111,7 @@ def test_what_an_installation_needs(installed):
     )
 
 
+@pytest.mark.ci
 def test_user_dir_from_another_folder(installed):
     """Of the checkout, and of an installed package."""
     for base, path in ((ROOT, ""), (installed, installed)):
@@ -118,6 +120,7 @@ def test_user_dir_from_another_folder(installed):
         assert done.stdout.strip() == str(base / "pn_fairseq")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("named", "path", "used"),
     [
@@ -170,6 +173,7 @@ print(checkpoint_utils.load_checkpoint_to_cpu.patched_by)
 """
 
 
+@pytest.mark.ci
 def test_the_norms_and_the_models_before_fairseq(tmp_path):
     """The processes of --user-dir above import fairseq first."""
     printed = run(sys.executable, "-c", IMPORTS, cwd=tmp_path, PYTHONPATH=str(ROOT)).stdout
@@ -211,6 +215,7 @@ STARTED = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("words", "needle"), rows(PROGRAMS))
 def test_a_mistake_in_each_program(words, needle, tmp_path):
     result = run("pn", *words.split(), cwd=tmp_path, check=False)
@@ -249,6 +254,7 @@ def test_missing_kernels_are_named_once(installed, tmp_path):
     assert forced.stderr == ""
 
 
+@pytest.mark.ci
 def test_help_needs_no_fairseq():
     """The packages that take seconds to import are needed when a command runs, not for its
     --help.

@@ -67,6 +67,7 @@ def test_quartiles():
     assert quartiles([7.0]) == (7.0, 7.0, 7.0)
 
 
+@pytest.mark.ci
 def test_decoding(tmp_path, capsys):
     flags = (
         "--size tiny --rounds 2 --sentences 3 --source-length 5 --target-length 4 --beam 2 "
@@ -91,6 +92,7 @@ def check_machine(row):
     assert row["date"]
 
 
+@pytest.mark.ci
 def test_training(tmp_path, capsys):
     flags = (
         "--size tiny --rounds 2 --tokens 24 --length 6 --vocabulary 50 --threads 1 --no-memory "
@@ -145,6 +147,7 @@ def test_memory_of_training_is_that_of_the_model_at_least():
     assert embeddings < memory < 3 * embeddings
 
 
+@pytest.mark.ci
 def test_norms(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(norms, "FULL_SIZE", 140)
     flags = "--shapes 70x10 --rounds 1 --padding 0.2 0 --dtypes bfloat16 --only".split()
@@ -362,6 +365,7 @@ def test_figures_of_a_round_by_hand():
     assert rows["pn reference", "forward"]["ratio_single"] == ""
 
 
+@pytest.mark.ci
 def test_placements(tmp_path, capsys):
     flags = "--norms batch --layers 2 --updates 2"
     placements.main(["--output", str(tmp_path), *flags.split()])

@@ -50,6 +50,7 @@ def test_an_end_is_one_line_and_an_exit_code(error, code, line, capsys, monkeypa
     assert capsys.readouterr().err == f"tool: {line}\n"
 
 
+@pytest.mark.ci
 def test_a_thread_that_computes_does_not_abort_the_end():
     """fairseq loads batches in such a thread.
 

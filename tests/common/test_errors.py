@@ -39,7 +39,7 @@ def train(folder: Path, package: Path, **variables: str) -> subprocess.Completed
     return run(*command, cwd=folder, check=False, TRITON_INTERPRET="0", **variables)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_training_without_the_kernels_that_were_asked_for(tmp_path):
     """When the package is imported."""
     ignored = shutil.ignore_patterns("*.so", "__pycache__")
@@ -48,7 +48,7 @@ def test_training_without_the_kernels_that_were_asked_for(tmp_path):
     assert_one_line(result, "fairseq-train", "cpp, but there are no C++ kernels", "not compiled")
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_training_with_kernels_for_another_device(tmp_path):
     """When the first batch arrives."""
     assert_one_line(
@@ -56,13 +56,14 @@ def test_training_with_kernels_for_another_device(tmp_path):
     )
 
 
+@pytest.mark.ci
 def test_a_tool(tmp_path):
     result = run(sys.executable, "-m", "pn_fairseq", "info", check=False, **{VARIABLE: "fast"})
     assert_one_line(result, "pn info", "=fast", "reference, triton, cpp")
     assert result.stdout == ""
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_library_raises():
     """Also where the program has imported fairseq."""
     code = "import fairseq.models\nfrom pn_fairseq.norms import PowerNorm"

@@ -62,7 +62,7 @@ def suite(files, *options, cwd):
     return run("pn", "test-norms", "--norm-module", modules, *options, cwd=cwd, check=False)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_the_shared_suite_from_outside(norm_modules, tmp_path):
     """test_planted_bugs_are_named runs some of it."""
     result = suite(norm_modules.values(), cwd=tmp_path)
@@ -101,7 +101,7 @@ reading = "        float(step.state['nu'][0])\n        parameters, _"
 BUGS["read"] = ("        parameters, _", reading, "a training step reads")
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_planted_bugs_are_named(norm_modules, tmp_path):
     """In norms that have some, and in no other."""
     code = "\n".join(planted(name, right, wrong) for name, (right, wrong, _) in BUGS.items())
@@ -155,7 +155,7 @@ assert main(["l1", "--", "-k", "state or batch_first"]) == 0
 """
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_norm_of_the_package_stands_in_three_places(tmp_path):
     """Its file, its entry in the registry and its row on the page; all that lists norms follows."""
     package = tmp_path / "pn_fairseq"
@@ -199,7 +199,7 @@ def test_the_mixed_norm_has_the_gradients_of_its_formula(norm_modules):
         assert_close(actual[name], gradient, 1e-10, name)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_training_with_fairseq(norm_modules, data, tmp_path, monkeypatch, capfd):
     """Trained, resumed, reported, averaged, recalibrated and decoded, from other folders than
     that of the file.

@@ -4,6 +4,7 @@ import re
 
 import numpy as np
 import pandas
+import pytest
 import torch
 
 from docs.tools import figures, results
@@ -17,6 +18,7 @@ from .pages import ROOT
 RUNNING = {"pn": "psi2", "pnv": "psi2", "pnv_ls": "psi2"}
 
 
+@pytest.mark.ci
 def test_the_records_draw_the_pictures(tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "FIGURES", tmp_path)
     numbers, names, _, suffix = figures.DRAWN[1]

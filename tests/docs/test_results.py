@@ -169,6 +169,7 @@ def test_the_published_score_and_the_runs_that_repeat_it():
         assert f"| {' | '.join(cells)} |" in page
 
 
+@pytest.mark.ci
 def test_a_digit_that_is_changed_in_a_page_or_in_the_table_is_noticed():
     page = (RESULTS / "masks.md").read_text("utf-8")
     places, changed = [*INTERVAL.finditer(page)][:20], list(page)

@@ -66,6 +66,7 @@ def test_an_augmented_image_is_a_window_of_the_padded_one():
     assert {place[2] for place in places} == {"as it is", "mirrored"}
 
 
+@pytest.mark.ci
 def test_an_interrupted_training_continues_to_the_same_numbers(cifar, tmp_path, monkeypatch):
     arguments = f"{cifar} --norms batch --epochs 3 --output".split()
     images.main([*arguments, str(tmp_path / "whole")])

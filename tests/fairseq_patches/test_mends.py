@@ -301,6 +301,7 @@ print(changed, len(torch.serialization.get_safe_globals()) - safe)
 """
 
 
+@pytest.mark.ci
 def test_one_switch_turns_all_patches_off(monkeypatch, capsys):
     assert hasattr(Trainer.save_checkpoint, "__wrapped__")
     assert run(sys.executable, "-c", CHANGED, cwd=ROOT, **{SWITCH: "1"}).stdout == "set() 0\n"

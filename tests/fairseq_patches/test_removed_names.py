@@ -107,6 +107,7 @@ def removed_names(file: Path, module: str) -> set[str]:
     return removed
 
 
+@pytest.mark.ci
 @pytest.mark.filterwarnings("ignore")
 def test_fairseq_uses_no_removed_name():
     packages = Path(fairseq.__file__).parent.parent

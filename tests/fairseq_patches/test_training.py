@@ -25,6 +25,7 @@ def test_store_ema(train):
     assert average[name].isfinite().all()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("flags", ["--memory-efficient-fp16", "--fp16 --fp16-no-flatten-grads"])
 def test_loss_scale(train, flags, tmp_path):
     """It is not in nu."""

@@ -31,7 +31,10 @@ sys.exit(pytest.main(sys.argv[1:]))
 @pytest.mark.skipif("cpp" not in kernels.available(), reason="there are no C++ kernels here")
 @pytest.mark.parametrize(
     "allowed, selection",
-    [("avx2", SOME), *((allowed, ALL) for allowed in CAPABILITIES)],
+    [
+        pytest.param("avx2", SOME, marks=pytest.mark.ci),
+        *((allowed, ALL) for allowed in CAPABILITIES),
+    ],
 )
 def test_operators(allowed, selection):
     if allowed == "avx2" and "AVX" not in torch.backends.cpu.get_cpu_capability():

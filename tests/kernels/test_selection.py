@@ -18,6 +18,7 @@ def info(**environment):
     return run(sys.executable, "-m", "pn_fairseq", "info", cwd=ROOT, check=False, **environment)
 
 
+@pytest.mark.ci
 def test_reference_can_be_forced():
     result = info(PN_FAIRSEQ_KERNELS="reference")
     assert result.returncode == 0
@@ -25,6 +26,7 @@ def test_reference_can_be_forced():
     assert "kernels on CUDA: reference" in result.stdout
 
 
+@pytest.mark.ci
 def test_cpp_can_be_forced_where_it_was_compiled():
     result = info(PN_FAIRSEQ_KERNELS="cpp")
     if importlib.util.find_spec(EXTENSION):  # also where another is forced in this process
@@ -35,6 +37,7 @@ def test_cpp_can_be_forced_where_it_was_compiled():
         assert len(result.stderr.splitlines()) == 1 and "compiler" in result.stderr
 
 
+@pytest.mark.ci
 def test_triton_forced_without_a_gpu():
     """One line, and no traceback of triton's."""
     pytest.importorskip("triton")

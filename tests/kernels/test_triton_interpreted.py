@@ -32,7 +32,7 @@ LONG = "rounded or special or precis or same_bits or opcheck or evaluation"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mark", ["not slow", "slow"])
+@pytest.mark.parametrize("mark", [pytest.param("not slow", marks=pytest.mark.ci), "slow"])
 def test_operators(mark):
     run(
         "kernels/test_triton.py",

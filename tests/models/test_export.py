@@ -127,7 +127,7 @@ SEPARATE = {"share_all_embeddings": False, "decoder_norm": "batch"}
 LEARNED = {"encoder_learned_pos": True, "decoder_learned_pos": True, "decoder_norm": "layer"}
 NO_POSITIONS = {"no_token_positional_embeddings": True}
 CASES = {
-    "pt2": ("pt2", "power", {"encoder_layers": 1}),
+    "pt2": pytest.param("pt2", "power", {"encoder_layers": 1}, marks=pytest.mark.ci),
     "onnx": ("onnx", "power", {"encoder_layers": 1}),
     "pt2-learned-positions": ("pt2", "layer", LEARNED),
     "pt2-no-positions": ("pt2", "batch", NO_POSITIONS),

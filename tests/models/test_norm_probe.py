@@ -349,7 +349,7 @@ def test_a_training_has_the_same_bits_with_a_probe(data, tmp_path, probed):
     assert (table.loss_scale == 1).all()
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_training_that_is_killed_and_resumed_has_every_update_once(data, tmp_path, probed):
     flags = ("--norm-probe", "probe", "--norm-probe-interval", 2)
     train(data, tmp_path, *flags, updates=3)

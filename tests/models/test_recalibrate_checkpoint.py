@@ -101,6 +101,7 @@ def test_losses_are_those_of_the_files_over_all_sentences(trained, data, plain, 
     assert losses[0][1] != losses[1][1]
 
 
+@pytest.mark.ci
 def test_only_the_running_statistics_change_and_they_fit_the_averaged_weights(
     trained, data, plain, tmp_path, capsys
 ):

@@ -106,7 +106,7 @@ def test_tokens_that_are_known_to_hold_no_padding_are_not_looked_at(monkeypatch)
     assert torch.equal(mask_of(tokens, 1), tokens.eq(1))
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_compiled_layers_train_as_plain_ones(monkeypatch):
     """Three graphs serve all layers, lengths and padding: one for the encoder, one for the decoder,
     and one for the decoder's last layer, which fairseq asks for the attention weights.

@@ -42,9 +42,9 @@ from .helpers import STATEFUL
 KINDS = ("batch", "power", "prep-batch", "unified")
 #: Of a mode and a norm what runs by default.
 SOME_MODES = [("aot_eager, bfloat16", "power")]
-#: Of a norm, uses in a step, and whether it is checkpointed, what runs by default.
+#: Of a norm, uses in a step, and whether it is checkpointed, what CI runs.
 SOME = [("power", 1, True)]
-#: Of a norm, and of where the checkpoint is, what runs by default.
+#: Of a norm, and of where the checkpoint is, what CI runs.
 SOME_CHECKPOINTED = [("power", "inside")]
 
 
@@ -90,7 +90,7 @@ class Block(nn.Module):
 @pytest.mark.parametrize(
     ("name", "uses", "checkpointed"),
     [
-        pytest.param(*case, marks=() if case in SOME else pytest.mark.slow)
+        pytest.param(*case, marks=pytest.mark.ci if case in SOME else pytest.mark.slow)
         for case in itertools.product(KINDS, (1, 2), (False, True))
     ],
 )
@@ -144,7 +144,7 @@ def test_steps_without_gradients_are_those_of_eager_mode():
 @pytest.mark.parametrize(
     ("name", "where"),
     [
-        pytest.param(*case, marks=() if case in SOME_CHECKPOINTED else pytest.mark.slow)
+        pytest.param(*case, marks=pytest.mark.ci if case in SOME_CHECKPOINTED else pytest.mark.slow)
         for case in itertools.product(KINDS, ("inside", "outside"))
     ],
 )
@@ -168,7 +168,7 @@ def test_two_forwards_before_one_backward_under_checkpointing(name, where):
             outputs = [call(x, mask) for x, mask in batches]
             sum(y.square().sum() for y in outputs).backward()
             values += [
-                *outputs,
+                *(y.detach() for y in outputs),
                 *(leaf.grad for leaf in leaves),
                 *(p.grad.clone() for p in module.parameters()),
             ]
@@ -249,7 +249,10 @@ class Asked:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", STATEFUL)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(one, marks=pytest.mark.ci) if one == "power" else one for one in STATEFUL],
+)
 def test_inductor_need_not_cut_a_cuda_graph_around_a_step(monkeypatch, name):
     asked = Asked(monkeypatch)
     torch._dynamo.reset()
@@ -380,6 +383,7 @@ def test_masks_from_arguments_are_in_the_graph(make, zero_padding, form):
         assert compare(model.eval(), updates) == (2, 0, 0.0)
 
 
+@pytest.mark.ci
 def test_a_block_around_a_compiled_model():
     class Within(nn.Module):
         def __init__(self, call):

@@ -65,7 +65,7 @@ def exported(norms):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["pt2", "torchscript"])
+@pytest.mark.parametrize("kind", [pytest.param("pt2", marks=pytest.mark.ci), "torchscript"])
 def test_a_saved_graph_needs_no_pn_fairseq(norms, tmp_path, kind):
     if kind == "pt2":
         torch.export.save(exported(norms), tmp_path / "graph.pt2")

@@ -33,6 +33,7 @@ def untrained(data, tmp_path_factory) -> Path:
     return make_run(folder, data)
 
 
+@pytest.mark.ci
 def test_the_result_does_not_depend_on_the_number_of_processes(untrained, data, tmp_path):
     hypotheses = []
     for count in (1, 2):

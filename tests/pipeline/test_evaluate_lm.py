@@ -125,6 +125,7 @@ def test_perplexity_is_that_of_fairseq_eval_lm(work, name, context, capsys):
     assert (without.nll == mine.nll) == (context == 0)
 
 
+@pytest.mark.ci
 def test_fairseqs_own_commands_end_on_mistakes_with_one_line(work, tmp_path):
     """fairseq-eval-lm would skip blocks that are too long, here all, and print a perplexity of
     1.00.
@@ -243,6 +244,7 @@ model._name=tensorized_lm_pn_tny | did you mean 'tensorized_lm_pn_tiny'
 """
 
 
+@pytest.mark.ci
 def test_mistakes_get_one_line(work, tmp_path):
     name = work / "transformer_lm_pn_seed1"
     adaptive = ("--run", work / "adaptive", "--context-window", 4)

@@ -113,6 +113,7 @@ def test_folded_model_is_the_same_function(norm, groups, flags, dictionaries, tm
             assert type(new) is type(old)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", ["args", "hydra", "half", "quant-noise"])
 def test_other_checkpoints(kind, dictionaries, tmp_path):
     """Settings in other forms, weights in half precision, hooks on the projections."""

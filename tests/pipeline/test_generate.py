@@ -329,6 +329,7 @@ def decoding(place: Path, mode: str) -> Iterator[subprocess.Popen]:
         process.communicate()
 
 
+@pytest.mark.ci
 def test_an_interruption_leaves_nothing_behind(place):
     """test_train.py sends SIGINT."""
     with decoding(place, "sleep") as process:
@@ -343,6 +344,7 @@ def test_an_interruption_leaves_nothing_behind(place):
     assert list((place / "run/generate").iterdir()) == []
 
 
+@pytest.mark.ci
 def test_a_second_process_is_told_that_the_run_is_being_decoded(place, capsys):
     made = f"'{place}/run/generate/test' is being made by another process"
     with decoding(place, "sleep") as process:
@@ -350,6 +352,7 @@ def test_a_second_process_is_told_that_the_run_is_being_decoded(place, capsys):
         assert sorted(os.listdir(place / "run/generate")) == [".test.lock", "test.partial"]
 
 
+@pytest.mark.ci
 def test_the_processes_end_when_the_one_above_them_is_killed(place):
     with decoding(place, "chatter") as process:
         processes = [call["pid"] for call in calls(place)]

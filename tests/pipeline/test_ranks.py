@@ -125,7 +125,7 @@ def test_more_ranks_than_gpus_and_machines_that_are_no_number_are_refused():
             find_layout(env, 2, ranks)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_two_ranks_learn_what_one_does(data, tmp_path, monkeypatch, capsys):
     where = tmp_path / "run"
     words = arguments(data, where, "optimization.max_update=2", "--ranks", "2")

@@ -82,6 +82,7 @@ def same_end(one: Path, other: Path) -> None:
         torch.testing.assert_close(*ends, rtol=0, atol=0)
 
 
+@pytest.mark.ci
 def test_what_a_run_holds(data, trained):
     last = load_checkpoint(trained / "checkpoints/checkpoint_last.pt")
     assert last["optimizer_history"][-1]["num_updates"] == 12
@@ -141,7 +142,7 @@ def test_norms_of_a_model_of_fairseq_are_converted(data, tmp_path, capsys):
     refused(capsys, code, "model.convert_norms ['encoder.*=batch")
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_second_start_does_nothing(data, trained, capsys):
     before = snapshot(trained)
     longer = "was trained for 12 updates, more than optimization.max_update=10"
@@ -266,6 +267,7 @@ class Hostile:
         return os.system, ("touch executed",)
 
 
+@pytest.mark.ci
 def test_checkpoints_that_cannot_be_resumed_or_started_from(
     data, trained, tmp_path, capsys, monkeypatch
 ):
@@ -309,6 +311,7 @@ def test_checkpoints_that_cannot_be_resumed_or_started_from(
     assert start(data, run, "optimization.max_update=14") == 0
 
 
+@pytest.mark.ci
 def test_a_run_without_its_last_checkpoint_does_not_begin_again(data, trained, tmp_path, capsys):
     run = shutil.copytree(trained, tmp_path / "run")
     last = run / "checkpoints/checkpoint_last.pt"
@@ -364,6 +367,7 @@ def test_an_average_is_no_checkpoint_to_resume_from(data, trained, tmp_path, cap
     assert (run / "made.txt").is_file()
 
 
+@pytest.mark.ci
 def test_an_interrupted_save_leaves_no_half_of_a_file(data, tmp_path, capsys):
     """Nor does a resumed training that of a killed one."""
     checkpoints = tmp_path / "run/checkpoints"
@@ -536,6 +540,7 @@ DURING_TRAINING = "; run the same command again to resume"
 DURING_IMPORTS = " before anything was saved; the same command begins again"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("number", "advice"),
     [(signal.SIGINT, DURING_TRAINING), (signal.SIGTERM, DURING_IMPORTS)],

@@ -157,6 +157,7 @@ def test_the_papers_gains_stand_at_their_layers(runs):
     assert list(paper.get_ydata()) == [0.124, 0.172]
 
 
+@pytest.mark.ci
 def test_files_and_what_is_said_of_what_is_missing(runs, tmp_path, capsys):
     main([*runs, "--output", tmp_path / "out"])
     out, err = capsys.readouterr()

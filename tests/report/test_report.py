@@ -52,6 +52,7 @@ def minus(text: str) -> str:
     return text.replace("-", "−")
 
 
+@pytest.mark.ci
 def test_means_and_deviations_over_seeds(comparison):
     runs, _, page = comparison
     assert [*page.systems] == [*LABELS.values()]

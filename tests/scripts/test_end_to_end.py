@@ -29,7 +29,7 @@ def decoded(trained) -> Path:
     return trained / "generate/test"
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_both_bleu_flavours(data, trained, decoded):
     """Tokenized BLEU is what fairseq-generate prints; both are what sacrebleu's library
     computes.

@@ -448,6 +448,7 @@ def begun(tmp_path) -> Path:
 PLAN = ("--dry-run", "--norms", "pn", "--seeds", "1,2")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("limit", "named"),
     [
@@ -468,6 +469,7 @@ def test_a_run_that_is_longer_than_the_others_is_named_at_once(limit, named, dat
     assert "note:" not in longer.stderr
 
 
+@pytest.mark.ci
 def test_a_dry_run_says_what_is_done_and_what_would_be_made_again(data, begun):
     shutil.copy(data / "settings.txt", begun / "data.settings")
     cfg = OmegaConf.load(begun / "config.yaml")

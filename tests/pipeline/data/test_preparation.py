@@ -246,6 +246,7 @@ def copy_split(folder: Path, split: str, to: str) -> None:
         shutil.copy(folder / f"{split}.{lang}", folder / f"{to}.{lang}")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("tokenized", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_further_test_sets(tokenized, corpus, tmp_path):
     """test1 with the rest, and test2017 afterwards: as the same text is prepared under the name
@@ -390,6 +391,7 @@ def test_an_error_leaves_nothing(corpus):
     assert [path.name for path in (corpus.parent / "data").iterdir()] == ["mine"]
 
 
+@pytest.mark.ci
 def test_the_recipe_of_the_page_in_a_file_of_ones_own(tmp_path, monkeypatch):
     """With its data in runs/data, as those of the package."""
     monkeypatch.chdir(tmp_path)

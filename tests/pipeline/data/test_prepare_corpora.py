@@ -139,6 +139,7 @@ def wmt14_reading() -> dict[str, list[tuple[str, str, str, str]]]:
     return reading
 
 
+@pytest.mark.ci
 def test_wmt14_against_a_simple_reading(wmt14):
     reading = wmt14_reading()
     columns = [("raw", "en"), ("raw", "de"), ("tok", "en"), ("tok", "de")]
@@ -258,6 +259,7 @@ def given(dest: Path, corpus: Path, *options) -> tuple:
     return ("prepare", "text", "--dest", dest, "--corpus", corpus, *flags, *options)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("kind", "folder"), [("subwords", "bpe"), ("tokens", "tok")])
 def test_text_that_others_prepared_is_taken_as_it_is(kind, folder, tmp_path):
     corpus, dest = given_text(tmp_path / "given", kind == "subwords"), tmp_path / "data"
@@ -295,6 +297,7 @@ def test_given_text_that_does_not_fit(tmp_path):
     assert_not_begun(dest)
 
 
+@pytest.mark.ci
 def test_multi30k_as_published(tmp_path):
     """Two test sets; the counts, subwords and tokens of the published files are compared in
     docs/results.

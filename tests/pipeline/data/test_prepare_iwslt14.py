@@ -107,6 +107,7 @@ def reading(members) -> dict[str, list]:
     return {"train": train, "valid": kept[22::23], "test": test, "removed": removed}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("split", ["train", "valid", "test"])
 def test_text_and_tokens_are_those_of_the_recipe(split, prepared, reading):
     for lang, side in zip(LANGUAGES, zip(*reading[split], strict=True), strict=True):
@@ -115,6 +116,7 @@ def test_text_and_tokens_are_those_of_the_recipe(split, prepared, reading):
     assert len(reading["test"]) == 4 + 5 + 6 + 7 + 8
 
 
+@pytest.mark.ci
 def test_removed_pairs_are_counted_and_listed(prepared, reading):
     counts = read_settings(prepared / "counts.txt")
     sizes = {part: len(pairs) for part, pairs in reading.items()}
@@ -134,6 +136,7 @@ def test_removed_pairs_are_counted_and_listed(prepared, reading):
     assert reasons[("wort " * 176).strip()] == "too long" and reasons["x" * 1001] == "long token"
 
 
+@pytest.mark.ci
 def test_subwords_are_those_of_subword_nmt(prepared, tmp_path):
     """The codes and the segmentation of its own commands, on both languages' training text."""
     with (tmp_path / "joint").open("wb") as file:
@@ -148,6 +151,7 @@ def test_subwords_are_those_of_subword_nmt(prepared, tmp_path):
         assert (prepared / "bpe" / name).read_bytes() == (tmp_path / name).read_bytes()
 
 
+@pytest.mark.ci
 def test_binary_data_holds_the_subwords(prepared):
     files = [prepared / f"bin/dict.{lang}.txt" for lang in LANGUAGES]
     assert files[0].read_bytes() == files[1].read_bytes()
