@@ -29,7 +29,7 @@ from pn_fairseq.norms.conversion.convert import convert
 from pn_fairseq.norms.conversion.converted import ConvertedNorm
 from pn_fairseq.norms.masks.padding import current_backward, padding
 from pn_fairseq.norms.options import check_option, read_pairs, typed
-from pn_fairseq.norms.registry import find_norm
+from pn_fairseq.norms.registry import Circumstances, find_norm
 
 #: Settings of a model that are this patch's.
 SETTINGS = ("convert_norms", "norm_ignore_mask")
@@ -133,11 +133,14 @@ def build_model(original, cfg, task, from_checkpoint=False):
                     cfg[name] = value
     ignores = bool(given.get("norm_ignore_mask"))
     specifications = given.get("convert_norms") or []
+    run = Circumstances(warmup=learning_rate_warmup(cfg))
     for text in [specifications] if isinstance(specifications, str) else specifications:
         pattern, norm, chosen = parse(text)
         own = {key: chosen.pop(key) for key in OWN_KEYS if key in chosen}
-        if "psi_warmup_updates" in find_norm(norm).options:
-            chosen.setdefault("psi_warmup_updates", learning_rate_warmup(cfg))
+        entry = find_norm(norm)
+        if "psi_warmup_updates" in entry.options:
+            default = entry.default_in(run, "psi_warmup_updates")
+            chosen.setdefault("psi_warmup_updates", default)
         try:
             convert(
                 model,

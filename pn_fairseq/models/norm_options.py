@@ -28,6 +28,7 @@ from pn_fairseq.norms.options import options_of, parse_options, read_pairs
 from pn_fairseq.norms.registry import (
     FIXED,
     SHARED,
+    WARMUP,
     Circumstances,
     FromRun,
     NormEntry,
@@ -52,10 +53,13 @@ _whole = {"type": int, "metavar": "N"}
 
 @dataclass(frozen=True)
 class NormOptions:
-    """The norms of one transformer: the values of the flags of these names, and ``norms_folded``.
+    """The norms of one transformer: the values of the flags of these names, ``norms_folded``, and
+    ``run``.
 
     None: the norm's own default, or the default in the help of the flag. ``encoder_norm`` is None
     in a model that has only a decoder: there ``layer_scale_groups`` applies to all norms.
+
+    ``run``: the training run, on which defaults depend.
 
     ``norms_folded``: the norms with running statistics are part of the projections that follow
     them, and only their layer-scale is left (see :mod:`pn_fairseq.models.fold_checkpoint`). There
@@ -169,6 +173,7 @@ class NormOptions:
         False,
     )
     norms_folded: bool = False
+    run: Circumstances = Circumstances()
 
     @staticmethod
     def add_args(parser: argparse.ArgumentParser, encoder: bool = True) -> None:
@@ -215,10 +220,12 @@ class NormOptions:
         Raises:
             ValueError: a norm or an option of norms is unknown, or a value does not fit.
         """
-        given = {}
+        max_update = int(run_setting(args, "optimization", "max_update"))
+        run = Circumstances(warmup=learning_rate_warmup(args), updates=max_update or None)
+        given = {"run": run}
         for option in fields(cls):
             value = safe_getattr(args, option.name, None)
-            if value is not None:
+            if value is not None and option.name != "run":
                 given[option.name] = value
         if not encoder:
             given |= {"encoder_norm": None, "encoder_norm_last": None}
@@ -227,8 +234,6 @@ class NormOptions:
         if options.norm_sync not in SYNC:
             raise ValueError(f"norm_sync={options.norm_sync!r} must be one of {', '.join(SYNC)}")
         resolved = {}
-        if options.psi_warmup_updates is None:
-            resolved["psi_warmup_updates"] = learning_rate_warmup(args)
         # Absolute in the checkpoint, which is also loaded from other folders; hydra works in a
         # folder of the run.
         if options.norm_probe:
@@ -240,7 +245,9 @@ class NormOptions:
                 load_norms(path)
         for side in ("encoder", "decoder"):
             options._check_placement(side, getattr(args, f"{side}_layers_to_keep", None))
-        resolved["norm_options"] = options.resolved_options(args)
+        if options.psi_warmup_updates is None:
+            resolved["psi_warmup_updates"] = options._default_warmup()
+        resolved["norm_options"] = options.resolved_options()
         with writable(args):
             for name, value in resolved.items():
                 setattr(args, name, value)
@@ -267,12 +274,19 @@ class NormOptions:
                 "model"
             )
 
-    def resolved_options(self, args) -> dict[str, object]:
+    def _default_warmup(self) -> int | None:
+        """The psi warm-up of the norms; None: their defaults differ."""
+        defaults = set()
+        for entry in self.names().values():
+            if "psi_warmup_updates" in entry.options:
+                defaults.add(self._default(entry, "psi_warmup_updates"))
+        if not defaults:
+            return WARMUP.value(self.run)
+        return defaults.pop() if len(defaults) == 1 else None
+
+    def resolved_options(self) -> dict[str, object]:
         """The options of the norms, with the schedules that depend on the run unless they are
         given.
-
-        Args:
-            args: the settings of the model.
 
         Raises:
             ValueError: no norm of the model has an option, a value has another type, or an option
@@ -282,17 +296,14 @@ class NormOptions:
         if OmegaConf.is_config(given):
             given = OmegaConf.to_container(given, resolve=True)
         options = parse_options(given, norms)
-        max_update = int(run_setting(args, "optimization", "max_update"))
-        run = Circumstances(warmup=learning_rate_warmup(args), updates=max_update or None)
         for name, entry in norms.items():
             for option in entry.own_options.keys() - options_of(name, options).keys():
                 default = entry.default(option, self.norm_variant)
                 if default is inspect.Parameter.empty:
                     raise ValueError(f"the norm {name} needs the norm option {option}")
-                if isinstance(default, FromRun):
-                    value = default.value(run)
-                    if value is not None:
-                        options[option] = value
+                value = self._default(entry, option)
+                if isinstance(default, FromRun) and value is not None:
+                    options[option] = value
         return options
 
     def build(
@@ -317,12 +328,12 @@ class NormOptions:
         """A norm over the channels of one attention head, without layer-scale."""
         return self._build(self.qk_norm, head_dim, 1, 0, folds=False)
 
-    def _default(self, entry: NormEntry, option: str, heads: int) -> object:
-        """The default of an option; None: of one whose schedule depends on the run, which
-        :meth:`resolved_options` sets.
+    def _default(self, entry: NormEntry, option: str, heads: int | None = None) -> object:
+        """The default of an option next to attention with ``heads`` heads; None: the
+        constructor's.
         """
-        default = entry.default(option, self.norm_variant)
-        return default.value(Circumstances(heads)) if isinstance(default, FromRun) else default
+        circumstances = replace(self.run, heads=heads)
+        return entry.default_in(circumstances, option, self.norm_variant)
 
     def _build(
         self,

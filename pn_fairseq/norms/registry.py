@@ -112,6 +112,8 @@ class NormEntry:
         variant_defaults: variant -> the defaults that replace these in it.
         variant_last: variant -> argument -> its value in the norm after the last encoder layer,
             whatever the other norms get.
+        converted_defaults: argument -> its default in a model that :func:`.convert_norms` changes,
+            where that is not the constructor's.
     """
 
     cls: type[ChannelNorm]
@@ -121,6 +123,7 @@ class NormEntry:
     defaults: dict[str, object] = field(default_factory=dict)
     variant_defaults: dict[str, dict[str, object]] = field(default_factory=dict)
     variant_last: dict[str, dict[str, object]] = field(default_factory=dict)
+    converted_defaults: dict[str, object] = field(default_factory=dict)
 
     def variant(self, name: str) -> type[ChannelNorm]:
         """The class of this norm in one of :data:`VARIANTS`: ``cls`` unless it has another one
@@ -152,6 +155,17 @@ class NormEntry:
             if option in defaults:
                 return defaults[option]
         return default_of(self.variant(variant), option)
+
+    def default_in(
+        self, circumstances: Circumstances, option: str, variant: str = "paper"
+    ) -> object:
+        """The default of an argument in a transformer under these circumstances; None: that of the
+        constructor.
+        """
+        default = self.default(option, variant)
+        if isinstance(default, FromRun):
+            return default.value(circumstances)
+        return default
 
 
 @cache  # a model asks some 900 times
@@ -217,6 +231,7 @@ NORMS: dict[str, NormEntry] = {
             "sync": False,  # as in the paper, appendix A.1
         },
         variant_last={"release": {"psi_warmup_updates": 1000}},
+        converted_defaults={"psi_warmup_updates": 1000},
     ),
     "batch-renorm": NormEntry(
         BatchRenorm,

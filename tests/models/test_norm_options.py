@@ -9,9 +9,10 @@ from omegaconf import OmegaConf
 from pn_fairseq.models.from_checkpoint import model_of, model_settings_of
 from pn_fairseq.models.norm_options import NormOptions
 from pn_fairseq.models.transformer_pn import TransformerPNModel
-from pn_fairseq.norms import NORMS, running_norms
+from pn_fairseq.norms import NORMS, register_norm, running_norms
 from pn_fairseq.norms.core.base import ChannelNorm
 from pn_fairseq.norms.options import parse_options, read_pairs
+from pn_fairseq.norms.power import PowerNorm
 
 from ..norms.oracle import FACTS
 from .helpers import arch_args, build, make_task
@@ -330,3 +331,19 @@ def test_help_lists_every_norm_and_with_an_architecture_its_flags(help_flag, cap
 def test_a_null_in_hydra_leaves_the_norm_to_the_architecture():
     assert arch_args("transformer_ln_tiny", encoder_norm=None).encoder_norm == "layer"
     assert arch_args("transformer_ln_tiny", encoder_norm="batch").encoder_norm == "batch"
+
+
+@pytest.mark.parametrize(
+    ("flags", "own", "of_pn"),
+    [
+        ({"encoder_norm": "own"}, 7, None),
+        ({"encoder_norm": "own", "decoder_norm": "power"}, 7, 400),
+        ({"encoder_norm": "own", "decoder_norm": "power", "psi_warmup_updates": 9}, 9, 9),
+    ],
+)
+def test_a_default_that_a_norm_declares_holds_beside_that_of_others(flags, own, of_pn):
+    register_norm("own", "own", "own", defaults={"psi_warmup_updates": 7})(PowerNorm)
+    model = build("transformer_pn_tiny", warmup_updates=400, **flags)
+    assert model.encoder.layer_norm.psi_warmup_updates == own
+    if of_pn is not None:
+        assert model.decoder.layer_norm.psi_warmup_updates == of_pn

@@ -23,10 +23,6 @@ from pn_fairseq.norms.masks.padding import ARGUMENT_FORMS, FORMS
 from pn_fairseq.norms.options import check_option
 from pn_fairseq.norms.registry import find_norm
 
-#: Updates of the psi warm-up of "power", as in the paper's models, unless ``psi_warmup_updates`` is
-#: given.
-PSI_WARMUP_UPDATES = 1000
-
 
 def convert_norms(
     model: nn.Module,
@@ -93,8 +89,6 @@ def convert_norms(
     Raises:
         ValueError: a pattern, name, layout or option does not fit, or there is nothing to replace.
     """
-    if norm == "power":
-        options = {"psi_warmup_updates": PSI_WARMUP_UPDATES, **options}
     return convert(model, norm, only, skip, layout, mask_from, zero_padding, options)
 
 
@@ -120,6 +114,7 @@ def convert(
             f"the model comes first, as in convert_norms(model, 'batch'), but it is {found}"
         )
     entry = find_norm(norm)
+    options = entry.converted_defaults | options
     if layout not in (None, *LAYOUTS):
         raise ValueError(f"layout={layout!r} must be one of {', '.join(LAYOUTS)}")
     known = dict(entry.options, variant=None)
