@@ -28,8 +28,8 @@ from pn_fairseq.norms import RunningNorm, build_norm, convert_norms, running_nor
 from pn_fairseq.norms.conversion.convert import convert
 from pn_fairseq.norms.conversion.converted import ConvertedNorm
 from pn_fairseq.norms.masks.padding import current_backward, padding
-from pn_fairseq.norms.options import check_option, read_pairs, typed
-from pn_fairseq.norms.registry import Circumstances, find_norm
+from pn_fairseq.norms.options import read_pairs, typed
+from pn_fairseq.norms.registry import Circumstances, check_option, find_norm
 
 #: Settings of a model that are this patch's.
 SETTINGS = ("convert_norms", "norm_ignore_mask")

@@ -5,9 +5,8 @@ import re
 from collections.abc import Mapping
 from typing import get_args
 
-from pn_fairseq.common.errors import did_you_mean, most_similar
-from pn_fairseq.norms.core.checks import advice_on_momentum
-from pn_fairseq.norms.registry import SHARED, NormEntry, find_norm
+from pn_fairseq.common.errors import most_similar
+from pn_fairseq.norms.registry import SHARED, NormEntry, check_option, find_norm
 
 _TRUTH = {
     "true": True,
@@ -129,22 +128,6 @@ def _argument(option: str, norms: Mapping[str, NormEntry]) -> inspect.Parameter:
     if option not in known and meant in SHARED:
         raise ValueError(f"unknown norm option {option!r}, did you mean the flag {SHARED[meant]}?")
     return check_option(option, known, f"the options of {', '.join(norms)} are")
-
-
-def check_option(option: str, known: Mapping[str, object], introduction: str):
-    """What ``option`` is in ``known``: the one check behind ``--norm-options``,
-    ``--convert-norms`` and :func:`.convert_norms`.
-
-    Raises:
-        ValueError: it is not there. ``introduction`` comes before the names that are.
-    """
-    if option not in known:
-        names = ", ".join(sorted(known)) or "none"
-        advice = advice_on_momentum([option], known) or did_you_mean(option, known)
-        raise ValueError(
-            f"unknown norm option {option!r}{advice} ({introduction} {names}; see pn norms NAME)"
-        )
-    return known[option]
 
 
 def options_of(norm: str, options: Mapping[str, object]) -> dict[str, object]:

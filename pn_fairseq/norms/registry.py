@@ -8,7 +8,7 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -19,6 +19,7 @@ from pn_fairseq.norms.batch import MaskedBatchNorm, MaskedBatchNormRelease
 from pn_fairseq.norms.batch_reg import RegularizedBatchNorm, RegularizedBatchNormRelease
 from pn_fairseq.norms.batch_renorm import BatchRenorm
 from pn_fairseq.norms.core.base import COUNT, ChannelNorm, RunningNorm
+from pn_fairseq.norms.core.checks import advice_on_momentum
 from pn_fairseq.norms.dyt import DynamicErf, DynamicTanh
 from pn_fairseq.norms.group import GroupNorm
 from pn_fairseq.norms.layer import LayerNorm
@@ -357,6 +358,22 @@ def find_norm(name: str) -> NormEntry:
     return NORMS[name]
 
 
+def check_option(option: str, known: Mapping[str, object], introduction: str):
+    """What ``option`` is in ``known``: the one check behind ``--norm-options``,
+    ``--convert-norms``, :func:`.convert_norms` and :func:`build_norm`.
+
+    Raises:
+        ValueError: it is not there. ``introduction`` comes before the names that are.
+    """
+    if option not in known:
+        names = ", ".join(sorted(known)) or "none"
+        advice = advice_on_momentum([option], known) or did_you_mean(option, known)
+        raise ValueError(
+            f"unknown norm option {option!r}{advice} ({introduction} {names}; see pn norms NAME)"
+        )
+    return known[option]
+
+
 def build_norm(name: str, num_features: int, variant: str = VARIANTS[0], **options) -> ChannelNorm:
     """Build the norm registered as ``name``.
 
@@ -375,11 +392,11 @@ def build_norm(name: str, num_features: int, variant: str = VARIANTS[0], **optio
     entry = find_norm(name)
     if variant not in VARIANTS:
         raise ValueError(f"unknown norm variant {variant!r}; known: {', '.join(VARIANTS)}")
-    known = set().union(*(registered.options for registered in NORMS.values()))
-    unknown = sorted(set(options) - known)
-    if unknown:
-        listed = ", ".join(map(repr, unknown))
-        raise ValueError(f"unknown norm option {listed}; known: {', '.join(sorted(known))}")
+    known = {}
+    for registered in NORMS.values():
+        known |= registered.options
+    for option in options:
+        check_option(option, known, "norms have")
     accepted = {key: value for key, value in options.items() if key in entry.options}
     norm = entry.variant(variant)(num_features, **accepted)
     if isinstance(norm, RunningNorm):

@@ -20,8 +20,7 @@ from pn_fairseq.norms.conversion.replaceable import is_norm, norms_to_replace
 from pn_fairseq.norms.core.channel import ChannelNorm
 from pn_fairseq.norms.masks.layouts import LAYOUTS
 from pn_fairseq.norms.masks.padding import ARGUMENT_FORMS, FORMS
-from pn_fairseq.norms.options import check_option
-from pn_fairseq.norms.registry import find_norm
+from pn_fairseq.norms.registry import check_option, find_norm
 
 
 def convert_norms(
