@@ -16,7 +16,7 @@ Writes OUTPUT/steps.csv:
     loss change       L' - L; its range over the steps is how much the loss varies
     gradient change   |g' - g|, and divided by |g|
     smoothness        |g' - g| / |theta' - theta|; its maximum over the steps is the effective
-    beta-smoothness
+                      beta-smoothness
 
 OUTPUT/layers.csv: for each layer the change of its gradient G if only the layers before it move by
 the middle step, |G' - G|, divided by |G|, and the cosine of G and G': internal covariate shift as

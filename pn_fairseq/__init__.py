@@ -2,8 +2,7 @@
 
 The directory of this package is what ``fairseq-train --user-dir`` takes; ``pn --user-dir`` prints
 it. Importing it loads neither torch nor fairseq and changes nothing. Where fairseq is already in
-use, it loads
-:mod:`pn_fairseq.models` there.
+use, it loads :mod:`pn_fairseq.models` there.
 """
 
 import sys

@@ -177,8 +177,8 @@ def _explain_load_error(path: str | os.PathLike, error: Exception) -> str:
         damaged = "" if looks_like_zip else ", or is damaged"
         return (
             f"asks for {name}, which no fairseq checkpoint needs{damaged}; the file was not loaded "
-            "and nothing in it "
-            "was executed. If you trust its source, save it again without that object"
+            "and nothing in it was executed. If you trust its source, save it again without that "
+            "object"
         )
     if isinstance(error, MemoryError) or "allocate memory" in text:
         return "does not fit into memory; use a machine with more of it"

@@ -27,8 +27,7 @@ class FoldedModelError(RuntimeError):
     def __init__(self, file: str | None = None):
         super().__init__(
             f"{file or 'the model'} was folded by pn fold, for decoding only; to train, use the "
-            "checkpoint that it was "
-            "folded from"
+            "checkpoint that it was folded from"
         )
 
 
@@ -108,6 +107,5 @@ class NotFiniteError(FloatingPointError):
         super().__init__(
             f"the loss or its gradients are not finite in update {update}{scale} "
             f"({where or 'no module was found'}); try a smaller learning rate, a longer warm-up, "
-            "another precision "
-            "(float32, bf16), or other decays of the norms' running statistics"
+            "another precision (float32, bf16), or other decays of the norms' running statistics"
         )

@@ -104,8 +104,7 @@ def patch(owner, name: str, parameters: str) -> Callable[[Callable], Callable]:
         if actual != parameters:
             warnings.warn(
                 f"{wrapper.__module__} is not applied: {owner.__name__}.{name} of this fairseq "
-                f"takes ({actual}) "
-                f"instead of ({parameters})",
+                f"takes ({actual}) instead of ({parameters})",
                 stacklevel=2,
             )
         elif patches_enabled():

@@ -14,10 +14,8 @@ from pn_fairseq.fairseq_patches import patch
     FairseqTask,
     "get_batch_iterator",
     "self dataset max_tokens max_sentences max_positions ignore_invalid_inputs "
-    "required_batch_size_multiple seed "
-    "num_shards shard_id num_workers epoch data_buffer_size disable_iterator_cache "
-    "skip_remainder_batch "
-    "grouped_shuffling update_epoch_batch_itr",
+    "required_batch_size_multiple seed num_shards shard_id num_workers epoch data_buffer_size "
+    "disable_iterator_cache skip_remainder_batch grouped_shuffling update_epoch_batch_itr",
 )
 def get_batch_iterator(original, task, dataset, *args, **settings):
     epoch = settings.get("epoch", 1)

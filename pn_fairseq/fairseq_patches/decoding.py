@@ -53,8 +53,8 @@ def main(original, cfg, output_file):
         with one_line_errors(ValueError):
             raise ValueError(
                 "no sentence was decoded: the subset is empty, its sentences were skipped because "
-                "of their lengths, "
-                "--required-batch-size-multiple is larger, or there are more ranks than batches"
+                "of their lengths, --required-batch-size-multiple is larger, or there are more "
+                "ranks than batches"
             ) from error
 
 

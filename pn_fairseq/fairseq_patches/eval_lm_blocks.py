@@ -46,8 +46,8 @@ def eval_lm_dataloader(
         if max_positions is not None and longest > max_positions:
             raise ValueError(
                 f"there are blocks of {longest} tokens, and the model takes {max_positions}: give "
-                "--tokens-per-sample "
-                f"{max_positions}, a smaller --context-window, or shorter sentences"
+                f"--tokens-per-sample {max_positions}, a smaller --context-window, or shorter "
+                "sentences"
             )
     return original(
         task, dataset, *args, max_positions=max_positions, context_window=context_window, **kwargs

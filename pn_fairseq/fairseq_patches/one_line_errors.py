@@ -78,8 +78,7 @@ def grouped(original, iterator, iterable, chunk_size, skip_remainder_batch=False
         if skip_remainder_batch and len(iterable) < chunk_size:
             raise ValueError(
                 f"--skip-remainder-batch leaves nothing to train: an epoch has {len(iterable)} "
-                "batches, and an update "
-                f"--update-freq {chunk_size}"
+                f"batches, and an update --update-freq {chunk_size}"
             )
     return original(iterator, iterable, chunk_size, skip_remainder_batch)
 

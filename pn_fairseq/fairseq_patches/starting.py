@@ -110,8 +110,7 @@ def check(cfg) -> None:
     if ranks > cfg.distributed_training.distributed_world_size == 1:
         raise ValueError(
             f"torchrun has started {ranks} ranks, each of which would train alone: use pn train or "
-            "fairseq-train, or "
-            f"give distributed_training.distributed_world_size={ranks}"
+            f"fairseq-train, or give distributed_training.distributed_world_size={ranks}"
         )
     if (
         cfg.checkpoint.write_checkpoints_asynchronously
@@ -144,8 +143,8 @@ def file_handlers(logger: logging.Logger) -> list[logging.FileHandler]:
     progress_bar,
     "progress_bar",
     "iterator log_format log_interval log_file epoch prefix aim_repo aim_run_hash "
-    "aim_param_checkpoint_dir "
-    "tensorboard_logdir default_log_format wandb_project wandb_run_name azureml_logging",
+    "aim_param_checkpoint_dir tensorboard_logdir default_log_format wandb_project wandb_run_name "
+    "azureml_logging",
 )
 def new_progress_bar(original, *args, log_file=None, **kwargs):
     opened = [handler.baseFilename for handler in file_handlers(progress_bar.logger)]

@@ -96,14 +96,12 @@ class NormOptions:
     )
     norm_options: Mapping[str, object] | None = flag(
         "options of single norms, which 'pn norms NAME' lists; NAME.KEY=VALUE is for the norm NAME "
-        "only, "
-        "KEY=VALUE for every norm of the model that has the option",
+        "only, KEY=VALUE for every norm of the model that has the option",
         checked(read_pairs, "KEY=VALUE[,KEY=VALUE]"),
     )
     norm_variant: str = flag(
         "compute norms as their papers define them, or as their authors' released code does "
-        "(docs/release.md lists the "
-        "differences; default: {default})",
+        "(docs/release.md lists the differences; default: {default})",
         {"choices": VARIANTS},
         VARIANTS[0],
     )
@@ -112,8 +110,7 @@ class NormOptions:
     )
     norm_alpha_fwd: float | None = flag(
         "decay of the running statistics of the forward pass, such as PN's psi^2 and BN's averages "
-        "for evaluation "
-        "(default: the norm's own)",
+        "for evaluation (default: the norm's own)",
         {"type": float, "metavar": "A"},
     )
     norm_alpha_bwd: float | None = flag(
@@ -123,15 +120,13 @@ class NormOptions:
     )
     layer_scale_groups: int | None = flag(
         "number of groups of channels, each of which layer-scale divides by its root mean square "
-        "before {scaled}; 0: "
-        "off (default: the norm's own)",
+        "before {scaled}; 0: off (default: the norm's own)",
         {"type": int, "metavar": "G"},
     )
     psi_warmup_updates: int | None = flag(
         "updates (with --norm-variant release, training forwards) during which PN normalizes with "
-        "the batch's own psi, "
-        "and UN and MABN with the statistics of the batch only (default: the warm-up of the "
-        "learning rate)",
+        "the batch's own psi, and UN and MABN with the statistics of the batch only (default: the "
+        "warm-up of the learning rate)",
         _whole,
     )
     norm_sync: str = flag(
@@ -141,15 +136,13 @@ class NormOptions:
     )
     no_average_norm_stats: bool = flag(
         "do not average unsynchronized statistics over the ranks before validation and saving; "
-        "each rank then "
-        "validates with its own statistics, and the statistics of rank 0 are saved",
+        "each rank then validates with its own statistics, and the statistics of rank 0 are saved",
         {"action": "store_true"},
         False,
     )
     norm_stats_interval: int | None = flag(
         "log a summary of the norms' statistics every N updates; 0: never (default: --log-interval "
-        "with "
-        "--tensorboard-logdir or --wandb-project, else never)",
+        "with --tensorboard-logdir or --wandb-project, else never)",
         _whole,
     )
     norm_probe: str | None = flag(
@@ -162,8 +155,7 @@ class NormOptions:
     )
     norm_probe_layers: str | None = flag(
         "names of the norms that --norm-probe records, or patterns such as 'encoder.layers.0.*' "
-        "(default: the norms "
-        "of the encoder, or all in a model without one)",
+        "(default: the norms of the encoder, or all in a model without one)",
         {"metavar": "NAME[,NAME]"},
     )
     compile_layers: bool = flag(

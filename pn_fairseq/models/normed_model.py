@@ -58,8 +58,7 @@ class NormedModel:
         if names:
             logging.getLogger(__name__).warning(
                 f"{leak(names, norms[names[0]])} --decoder-norm layer, for example, never mixes "
-                "tokens; docs/norms.md "
-                "(Properties) says which norms do."
+                "tokens; docs/norms.md (Properties) says which norms do."
             )
 
     def compile_layers(self) -> None:

@@ -2,8 +2,7 @@
 
 x is the residual stream, F a sublayer (self-attention, cross-attention or feed-forward network)
 with its dropout, N a norm with the padding mask, and l = 1 ... L the number of a layer. A file of
-``--norm-module`` adds a placement with
-:func:`register_placement`.
+``--norm-module`` adds a placement with :func:`register_placement`.
 """
 
 import math

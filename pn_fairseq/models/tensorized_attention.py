@@ -15,8 +15,9 @@ class TensorizedAttention(nn.Module):
     With q, k, v = chunk(x W), each (T, R), positions p = P W_p, (T, R), and one vector g, (R,), the
     mean of the cores:
 
-        A_ijk = sum_r g_r [(q_i + u)_r k_jr + (q_i + w)_r p_jr] v_kr       for j <= i and k <= i,
-        else 0 y_i = sum_{j, k} A_ijk O_jk,      O: (T_max, T_max, C)
+        A_ijk = sum_r g_r [(q_i + u)_r k_jr + (q_i + w)_r p_jr] v_kr   for j <= i and k <= i
+        A_ijk = 0                                                      otherwise
+        y_i = sum_{j, k} A_ijk O_jk,      O: (T_max, T_max, C)
 
     A shorter block uses the first rows and columns of O and of P, so a prefix gives the outputs
     that it has in the whole block. The mean over cores is exact: A is linear in g (core-2 with g_1

@@ -15,16 +15,16 @@ class MovingAverageBatchNorm(WindowNorm):
     :class:`~pn_fairseq.norms.core.window.WindowNorm`: only of this step):
 
     .. math::
-        \psi^2 &= \mathrm{mean}_t(\psi_B^2), \qquad D = \sqrt{\psi^2 + \epsilon}, \qquad \hat x = x
-        / D, \qquad y = \gamma r \hat x + \beta \\ \lambda_B &= \mathrm{mean}_M(\gamma
-        r\,\mathrm{d}y\,\hat x), \qquad \lambda = \mathrm{mean}_t(\lambda_B), \qquad \mathrm{d}x =
-        (\gamma r\,\mathrm{d}y - \lambda \hat x) / D
+        \psi^2 &= \mathrm{mean}_t(\psi_B^2), \qquad D = \sqrt{\psi^2 + \epsilon}, \qquad
+        \hat x = x / D, \qquad y = \gamma r \hat x + \beta \\
+        \lambda_B &= \mathrm{mean}_M(\gamma r\,\mathrm{d}y\,\hat x), \qquad
+        \lambda = \mathrm{mean}_t(\lambda_B), \qquad
+        \mathrm{d}x = (\gamma r\,\mathrm{d}y - \lambda \hat x) / D
 
     r = D / sqrt(running psi^2 + eps), clipped to [1/5, 5], so that y is that of evaluation where
     nothing is clipped. r is 1 in the first 1,000 optimizer updates, or in the warm-up if that is
-    longer. After each step
-    :math:`\psi^2` enters the running :math:`\psi^2`, which evaluation uses, by an exponential
-    average.
+    longer. After each step :math:`\psi^2` enters the running :math:`\psi^2`, which evaluation uses,
+    by an exponential average.
 
     The paper also centralizes the weights of the layer in front, so that its output has mean 0. In
     a pre-norm transformer the residual stream is in front, the sum of many layers' outputs: there

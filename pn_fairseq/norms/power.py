@@ -20,12 +20,15 @@ class PowerNorm(RunningNorm):
 
     .. math::
         \psi_B^2 &= \mathrm{mean}_M(x^2), \qquad
-        \hat x = x / D, \quad D = \sqrt{\psi_{t-1}^2 + \epsilon}, \qquad y = \gamma \hat x + \beta
-        \\ \psi_t^2 &= \alpha_\mathrm{fwd} \psi_{t-1}^2 + (1 - \alpha_\mathrm{fwd}) \psi_B^2 \\
-        \mathrm{d}x &= (\mathrm{d}\hat x - \nu_{t-1} \hat x) / D, \qquad \mathrm{d}\hat x =
-        \gamma\,\mathrm{d}y \\ \nu_t &= \nu_{t-1} \max(0, 1 - (1 - \alpha_\mathrm{bwd}) \Gamma) + (1
-        - \alpha_\mathrm{bwd}) \Lambda, \qquad \Gamma = \mathrm{mean}_M(\hat x^2), \quad \Lambda =
-        \mathrm{mean}_M(\mathrm{d}\hat x\,\hat x)
+        \hat x = x / D, \quad D = \sqrt{\psi_{t-1}^2 + \epsilon}, \qquad
+        y = \gamma \hat x + \beta \\
+        \psi_t^2 &= \alpha_\mathrm{fwd} \psi_{t-1}^2 + (1 - \alpha_\mathrm{fwd}) \psi_B^2 \\
+        \mathrm{d}x &= (\mathrm{d}\hat x - \nu_{t-1} \hat x) / D, \qquad
+        \mathrm{d}\hat x = \gamma\,\mathrm{d}y \\
+        \nu_t &= \nu_{t-1} \max(0, 1 - (1 - \alpha_\mathrm{bwd}) \Gamma)
+        + (1 - \alpha_\mathrm{bwd}) \Lambda, \qquad
+        \Gamma = \mathrm{mean}_M(\hat x^2), \quad
+        \Lambda = \mathrm{mean}_M(\mathrm{d}\hat x\,\hat x)
 
     dx is not the derivative of the forward but the paper's approximation of PN-V's gradient.
     ``max(0, .)`` keeps the factor of nu from becoming negative where the paper's Assumption 10 does

@@ -18,13 +18,14 @@ class PowerNormRelease(PowerNorm):
 
     .. math::
         \hat x &= x / D_t, \qquad y = \gamma \hat x + \beta, \qquad
-        D_t = \sqrt{(t \le W \,?\, \psi_B^2 : \psi_{t-1}^2) + \epsilon}, \qquad \psi_B^2 =
-        \mathrm{mean}_M(x^2) \\ \tilde\psi^2 &= t < W \,?\, \psi_{t-1}^2 + (\psi_B^2 - \psi_{t-1}^2)
-        / t \,:\, \psi_{t-1}^2, \qquad \psi_t^2 = \alpha_\mathrm{fwd} \tilde\psi^2 + (1 -
-        \alpha_\mathrm{fwd}) \psi_B^2 \\ \mathrm{d}x &= (\gamma\,\mathrm{d}y - \nu_{t-1} \hat x) /
-        \sqrt{\psi_B^2 + \epsilon} \\ \nu_t &= \nu_{t-1} (1 - (1 - \alpha_\mathrm{bwd})\,
-        \mathrm{mean}_A(\hat x^2))
-                 + (1 - \alpha_\mathrm{bwd})\, \mathrm{mean}_A(\gamma\,\mathrm{d}y\,\hat x)
+        D_t = \sqrt{(t \le W \,?\, \psi_B^2 : \psi_{t-1}^2) + \epsilon}, \qquad
+        \psi_B^2 = \mathrm{mean}_M(x^2) \\
+        \tilde\psi^2 &= t < W \,?\, \psi_{t-1}^2 + (\psi_B^2 - \psi_{t-1}^2) / t \,:\, \psi_{t-1}^2,
+        \qquad
+        \psi_t^2 = \alpha_\mathrm{fwd} \tilde\psi^2 + (1 - \alpha_\mathrm{fwd}) \psi_B^2 \\
+        \mathrm{d}x &= (\gamma\,\mathrm{d}y - \nu_{t-1} \hat x) / \sqrt{\psi_B^2 + \epsilon} \\
+        \nu_t &= \nu_{t-1} (1 - (1 - \alpha_\mathrm{bwd})\, \mathrm{mean}_A(\hat x^2))
+        + (1 - \alpha_\mathrm{bwd})\, \mathrm{mean}_A(\gamma\,\mathrm{d}y\,\hat x)
 
     What differs from the paper, in the order in which it is likely to be noticed:
 

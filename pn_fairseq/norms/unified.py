@@ -18,10 +18,11 @@ class UnifiedNorm(WindowNorm):
 
     .. math::
         \psi^2 &= \exp \mathrm{mean}_t(\log \psi_B^2), \qquad D = \sqrt{\psi^2 + \epsilon}, \qquad
-        \hat x = x / D, \qquad y = \gamma \hat x + \beta \\ \lambda_B &= \mathrm{mean}_M(\gamma
-        r\,\mathrm{d}y\,\hat x), \qquad \nu_t = \alpha_\mathrm{bwd} \nu_{t-1} + (1 -
-        \alpha_\mathrm{bwd})\, \mathrm{mean}_t(\lambda_B), \qquad \mathrm{d}x = (\gamma
-        r\,\mathrm{d}y - \nu_t \hat x) / D
+        \hat x = x / D, \qquad y = \gamma \hat x + \beta \\
+        \lambda_B &= \mathrm{mean}_M(\gamma r\,\mathrm{d}y\,\hat x), \qquad
+        \nu_t = \alpha_\mathrm{bwd} \nu_{t-1}
+        + (1 - \alpha_\mathrm{bwd})\, \mathrm{mean}_t(\lambda_B), \qquad
+        \mathrm{d}x = (\gamma r\,\mathrm{d}y - \nu_t \hat x) / D
 
     r = D / sqrt(running psi^2 + eps), clipped to [1/5, 5]; 1 in the first 1,000 optimizer updates,
     or in the warm-up if that is longer. It acts only on the gradient. After each step

@@ -352,8 +352,8 @@ def longer_than_asked(cfg: DictConfig, run: Path) -> str:
             asked = f"{limit} {name}{'s' * (limit > 1)}"
             return (
                 f"'{run}' was trained for {has} {name}s, more than "
-                f"optimization.max_{name}={limit}: it stays as it is, "
-                f"and is not comparable with runs of {asked}, which need another folder"
+                f"optimization.max_{name}={limit}: it stays as it is, and is not comparable with "
+                f"runs of {asked}, which need another folder"
             )
     return ""
 

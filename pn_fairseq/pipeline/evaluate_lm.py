@@ -249,13 +249,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = ArgumentParser(
         prog="pn evaluate-lm",
         description="Print a language model's perplexity over all tokens of a split, with a "
-        "signature that states what "
-        "was counted. For a model with running statistics, also print the perplexity with the "
-        "statistics of the "
-        "batch, as in training, to show the difference from evaluation.",
+        "signature that states what was counted. For a model with running statistics, also print "
+        "the perplexity with the statistics of the batch, as in training, to show the difference "
+        "from evaluation.",
         epilog="Writes DIR/evaluate_lm/SUBSET.json (with context: SUBSET-contextN.json), and does "
-        "nothing if this "
-        "file exists for the same checkpoint and data. pn report compares runs by SUBSET.json.",
+        "nothing if this file exists for the same checkpoint and data. pn report compares runs by "
+        "SUBSET.json.",
     )
     add = parser.add_argument
     add("--run", type=Path, required=True, metavar="DIR", help=RUN_HELP)

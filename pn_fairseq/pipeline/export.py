@@ -12,8 +12,8 @@ from pn_fairseq.pipeline import add_norm_module, outdated
 
 DESCRIPTION = (
     "Write the encoder and one decoder step of a transformer_pn checkpoint as two files, to decode "
-    "without fairseq and "
-    "without this package. Norms with running statistics are folded into the linear layers."
+    "without fairseq and without this package. Norms with running statistics are folded into the "
+    "linear layers."
 )
 
 EPILOG = """\

@@ -16,8 +16,7 @@ from pn_fairseq.pipeline import add_norm_module, outdated
 
 DESCRIPTION = (
     "Fuse the norms of a transformer_pn checkpoint into the linear layers that follow them. "
-    "Decoding then computes "
-    "fewer norms and gives the same hypotheses."
+    "Decoding then computes fewer norms and gives the same hypotheses."
 )
 
 EPILOG = """\

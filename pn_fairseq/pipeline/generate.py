@@ -392,8 +392,8 @@ def _decode(
     shards = min(processes(args.ranks, len(decoding.gpus)), batches)
     say(
         "generate",
-        f"decoding {args.subset} with {' + '.join(map(str, decoding.checkpoints))} "
-        f"(beam {decoding.search['beam']}, length penalty {decoding.search['lenpen']:g}, "
+        f"decoding {args.subset} with {' + '.join(map(str, decoding.checkpoints))} (beam "
+        f"{decoding.search['beam']}, length penalty {decoding.search['lenpen']:g}, "
         f"{'fp16' if decoding.fp16 else 'fp32'}, processes on the "
         f"{'GPUs' if decoding.gpus else 'CPU'}: {shards})",
     )

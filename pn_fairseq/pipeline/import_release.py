@@ -18,8 +18,7 @@ from pn_fairseq.common.command import ArgumentParser, UserError, without_fairseq
 
 DESCRIPTION = (
     "Turn a checkpoint of the code released with the PowerNorm paper (a fork of fairseq 0.8) into "
-    "one of the model "
-    "transformer_pn with --norm-variant release."
+    "one of the model transformer_pn with --norm-variant release."
 )
 
 EPILOG = """\

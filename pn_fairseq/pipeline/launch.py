@@ -58,8 +58,7 @@ def processes(ranks: int | None, gpus: int) -> int:
     if gpus and count > gpus:
         raise UserError(
             f"--ranks {count}, but {gpus} GPU{'s are' if gpus > 1 else ' is'} visible, and a GPU "
-            "takes one process "
-            "(CUDA_VISIBLE_DEVICES= uses the CPU)"
+            "takes one process (CUDA_VISIBLE_DEVICES= uses the CPU)"
         )
     return count
 

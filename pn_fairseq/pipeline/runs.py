@@ -2,12 +2,15 @@
 ``fairseq-train``.
 
 A run of ``pn train`` is a directory:
-  config.yaml   every setting                            data           the prepared data, by
-  absolute path train.log     fairseq's log                            data.settings  the data's
-  settings when it was trained made.txt      the stamp of a finished training (pipeline/stamp.py)
-  tensorboard/  the same for TensorBoard                 starts.jsonl   when, where and with what it
-  was started checkpoints/  fairseq's checkpoints, and averaged.pt   generate/      hypotheses and
-  scores
+  config.yaml    every setting
+  data           the absolute path of the prepared data
+  data.settings  the data's settings when it was trained
+  starts.jsonl   when, where and with what it was started
+  train.log      fairseq's log
+  tensorboard/   the same for TensorBoard
+  checkpoints/   fairseq's checkpoints, and averaged.pt
+  made.txt       the stamp of a finished training (pipeline/stamp.py)
+  generate/      hypotheses and scores
 """
 
 from __future__ import annotations
@@ -202,8 +205,8 @@ def infer_languages(folder: Path) -> tuple[str, str]:
             return languages[0], languages[1]
     raise UserError(
         f"the languages are not known: no file in {folder} is named SPLIT.SOURCE-TARGET.LANG.bin, "
-        "as those of "
-        "fairseq-preprocess are, and the training had no --source-lang and --target-lang"
+        "as those of fairseq-preprocess are, and the training had no --source-lang and "
+        "--target-lang"
     )
 
 
@@ -264,8 +267,7 @@ def open_run(path: Path, same_data: bool = False) -> Run:
     if same_data and both_known and kept.read_bytes() != present.read_bytes():
         raise UserError(
             f"'{run.data}' was prepared again, with other settings or other text, after '{path}' "
-            "was trained "
-            f"(compare {kept})"
+            f"was trained (compare {kept})"
         )
     return run
 

@@ -222,8 +222,7 @@ def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, r
     if cfg.checkpoint.restore_file != LAST:
         raise UserError(
             f"checkpoint.restore_file={cfg.checkpoint.restore_file} would start again from there "
-            "whenever the run is "
-            "resumed; start from the weights of another run with "
+            "whenever the run is resumed; start from the weights of another run with "
             "checkpoint.finetune_from_model=FILE"
         )
     if args.check:

@@ -277,8 +277,7 @@ for _hook in (ArgumentHook.before, ArgumentHook.after):
 
 @operator(
     "enter_scope(Tensor[] tensors, bool[] given, str[] names, str[] forms, bool attends, Tensor "
-    "hook, Tensor? outer) "
-    "-> Tensor",
+    "hook, Tensor? outer) -> Tensor",
     lambda *_: ticket(),
 )
 def enter_scope(tensors, given, names, forms, attends, hook, outer):

@@ -198,7 +198,7 @@ def _offset_with_one_input(module: nn.Module, layout: str | None) -> float | str
 #: Why a norm is left whose formula holds with an epsilon that it stores in none of
 #: :data:`EPS_NAMES`.
 _UNKNOWN_EPS = (
-    f"computes LayerNorm or RMSNorm, but its epsilon is unknown: store it as "
+    "computes LayerNorm or RMSNorm, but its epsilon is unknown: store it as "
     f"{' or '.join(EPS_NAMES)}"
 )
 

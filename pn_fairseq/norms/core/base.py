@@ -496,8 +496,7 @@ def refuse_transforms() -> None:
     if by_reference():
         raise RuntimeError(
             "torch.export and torch.func (and torch.jit.trace) cannot transform a norm of "
-            "pn_fairseq in training mode: "
-            "call eval() first"
+            "pn_fairseq in training mode: call eval() first"
         )
 
 

@@ -91,8 +91,8 @@ class ChannelNorm(nn.Module):
 
     def __init_subclass__(cls, **keywords):
         """Put the arguments that a constructor passes on as ``**common`` into its signature, for
-        ``help`` and
-        :mod:`.registry`."""
+        ``help`` and :mod:`.registry`.
+        """
         super().__init_subclass__(**keywords)
         own = list(inspect.signature(cls.__init__).parameters.values())[1:]
         named = {parameter.name: parameter for parameter in own if parameter.kind not in _REST}

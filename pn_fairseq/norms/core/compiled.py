@@ -72,8 +72,7 @@ def find(tensor: Tensor):
     if thing is None:
         raise RuntimeError(
             "a compiled norm of pn_fairseq cannot find what its forward kept: hooks on saved "
-            "tensors, such as "
-            "save_on_cpu, must not copy its tensors of whole numbers"
+            "tensors, such as save_on_cpu, must not copy its tensors of whole numbers"
         )
     if isinstance(thing, _Memory):
         return thing.content

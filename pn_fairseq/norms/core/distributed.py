@@ -33,7 +33,6 @@ def refuse_join() -> None:
     ):
         raise RuntimeError(
             "a norm with sync=True does not work under DistributedDataParallel.join, because a "
-            "rank whose data has "
-            "ended runs no forward: give join(throw_on_early_termination=True) or the norm "
-            "sync=False"
+            "rank whose data has ended runs no forward: give join(throw_on_early_termination=True) "
+            "or the norm sync=False"
         )

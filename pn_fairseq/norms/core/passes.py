@@ -50,8 +50,7 @@ def refuse_captured_recomputation(tensor: Tensor) -> None:
     if is_captured(tensor):
         raise RuntimeError(
             "a CUDA graph cannot hold the recomputation of a norm of pn_fairseq: leave out "
-            "activation checkpointing, "
-            "or do without CUDA graphs"
+            "activation checkpointing, or do without CUDA graphs"
         )
 
 

@@ -140,9 +140,8 @@ class StatefulNorm(ChannelNorm):
             raise RuntimeError(
                 f"{', '.join(missing)} of {name} never got values: the module is on the meta "
                 "device, or was when load_state_dict(assign=True) loaded a checkpoint without "
-                "them: "
-                'model.to_empty(device="cpu") before load_state_dict gives them their initial '
-                "values"
+                "them: model.to_empty(device='cpu') before load_state_dict gives them their "
+                "initial values"
             )
         if self._scratch["diagnostics"].device != self._buffers[COUNT].device:
             self._follow_buffers()  # from_pretrained of transformers gives a module other buffers

@@ -19,8 +19,8 @@ class WindowNorm(RunningNorm):
     checkpoints are taken row by row.
 
     A step is *early* while t <= ``window``, and before optimizer update number
-    ``psi_warmup_updates`` (without calls of
-    :meth:`set_num_updates` steps are counted). Early steps use their own statistics.
+    ``psi_warmup_updates`` (without calls of :meth:`set_num_updates` steps are counted). Early steps
+    use their own statistics.
 
     Args:
         window: steps in a ring buffer, the latest included.

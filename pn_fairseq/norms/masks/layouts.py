@@ -150,14 +150,12 @@ class Layout:
         if rows == batch * time:
             raise ValueError(
                 f"the order of its {rows} rows, the tokens of {batch} sequences, is not known; "
-                "give convert_norms "
-                "layout='BTC' or layout='TBC'"
+                "give convert_norms layout='BTC' or layout='TBC'"
             )
         raise ValueError(
             f"it has {rows} rows, neither all positions of {batch} sequences nor their "
-            f"{mask.real_tokens} real tokens, "
-            f"and {mask}; if no row is padding, run the model in `with padding(None, "
-            f"only={self.norm!r})`"
+            f"{mask.real_tokens} real tokens, and {mask}; if no row is padding, run the model in "
+            f"`with padding(None, only={self.norm!r})`"
         )
 
     def _does_not_fit(

@@ -3,9 +3,9 @@
 They fill the folders raw, tok, bpe and bin, which ``pn prepare CORPUS --help`` describes, with the
 same sentences, line by line, and write
   settings.txt  what it was made with, name=value, then the checksums of the text (settings.py)
-  counts.txt    name=value: SPLIT, the pairs in it; train.read and train.removed if there was
-  cleaning removed.tsv   (with cleaning) each removed pair: split, line in text/, reason, tokens of
-  both sides
+  counts.txt    name=value: SPLIT, the pairs in it; after a cleaning train.read and train.removed
+  removed.tsv   after a cleaning each removed pair: split, line in text/, reason, tokens of both
+                sides
 """
 
 from __future__ import annotations

@@ -66,6 +66,6 @@ def note_on(raw: Path, tok: Path, settings: Settings) -> str | None:
     )
     return (
         f"note: detokenization does not join {what} of {len(before)} lines of {raw.name} again, "
-        "nor would it in "
-        f"translations; line {number} becomes '{example[:80]}'. If the text matters, {advice}"
+        f"nor would it in translations; line {number} becomes '{example[:80]}'. If the text "
+        f"matters, {advice}"
     )
