@@ -92,7 +92,7 @@ class ProgressiveBatchNorm(MaskedBatchNorm):
         return ()
 
     def token_part(self, x: Tensor, state: dict[str, Tensor]) -> Tensor | None:
-        if not self.training or self.recalibrating or self.faded:
+        if not self.training or self.recalibration or self.faded:
             return None
         dtype = torch.promote_types(x.dtype, torch.float32)
         share = 1.0 - self.rest(state, dtype)

@@ -5,7 +5,6 @@ ranks.
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -51,47 +50,56 @@ def recalibrating(model: nn.Module) -> Iterator[list[RunningNorm]]:
         warnings.warn(f"recalibrating({type(model).__name__}) {text}", stacklevel=3)
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
-    means: list[dict[str, Tensor]] = [{} for _ in norms]
     try:
-        for norm, mean in zip(norms, means, strict=True):
-            norm.recalibrating = partial(_average_in, norm, mean)
+        for norm in norms:
+            norm.recalibration = Recalibration(norm)
             norm.train()
         yield norms
-        for norm, mean in zip(norms, means, strict=True):
-            if mean.pop(COUNT, 0) > 0:
-                norm.begin_epoch()
-                for name, value in mean.items():
-                    norm.get_buffer(name).copy_(value)
+        for norm in norms:
+            norm.recalibration.finish()
     finally:
         for norm in norms:
-            norm.recalibrating = False
+            norm.recalibration = None
         for module, training in modes:
             module.training = training
 
 
-def _average_in(
-    norm: RunningNorm, mean: dict[str, Tensor], x: Tensor, padding: Tensor | None
-) -> Tensor:
-    """y by the statistics of the batch, which enter their ``mean`` over the batches, by buffer
-    name.
-    """
-    batch = norm.batch_moments(Step(norm, {}, padding, x.detach(), None, None))
-    with torch.no_grad():
-        moment, center = norm.statistics_of(batch)
-        if norm.unbiased:
-            moment = moment * (batch.count / (batch.count - 1.0))
-        new = {norm.moment_name: moment.to(torch.float32)}
-        if norm.mean_name is not None:
-            new[norm.mean_name] = center.to(torch.float32)
-        finite = torch.stack([value.isfinite().all() for value in new.values()]).all()
-        enters = not norm.ignoring or norm.synchronises()
-        counted = (batch.count > 0) & finite & enters
-        mean[COUNT] = mean.get(COUNT, 0) + counted
-        for name, value in new.items():
-            old = mean.get(name, torch.zeros_like(value))
-            moved = old + (value - old) / mean[COUNT].clamp(min=1)
-            mean[name] = torch.where(counted, moved, old)
-    return norm.normalize_by(x, batch.mean, batch.moment)
+class Recalibration:
+    """The statistics of ``norm`` in a :func:`recalibrating` block: their mean over the batches."""
+
+    def __init__(self, norm: RunningNorm):
+        self.norm = norm
+        self.batches = torch.zeros_like(norm.get_buffer(COUNT))
+        #: Buffer name -> mean.
+        self.mean: dict[str, Tensor] = {}
+
+    def normalize(self, x: Tensor, padding: Tensor | None) -> Tensor:
+        """y by the statistics of the batch, which enter the mean."""
+        norm = self.norm
+        batch = norm.batch_moments(Step(norm, {}, padding, x.detach(), None, None))
+        with torch.no_grad():
+            moment, center = norm.statistics_of(batch)
+            if norm.unbiased:
+                moment = moment * (batch.count / (batch.count - 1.0))
+            new = {norm.moment_name: moment.to(torch.float32)}
+            if norm.mean_name is not None:
+                new[norm.mean_name] = center.to(torch.float32)
+            finite = torch.stack([value.isfinite().all() for value in new.values()]).all()
+            enters = not norm.ignoring or norm.synchronises()
+            counted = (batch.count > 0) & finite & enters
+            self.batches = self.batches + counted
+            for name, value in new.items():
+                old = self.mean.get(name, torch.zeros_like(value))
+                moved = old + (value - old) / self.batches.clamp(min=1)
+                self.mean[name] = torch.where(counted, moved, old)
+        return norm.normalize_by(x, batch.mean, batch.moment)
+
+    def finish(self) -> None:
+        """Give the mean to the norm, if a batch has entered it."""
+        if self.batches > 0:
+            self.norm.begin_epoch()
+            for name, value in self.mean.items():
+                self.norm.get_buffer(name).copy_(value)
 
 
 @torch.no_grad()

@@ -435,13 +435,13 @@ def test_recalibration_changes_the_evaluation_statistics_alone(running):
     modes = [module.training for module in model.modules()]
     with torch.no_grad(), recalibrating(model) as norms:
         assert norms == [model.first, model.second] == running_norms(model)
-        assert all(norm.training and norm.recalibrating for norm in norms)
+        assert all(norm.training and norm.recalibration for norm in norms)
         assert not model.dropout.training
         assert not model.training
         for x, mask in calibration_batches(3):
             model(to_tensor(x), to_mask(mask))
     assert [module.training for module in model.modules()] == modes
-    assert not any(norm.recalibrating for norm in norms)
+    assert not any(norm.recalibration for norm in norms)
     estimated = {model.first.mean_name, model.first.moment_name}
     for key, value in state_of(model).items():
         changed = not torch.equal(value, before[key])

@@ -109,8 +109,8 @@ class RunningNorm(StatefulNorm):
     #: False.
     folds = True
 
-    #: While set, it takes the place of a training step: :func:`pn_fairseq.norms.recalibrating`.
-    recalibrating = False
+    #: In a :func:`pn_fairseq.norms.recalibrating` block: what takes the place of a training step.
+    recalibration = None
 
     #: While set, :meth:`diagnostics` has something to report.
     collecting = False
@@ -201,8 +201,8 @@ class RunningNorm(StatefulNorm):
         None: nothing. ``x`` is the input of the norm: apply ``self.layer_scale``. ``state`` is what
         the forward read. The result has the shape and dtype of ``x``, is a function of each token
         by itself, and gets its gradients from autograd. It is called in training (after
-        :meth:`forward_pass`), in evaluation, and while :attr:`recalibrating`. Where it returns a
-        tensor in evaluation, :attr:`folds` must be False.
+        :meth:`forward_pass`), in evaluation, and while :attr:`recalibration` is set. Where it
+        returns a tensor in evaluation, :attr:`folds` must be False.
         """
         return None
 
@@ -307,8 +307,8 @@ class RunningNorm(StatefulNorm):
         if self.synchronises():
             refuse_join()
         padding = self._padding_of_step(x, padding_mask)
-        if self.recalibrating:
-            return self.recalibrating(x, padding), self._buffers
+        if self.recalibration is not None:
+            return self.recalibration.normalize(x, padding), self._buffers
         parameters = self.gain, self.bias, *self.further_parameters()
         if compiling:
             # With dynamic=True a number is an input of the graph. Met first inside the autograd
