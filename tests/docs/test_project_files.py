@@ -78,6 +78,18 @@ def test_changelog_is_short():
     assert len(read("CHANGELOG.md").split()) <= 1000
 
 
+@pytest.mark.parametrize(
+    "page",
+    [*PAGES, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs/results").rglob("*.md"))],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
+def test_lines_of_prose_have_at_most_100_columns(page):
+    """Tables, pictures, comments, which select runs, and code may be wider."""
+    prose = re.sub(r"(?ms)^ *```.*?^ *```", "", page.read_text("utf-8"))
+    lines = [line for line in prose.splitlines() if not line.lstrip().startswith(("|", "!", "<!"))]
+    assert [line for line in lines if len(line) > 100] == []
+
+
 def test_every_page_is_in_the_navigation():
     pages = {page.name for page in PAGES if page.parent != ROOT}
     assert {page for page in pages if f": {page}\n" not in read("mkdocs.yml")} == set()
