@@ -21,7 +21,7 @@ from pn_fairseq.pipeline import outdated, stamp
 from pn_fairseq.pipeline.evaluate_lm import Perplexity, read_perplexity, result_file
 from pn_fairseq.pipeline.generate import SEARCH
 from pn_fairseq.pipeline.runs import Run, check_run_folder, infer_languages
-from pn_fairseq.pipeline.training_log import Start, TrainingLog, read_log
+from pn_fairseq.pipeline.training_log import Start, TrainingLog
 from pn_fairseq.pipeline.translation_scores import Score, Scores, is_scored, low_bleu, read_scores
 from pn_fairseq.report import measures
 from pn_fairseq.report.measures import Value
@@ -35,17 +35,20 @@ class ReportedRun:
     name: str  # different from the names of all other runs of the report
     subset: str
     log: TrainingLog | None
-    from_checkpoints: bool  # fairseq-train wrote no log in JSON: the log is made from checkpoints
+    # the checkpoints that the log is made from, where fairseq-train wrote none in JSON
+    logged_by: list[Path]
     settings_by_name: dict[str, object]  # all settings by dotted name; empty: not known
     # the settings of the prepared data and the checksums of its files when the run was trained
     data_settings: dict[str, str] | None
     # the records of starts.jsonl, in order: ``world_size`` is the number of ranks, and each of the
     # ``machines`` has its number of ``ranks``
     starts: list[dict]
+    unreadable_starts: list[int] | None  # numbers of its lines; None: there is no starts.jsonl
     scores: Scores | None  # of a translation
     perplexity: Perplexity | None  # of a language model
     values: dict[str, Value]  # what the run is compared by, by the name of the measure
-    problems: list[str]  # what failed, is missing or is damaged, a sentence each
+    # why "log", "settings", "data", "result" or "measures" cannot be read
+    errors: dict[str, Exception]
 
     @property
     def path(self) -> Path:
@@ -123,7 +126,7 @@ class ReportedRun:
             return False
         if self.max_update:
             return self.log.updates < self.max_update
-        return not self.from_checkpoints
+        return not self.logged_by
 
     @property
     def known(self) -> bool:
@@ -181,6 +184,18 @@ class ReportedRun:
         if self.scores:
             return self.scores.by_metric.get(metric)
         return None
+
+    @cached_property
+    def problems(self) -> list[str]:
+        """What failed, is missing or is damaged, a sentence each."""
+        problems = []
+        if self.failed is not None:
+            problems.append(f"failed: {self.failed or '(the file is empty)'}")
+        if not self.known:
+            return [*problems, "never began: there is neither config.yaml nor train.log"]
+        if self.log is not None:
+            problems += _problems_of_training(self, self.log)
+        return problems + _problems_of_files(self) + _problems_of_results(self)
 
 
 def read_runs(paths: Sequence[Path], subset: str = "test") -> list[ReportedRun]:
@@ -240,48 +255,56 @@ def _check_that_it_is_a_run(path: Path) -> None:
 def read_run(path: Path, name: str, subset: str = "test") -> ReportedRun:
     """Read all files of a run."""
     folder = Run(path)
-    problems: list[str] = []
-    saved = _without_a_log(folder)
-    if saved:
-        log = _read_checkpoints(saved, problems)
-    else:
-        log = _read_log(folder, problems)
+    result = path / "generate" / subset
+    logged_by = _without_a_log(folder)
+    log = data_settings = scores = perplexity = None
+    settings: dict[str, object] = {}
+    values: list[Value] = []
+    errors: dict[str, Exception] = {}
+    try:
+        log = log_of_checkpoints(logged_by) if logged_by else folder.log
+    except UserError as error:
+        errors["log"] = error
     try:
         settings = folder.settings_by_name
     except UserError as error:
-        settings = {}
-        problems.append(f"no settings: {error}")
-    data_settings = _read_data_settings(folder, settings, problems)
-    starts = _read_starts(folder, problems)
-    scores = perplexity = None
-    if settings.get("task._name") == "language_modeling":
-        perplexity = _read_perplexity(folder, subset, problems)
-    else:
-        scores = _read_scores(folder, subset, settings, problems)
-        if settings:
-            decoded = _decoded_with(path / "generate" / subset)
-            settings = {name: decoded.get(name, value) for name, value in settings.items()}
-    run = ReportedRun(
+        errors["settings"] = error
+    try:
+        data_settings = _read_data_settings(folder, settings)
+    except (UserError, OSError, ValueError) as error:
+        errors["data"] = error
+    try:
+        if settings.get("task._name") == "language_modeling":
+            perplexity = read_perplexity(path, subset)
+            values += measures.of_perplexity(perplexity)
+        elif (result / "hyp.tok").is_file():
+            scores = _read_scores(path, subset)
+            values += measures.of_scores(scores)
+    except UserError as error:
+        errors["result"] = error
+    try:
+        values += measures.of_file(result)
+    except UserError as error:
+        errors["measures"] = error
+    starts, unreadable_starts = _read_starts(path / "starts.jsonl")
+    decoded_with = _decoded_with(result)
+    return ReportedRun(
         folder=folder,
         name=name,
         subset=subset,
         log=log,
-        from_checkpoints=bool(saved),
-        settings_by_name=settings,
+        logged_by=logged_by,
+        settings_by_name={
+            setting: decoded_with.get(setting, value) for setting, value in settings.items()
+        },
         data_settings=data_settings,
         starts=starts,
+        unreadable_starts=unreadable_starts,
         scores=scores,
         perplexity=perplexity,
-        values=_read_values(path / "generate" / subset, scores, perplexity, problems),
-        problems=problems,
+        values={value.measure.name: value for value in values},
+        errors=errors,
     )
-    if log:
-        problems[:0] = training_problems(run)
-    if not run.known:
-        problems[:] = ["never began: there is neither config.yaml nor train.log"]
-    if run.failed is not None:
-        problems.insert(0, f"failed: {run.failed or '(the file is empty)'}")
-    return run
 
 
 def _decoded_with(folder: Path) -> dict[str, object]:
@@ -296,60 +319,22 @@ def _without_a_log(folder: Run) -> list[Path]:
     """The checkpoints that fairseq-train saved, without averages, where it wrote no log in JSON;
     else none.
     """
-    if folder.ours:
+    log = folder.log
+    if folder.ours or (log and (log.train or log.valid)):
         return []
     name = re.compile(r"checkpoint(_last|_best|_?\d+(_\d+)?)\.pt")
     files = sorted(folder.checkpoints.glob("checkpoint*.pt"))
-    saved = [file for file in files if name.fullmatch(file.name)]
-    if saved and folder.log_file:
-        logged = read_log(folder.log_file)
-        if logged.train or logged.valid:
-            return []
-    return saved
+    return [file for file in files if name.fullmatch(file.name)]
 
 
-def _read_checkpoints(files: Sequence[Path], problems: list[str]) -> TrainingLog | None:
-    try:
-        log = log_of_checkpoints(files)
-    except UserError as error:
-        problems.append(f"no log, and a checkpoint cannot be read: {error}")
-        return None
-    problems.append(
-        f"there is no log in JSON: settings and losses are from {len(files)} checkpoints "
-        "(fairseq-train --log-file train.log --log-format json would record every step, speed and "
-        "time)"
-    )
-    return log
-
-
-def _read_log(folder: Run, problems: list[str]) -> TrainingLog | None:
-    log = folder.log
-    if log is None:
-        problems.append("not trained: there is no train.log")
-    elif log.unreadable:
-        if log.unreadable == 1:
-            lines = "1 line"
-        else:
-            lines = f"{log.unreadable} lines"
-        name = folder.log_file.name
-        problems.append(f"{lines} of {name} cannot be read (cut off?) and not shown here")
-    return log
-
-
-def _read_data_settings(
-    folder: Run, settings: dict[str, object], problems: list[str]
-) -> dict[str, str] | None:
-    try:
-        if folder.ours:
-            return read_settings(folder.path / "data.settings")
-        if not settings:
-            raise UserError(f"the settings of '{folder.path}' do not name its data")
-        if folder.data is not None:
-            return read_settings(folder.data / "settings.txt")
-        return _data_of_fairseq(folder, settings)
-    except (UserError, OSError, ValueError) as error:
-        problems.append(f"the data is not known, so the run is compared with no other: {error}")
-        return None
+def _read_data_settings(folder: Run, settings: dict[str, object]) -> dict[str, str]:
+    if folder.ours:
+        return read_settings(folder.path / "data.settings")
+    if not settings:
+        raise UserError(f"the settings of '{folder.path}' do not name its data")
+    if folder.data is not None:
+        return read_settings(folder.data / "settings.txt")
+    return _data_of_fairseq(folder, settings)
 
 
 def _data_of_fairseq(folder: Run, settings: dict[str, object]) -> dict[str, str]:
@@ -363,93 +348,34 @@ def _data_of_fairseq(folder: Run, settings: dict[str, object]) -> dict[str, str]
     return inferred | {name: value for name, value in given.items() if value is not None}
 
 
-def _read_starts(folder: Run, problems: list[str]) -> list[dict]:
+def _read_starts(file: Path) -> tuple[list[dict], list[int] | None]:
+    """The records, and the numbers of the lines that hold none; None without the file."""
     try:
-        text = (folder.path / "starts.jsonl").read_text("utf-8", errors="replace")
+        text = file.read_text("utf-8", errors="replace")
     except OSError:
-        if folder.ours:
-            problems.append("versions and hardware are not recorded: there is no starts.jsonl")
-        return []
+        return [], None
     records = []
+    unreadable = []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
         try:
             records.append(dict(json.loads(line)))
         except (ValueError, TypeError):
-            problems.append(f"line {number} of starts.jsonl cannot be read")
-    return records
+            unreadable.append(number)
+    return records, unreadable
 
 
-def _read_perplexity(folder: Run, subset: str, problems: list[str]) -> Perplexity | None:
-    result = result_file(folder.path, subset)
-    made = stamp.stamp_of(result)
-    problems += outdated.of_result(str(result.relative_to(folder.path)), made, folder.averaged)
-    try:
-        return read_perplexity(folder.path, subset)
-    except UserError as error:
-        problems.append(f"not measured: {error}")
-        return None
-
-
-def _read_scores(
-    folder: Run, subset: str, settings: dict[str, object], problems: list[str]
-) -> Scores | None:
-    result = Path("generate", subset)
-    if not (folder.path / result / "hyp.tok").is_file():
-        checkpoints = any(folder.checkpoints.glob("*.pt"))
-        lacking = "" if checkpoints else ", and there is no checkpoint"
-        problems.append(f"not decoded: there is no {result / 'hyp.tok'}{lacking}")
-        return None
-    averaged = outdated.number_averaged(folder.averaged)
-    wanted = settings.get("average_last")
-    if wanted and averaged and averaged < wanted:
-        problems.append(
-            f"averaged.pt is the average of {averaged}, not of average_last={wanted} checkpoints"
-        )
-    made = folder.path / result / "made.txt"
-    problems += outdated.of_result(str(result / "hyp.tok"), made, folder.averaged)
-    try:
-        scores = read_scores(folder.path / result)
-        if not is_scored(folder.path, subset):
-            raise UserError("scores.json belongs to other hypotheses (pn score writes it again)")
-    except UserError as error:
-        problems.append(f"not scored: {error}")
-        return None
-    problems.extend(scores.warnings)
-    warning = low_bleu(scores.by_metric["tokenized"].score)
-    if warning:
-        problems.append(f"tokenized {warning}")
+def _read_scores(run: Path, subset: str) -> Scores:
+    scores = read_scores(run / "generate" / subset)
+    if not is_scored(run, subset):
+        raise UserError("scores.json belongs to other hypotheses (pn score writes it again)")
     return scores
 
 
-def _read_values(
-    folder: Path, scores: Scores | None, perplexity: Perplexity | None, problems: list[str]
-) -> dict[str, Value]:
-    values: list[Value] = []
-    if scores:
-        values += measures.of_scores(scores)
-    if perplexity:
-        values += measures.of_perplexity(perplexity)
-    try:
-        others = measures.of_file(folder)
-    except UserError as error:
-        problems.append(f"its measures are not shown: {error}")
-        others = []
-    hypotheses = folder / "hyp.tok"
-    if others and hypotheses.is_file():
-        written = (folder / measures.FILE).stat().st_mtime
-        if written < hypotheses.stat().st_mtime:
-            problems.append(
-                f"{measures.FILE} is older than hyp.tok and may belong to other hypotheses"
-            )
-    return {value.measure.name: value for value in values + others}
-
-
-def training_problems(run: ReportedRun) -> list[str]:
+def _problems_of_training(run: ReportedRun, log: TrainingLog) -> list[str]:
     """What the log of a run says of its training."""
     problems = []
-    log = run.log
     if not run.trained:
         return ["not trained: train.log has no record"]
     done = f"update {log.updates:,}"
@@ -458,7 +384,7 @@ def training_problems(run: ReportedRun) -> list[str]:
     early = log.ended and run.max_update and log.updates < run.max_update
     if run.unfinished:
         problems.append(f"training not finished: {done} (interrupted, failed or still running)")
-    elif not log.ended and not run.from_checkpoints:
+    elif not log.ended and not run.logged_by:
         problems.append(f"training cut off, but at {done}")
     elif early and log.reason != "patience":
         reasons = {"stop_time_hours": "the time limit", "max_update": "an earlier max_update"}
@@ -475,6 +401,80 @@ def training_problems(run: ReportedRun) -> list[str]:
         problems.append(f"fairseq reports a NaN or an infinity in {log.faults} lines of the log")
     if not log.valid:
         problems.append("never validated")
+    return problems
+
+
+def _problems_of_files(run: ReportedRun) -> list[str]:
+    """What is missing or damaged of the files that the training wrote."""
+    problems = []
+    errors = run.errors
+    if "log" in errors:
+        problems.append(f"no log, and a checkpoint cannot be read: {errors['log']}")
+    elif run.logged_by:
+        problems.append(
+            f"there is no log in JSON: settings and losses are from {len(run.logged_by)} "
+            "checkpoints (fairseq-train --log-file train.log --log-format json would record every "
+            "step, speed and time)"
+        )
+    elif run.log is None:
+        problems.append("not trained: there is no train.log")
+    elif run.log.unreadable:
+        lines = "1 line" if run.log.unreadable == 1 else f"{run.log.unreadable} lines"
+        name = run.folder.log_file.name
+        problems.append(f"{lines} of {name} cannot be read (cut off?) and not shown here")
+    if "settings" in errors:
+        problems.append(f"no settings: {errors['settings']}")
+    if "data" in errors:
+        problems.append(
+            f"the data is not known, so the run is compared with no other: {errors['data']}"
+        )
+    if run.unreadable_starts is None and run.folder.ours:
+        problems.append("versions and hardware are not recorded: there is no starts.jsonl")
+    for number in run.unreadable_starts or []:
+        problems.append(f"line {number} of starts.jsonl cannot be read")
+    return problems
+
+
+def _problems_of_results(run: ReportedRun) -> list[str]:
+    """What is missing, damaged or outdated of what was made from the checkpoints."""
+    problems = []
+    errors = run.errors
+    averaged = run.folder.averaged
+    name = f"generate/{run.subset}/hyp.tok"
+    hypotheses = run.path / name
+    if run.language_model:
+        file = result_file(run.path, run.subset)
+        problems += outdated.of_result(
+            str(file.relative_to(run.path)), stamp.stamp_of(file), averaged
+        )
+    elif run.decoded is None:
+        lacking = "" if any(run.folder.checkpoints.glob("*.pt")) else ", and there is no checkpoint"
+        problems.append(f"not decoded: there is no {name}{lacking}")
+    else:
+        number = outdated.number_averaged(averaged)
+        wanted = run.get("average_last")
+        if wanted and number and number < wanted:
+            problems.append(
+                f"averaged.pt is the average of {number}, not of average_last={wanted} checkpoints"
+            )
+        problems += outdated.of_result(name, run.result / "made.txt", averaged)
+    if "result" in errors:
+        done = "measured" if run.language_model else "scored"
+        problems.append(f"not {done}: {errors['result']}")
+    if run.scores:
+        problems += run.scores.warnings
+        warning = low_bleu(run.scores.by_metric["tokenized"].score)
+        if warning:
+            problems.append(f"tokenized {warning}")
+    if "measures" in errors:
+        problems.append(f"its measures are not shown: {errors['measures']}")
+    others = run.values.keys() - measures.MEASURES.keys()
+    if others and hypotheses.is_file():
+        written = (run.result / measures.FILE).stat().st_mtime
+        if written < hypotheses.stat().st_mtime:
+            problems.append(
+                f"{measures.FILE} is older than hyp.tok and may belong to other hypotheses"
+            )
     return problems
 
 
