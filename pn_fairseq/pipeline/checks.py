@@ -33,7 +33,7 @@ from pn_fairseq.fairseq_patches.one_line_errors import check_criterion
 from pn_fairseq.models.from_checkpoint import load_weights
 from pn_fairseq.pipeline import stamp
 from pn_fairseq.pipeline.data.binarize import REMEDY, SPLITS, fault
-from pn_fairseq.pipeline.runs import Run, flat, load_config
+from pn_fairseq.pipeline.runs import Run, flat
 from pn_fairseq.pipeline.setting_roles import role_of
 from pn_fairseq.pipeline.training_settings import Batches, flags, one_value
 
@@ -321,7 +321,7 @@ def check_same_run(cfg: DictConfig, data: Path, run: Path) -> None:
             f"'{run}' was started with different data than '{data}' (compare {kept}); use another "
             "--run"
         )
-    before = flat(OmegaConf.to_container(load_config(run / "config.yaml")))
+    before = Run(run).settings_by_name
     now = flat(OmegaConf.to_container(cfg))
     changed = []
     for key in sorted({*before, *now}, key=lambda key: (not key.startswith("model."), key)):

@@ -1,7 +1,8 @@
 """What each setting of a training run is to the run: the only place that says it.
 
-``pn train`` asks whether a setting may change when a run is resumed, ``pn report`` whether two runs
-with other values are two systems, and which settings its tables show.
+``pn train`` asks which settings may change when a run is resumed, which of them are limits or of
+decoding; ``pn report`` whether two runs with other values are two systems, and which settings its
+tables show.
 """
 
 from __future__ import annotations
@@ -18,12 +19,20 @@ class Role(NamedTuple):
     identity: bool  # runs with other values are runs of another system
     may_change: bool  # when a run is resumed
     shown: bool = True  # in reports, where runs differ
+    main: bool = False  # in reports also where runs do not differ: one asks for it first
+    of_norms: bool = False  # systems with other norms may differ in it
+    limit: bool = False
+    decoding: bool = False
 
 
 #: Decides the weights.
 WEIGHTS = Role(identity=True, may_change=False)
-#: When to stop, what to save and validate, how to decode.
+#: What to save and validate.
 RESULT = Role(identity=True, may_change=True)
+#: When a run is finished.
+LIMIT = RESULT._replace(limit=True)
+#: What pn average and pn generate read.
+DECODING = RESULT._replace(decoding=True)
 #: How a run is logged and distributed. What the distribution means for the result is in
 #: ``tokens_per_update``, which stays the same on any number of ranks.
 RUNNING = Role(identity=False, may_change=True)
@@ -32,7 +41,8 @@ STARTED = Role(identity=False, may_change=False)
 #: Where things are.
 PLACE = Role(identity=False, may_change=True, shown=False)
 
-#: Role -> patterns of dotted names; the first that matches counts.
+#: Role -> patterns of dotted names, and of what a report computes of them; the first that matches
+#: counts. Each flag of this project's models is named.
 ROLES: Mapping[Role, tuple[str, ...]] = {
     PLACE: (
         r"task\.data",
@@ -40,60 +50,79 @@ ROLES: Mapping[Role, tuple[str, ...]] = {
         r"common\.(log_file|tensorboard_logdir|user_dir|plasma_path)",
         r"model\.norm_probe",
     ),
+    RUNNING._replace(main=True): (
+        r"dataset\.max_tokens",
+        r"model\.norm_(stats_interval|probe_(interval|layers))",
+    ),
     RUNNING: (
         r"(distributed_training|bmuf)\..*",
         r"common\.(log_interval|log_format|cpu|no_progress_bar|all_gather_list_size)",
-        r"dataset\.(num_workers|data_buffer_size|max_tokens(_valid)?|batch_size_valid)",
+        r"dataset\.(num_workers|data_buffer_size|(max_tokens|batch_size)_valid)",
         r"optimization\.update_freq",
-        r"model\.norm_(stats_interval|probe_(interval|layers))",
     ),
-    STARTED: (r"dataset\.batch_size", r"model\.compile_layers"),
+    STARTED._replace(main=True): (r"model\.compile_layers",),
+    STARTED: (r"dataset\.batch_size",),
+    LIMIT._replace(main=True): (r"optimization\.max_(update|epoch)", r"checkpoint\.patience"),
+    LIMIT: (r"optimization\.stop_time_hours",),
+    DECODING._replace(main=True): (r"average_last", r"generation\.(beam|lenpen)"),
+    DECODING: (r"generation(\..*)?",),
+    RESULT._replace(main=True, of_norms=True): (r"model\.norm_module",),
+    RESULT._replace(main=True): (
+        r"checkpoint\.(keep_last_epochs|(keep|save)_interval_updates)",
+        r"dataset\.validate_interval_updates",
+        r"scoring\._name",
+    ),
     RESULT: (
-        r"(generation|common_eval|eval_lm|interactive|scoring)(\..*)?",
-        r"average_last",
-        r"optimization\.(max_update|max_epoch|stop_time_hours)",
-        r"checkpoint\.(patience|(save|keep|maximize|best)_.*|no_(epoch|last|save).*)",
+        r"(common_eval|eval_lm|interactive|scoring)(\..*)?",
+        r"checkpoint\.((save|keep|maximize|best)_.*|no_(epoch|last|save).*)",
         r"checkpoint\.write_checkpoints_asynchronously",
         r"common\.((wandb|aim)_.*|azureml_logging|fp16_no_flatten_grads)",
         r"dataset\.(max_valid_steps|(validate|fixed_validation|disable_validation).*)",
-        r"model\.norm_module",
+    ),
+    WEIGHTS._replace(main=True, of_norms=True): (
+        r"encoder norm",
+        r"model\.(encoder|decoder)_norm(_last|_placement|alize_before)?",
+        r"model\.(norm_(variant|eps|alpha_fwd|alpha_bwd|sync|ignore_mask)|norms_folded)",
+        r"model\.(norm_options(\..*)?|layer_scale_groups)",
+    ),
+    WEIGHTS._replace(main=True): (
+        r".*\._name|size|tokens_per_update|sentences per update",
+        r"model\.(qk_norm|decoder_final_norm|post_norm|convert_norms|no_average_norm_stats)",
+        r"model\.(psi_warmup_updates|attention_init|init_seed|tensorized_unmasked)",
+        r"model\.(cores|core_rank|core_softmax)",
+        r"(model|criterion|optimizer|lr_scheduler)\..*",
+        r"optimization\.(lr|clip_norm|stop_min_lr)",
+        r"dataset\.required_batch_size_multiple",
+        r"common\.(seed|fp16|bf16|amp|memory_efficient_fp16)",
     ),
     WEIGHTS: (
-        r"_name|bpe|tokenizer|tokens_per_update",
-        r"(model|criterion|optimizer|lr_scheduler|task|ema)\..*",
-        r"optimization\.(_name|lr|clip_norm|sentence_avg|stop_min_lr|use_bmuf|debug_param_names)",
-        r"optimization\.skip_remainder_batch",
-        r"dataset\.(_name|dataset_impl|curriculum|train_subset|valid_subset|gen_subset)",
+        r"_name|bpe|tokenizer",
+        r"(task|ema)\..*",
+        r"optimization\.(sentence_avg|use_bmuf|debug_param_names|skip_remainder_batch)",
+        r"dataset\.(dataset_impl|curriculum|train_subset|valid_subset|gen_subset)",
         r"dataset\.(combine_valid_subsets|ignore_unused_valid_subsets|grouped_shuffling)",
         r"dataset\.(num_shards|shard_id|required_.*|skip_.*|update_.*)",
-        r"checkpoint\.(_name|checkpoint_.*|continue_once|finetune_from_model|reset_.*)",
+        r"checkpoint\.(checkpoint_.*|continue_once|finetune_from_model|reset_.*)",
         r"checkpoint\.(load_.*|model_parallel_size|optimizer_overrides|restore_file)",
-        r"common\.(_name|seed|profile|reset_logging|suppress_crashes|quantization_config_path)",
-        r"common\.(tpu|amp.*|bf16|fp16.*|memory_efficient_.*|.*_loss_scale|use_plasma_view)",
+        r"common\.(profile|reset_logging|suppress_crashes|quantization_config_path)",
+        r"common\.(tpu|amp.*|fp16.*|memory_efficient_.*|.*_loss_scale|use_plasma_view)",
         r"common\.(empty_cache_freq|model_parallel_size|on_cpu_convert_precision)",
     ),
 }
 
-#: The settings that one asks for first, with what a report computes of them; a report shows the
-#: others where runs differ.
-MAIN = (
-    r".*\._name|encoder norm|size|average_last|tokens_per_update|sentences per update",
-    r"(model|criterion|optimizer|lr_scheduler)\..*",
-    r"optimization\.(max_update|max_epoch|lr|stop_min_lr|clip_norm)",
-    r"dataset\.(max_tokens|required_batch_size_multiple|validate_interval_updates)",
-    r"checkpoint\.(keep_last_epochs|keep_interval_updates|save_interval_updates|patience)",
-    r"common\.(seed|fp16|bf16|amp|memory_efficient_fp16)|generation\.(beam|lenpen)",
-)
-
-
-def _matches(name: str, patterns: tuple[str, ...]) -> bool:
-    return any(re.fullmatch(pattern, name) for pattern in patterns)
+#: Copies that hydra makes of a setting under another name, which a report does not show beside it;
+#: the last one in the task language_modeling.
+COPIES = {
+    "optimizer.lr": "optimization.lr",
+    "lr_scheduler.lr": "optimization.lr",
+    "task.seed": "common.seed",
+}
 
 
 def listed_role(name: str) -> Role | None:
     """The role of a setting in :data:`ROLES`; None if it has none."""
     for role, patterns in ROLES.items():
-        if _matches(name, patterns):
+        if any(re.fullmatch(pattern, name) for pattern in patterns):
             return role
     return None
 
@@ -104,9 +133,3 @@ def role_of(name: str) -> Role:
     fairseq, decides the weights.
     """
     return listed_role(name) or WEIGHTS
-
-
-@functools.cache
-def is_main(name: str) -> bool:
-    """Whether a report always shows a setting."""
-    return _matches(name, MAIN)

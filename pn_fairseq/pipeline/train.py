@@ -44,6 +44,7 @@ from pn_fairseq.pipeline.data.settings import check_not_inside, check_prepared, 
 from pn_fairseq.pipeline.launch import RESUME, RankLayout, TrainingFailed, find_layout, torchrun
 from pn_fairseq.pipeline.machine import describe, own_cores
 from pn_fairseq.pipeline.runs import Run, flat, load_config
+from pn_fairseq.pipeline.setting_roles import role_of
 
 EPILOG = """\
 settings (key=value, in hydra's syntax):
@@ -64,13 +65,6 @@ If one rank fails, all stop, and the exit code is not 0. Several machines, and S
 docs/several_gpus.md.
 """
 
-#: Limits that decide whether a run is finished.
-LIMITS = (
-    "optimization.max_update",
-    "optimization.max_epoch",
-    "optimization.stop_time_hours",
-    "checkpoint.patience",
-)
 #: Seconds between two lines of progress where the output is not a terminal.
 LOG_SECONDS = 30
 
@@ -283,7 +277,8 @@ def goal(cfg, data: Path) -> dict[str, str]:
     """
     from omegaconf import OmegaConf
 
-    limits = {key: OmegaConf.select(cfg, key) for key in LIMITS}
+    settings = flat(OmegaConf.to_container(cfg))
+    limits = {key: value for key, value in settings.items() if role_of(key).limit}
     return stamp.made_from(limits, {"data": [data / "settings.txt"]})
 
 
@@ -323,11 +318,10 @@ def changed_decoding(cfg, run: Path) -> dict[str, object]:
     """
     from omegaconf import OmegaConf
 
-    before = flat(OmegaConf.to_container(load_config(run / "config.yaml")))
+    before = Run(run).settings_by_name
     changed = {}
     for key, value in flat(OmegaConf.to_container(cfg)).items():
-        of_decoding = key.startswith("generation.") or key == "average_last"
-        if of_decoding and before.get(key) != value:
+        if role_of(key).decoding and before.get(key) != value:
             changed[key] = value
     return changed
 

@@ -17,24 +17,13 @@ from pn_fairseq.common.command import UserError
 from pn_fairseq.common.files import read_settings
 from pn_fairseq.pipeline.metrics import METRICS, Measure
 from pn_fairseq.pipeline.runs import parts_of
-from pn_fairseq.pipeline.setting_roles import role_of
+from pn_fairseq.pipeline.setting_roles import COPIES, role_of
 from pn_fairseq.report.measures import LM_MEASURES, measures_of
 from pn_fairseq.report.runs import ReportedRun
-
-#: Options of norms.
-_OF_A_NORM = re.compile(r"model\.(norm_|(encoder_|decoder_)?(norm|layer_scale))")
 
 #: The size of a mini-batch, a setting of norms with statistics of the batch; of others it is how a
 #: run is distributed.
 _BATCH = ("dataset.max_tokens", "dataset.batch_size")
-
-#: Copies that hydra makes of a setting under another name; the last one in the task
-#: language_modeling.
-_COPIES = {
-    "optimizer.lr": "optimization.lr",
-    "lr_scheduler.lr": "optimization.lr",
-    "task.seed": "common.seed",
-}
 
 NORM = "encoder norm"
 SIZE = "size"
@@ -108,7 +97,7 @@ def comparable(run: ReportedRun) -> Settings:
     their own.
     """
     left_out = {"model._name", LM_NORM if run.language_model else "model.encoder_norm"}
-    left_out |= {copy for copy, name in _COPIES.items() if run.get(copy) == run.get(name)}
+    left_out |= {copy for copy, name in COPIES.items() if run.get(copy) == run.get(name)}
     norm, size = norm_and_size(run)
     settings = {NORM: norm, SIZE: size, **_batch(run), **run.settings_by_name}
     # A setting that is null and one that is not there mean the same: the default.
@@ -220,7 +209,7 @@ class CorpusRuns:
         for name in differing([own, other]):
             # The size of a mini-batch is a setting of systems with batch statistics only.
             of_one = name in _BATCH and not (name in own and name in other)
-            if name != NORM and not _OF_A_NORM.match(name) and not of_one:
+            if not role_of(name).of_norms and not of_one:
                 names.append(_short(name))
         return names
 

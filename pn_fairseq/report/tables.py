@@ -19,7 +19,7 @@ import pandas
 
 from pn_fairseq.common.command import say
 from pn_fairseq.pipeline.published import Row
-from pn_fairseq.pipeline.setting_roles import is_main
+from pn_fairseq.pipeline.setting_roles import role_of
 from pn_fairseq.pipeline.training_log import TrainingLog
 from pn_fairseq.report.intervals import signed
 from pn_fairseq.report.markdown import Markdown, code, missing
@@ -348,7 +348,7 @@ def settings_tables(corpus: CorpusRuns) -> dict:
     for name, value in values.loc[:, same].iloc[0].items():
         # fairseq's ways to say "not": false, -1, no text; and 0 as a limit.
         off = value in ("False", "-1", '""') or (value == "0" and "max_" in name)
-        if is_main(name) and not off:
+        if role_of(name).main and not off:
             main[name] = value
     return {
         "differing": differing.T.rename(index=code).rename_axis("setting").reset_index(),
