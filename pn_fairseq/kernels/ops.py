@@ -65,7 +65,7 @@ def _operator(function: Callable, *state: str) -> Callable:
     OPERATORS[name] = function
     arguments = operator._schema.arguments
     ARGUMENTS[name] = [argument.name for argument in arguments]
-    NUMBERS[name] = [each.name for each in arguments if "Tensor" not in str(each.type)]
+    NUMBERS[name] = [each.name.upper() for each in arguments if "Tensor" not in str(each.type)]
     CHANGED[name] = tuple(ARGUMENTS[name].index(argument) for argument in state)
     return operator
 

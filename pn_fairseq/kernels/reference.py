@@ -264,18 +264,6 @@ def _gradient_sums(dy, centered, padding, corrected, weight, moment, loss_scale,
     return parameters, products if loss_scale is None else products / loss_scale.to(dy.dtype)
 
 
-def _correction(
-    vector: Tensor, count: Maybe, loss_scale: Maybe, factors: Maybe, dtype: torch.dtype
-) -> Tensor:
-    """What ``nu`` or ``offset`` of :func:`gradient` adds to dh; times D for ``nu``."""
-    vector = -vector.to(dtype)
-    if count is not None:
-        vector = vector / count.clamp(min=1.0)
-    if loss_scale is not None:
-        vector = vector * loss_scale.to(dtype)
-    return _affine(vector, factors)
-
-
 def gradient(
     dy: Tensor,
     x: Tensor,
@@ -307,8 +295,11 @@ def gradient(
     correction = None
     if corrected:
         factors = _factors(None, moment, eps, dtype)
-        slope = _affine(_correction(nu, count, loss_scale, factors, dtype), factors)
-        shift = None if offset is None else _correction(offset, count, loss_scale, factors, dtype)
+        share = -1.0 if count is None else -1.0 / count.clamp(min=1.0)
+        if loss_scale is not None:
+            share = share * loss_scale.to(dtype)
+        slope = _affine(_affine(nu.to(dtype) * share, factors), factors)
+        shift = None if offset is None else _affine(offset.to(dtype) * share, factors)
         no_longer_needed = None if mean is None or sums else centered
         correction = _affine(centered, slope, shift, out=no_longer_needed)
         correction = _only(correction, _real(padding), in_place=True)
@@ -325,17 +316,7 @@ def gradient(
     return dx, *_gradient_sums(dy, centered, padding, corrected, weight, moment, loss_scale, eps)
 
 
-def share_of_batch(num_batches: Tensor, warmup: int, alpha: float, dtype: torch.dtype) -> Tensor:
-    """Weight w of a batch in a running statistic, s <- s + w (s_B - s); ``num_batches`` are in it
-    already (0-d).
-
-    1 / (num_batches + 1) while ``num_batches < warmup``, which gives the mean of the batches; then
-    1 - alpha, which gives an exponential average.
-    """
-    return torch.where(num_batches < warmup, 1.0 / (num_batches + 1).to(dtype), 1.0 - alpha)
-
-
-def _enters(
+def enters(
     running: Tensor, diagnostics: Maybe, batch: Tensor, count: Tensor, *others: Tensor
 ) -> Tensor:
     """Whether a batch counts, 0-d: it has a token, and all its numbers, ``others`` among them, are
@@ -353,12 +334,12 @@ def _enters(
     return counted
 
 
-def _move(state: Tensor, after: Tensor, counted: Tensor) -> None:
+def move(state: Tensor, after: Tensor, counted: Tensor) -> None:
     state.copy_(torch.where(counted, after.to(state.dtype), state))
 
 
 def _average(running: Tensor, batch: Tensor, share: float | Tensor, counted: Tensor) -> None:
-    _move(running, running + share * (batch - running), counted)
+    move(running, running + share * (batch - running), counted)
 
 
 def running_average_(
@@ -389,7 +370,7 @@ def running_average_(
     if unbiased:
         batch_moment = batch_moment * (count / (count - 1.0))
     of_batch = (products,) if mean is None else (products, batch_mean)
-    counted = _enters(moment, diagnostics, batch_moment, count, *of_batch)
+    counted = enters(moment, diagnostics, batch_moment, count, *of_batch)
     _average(moment, batch_moment, 1.0 - alpha, counted)
     if mean is not None:
         _average(mean, batch_mean, 1.0 - alpha, counted)
@@ -419,16 +400,18 @@ def power_update_(
     is the psi^2 in D, and ``products`` (2, C) are the sums over M of dx_hat * x_hat and of dx_hat.
     """
     gamma = batch_psi2 / (used_psi2.to(batch_psi2.dtype) + eps)
-    counted = _enters(psi2, diagnostics, batch_psi2, count, products, gamma)
+    counted = enters(psi2, diagnostics, batch_psi2, count, products, gamma)
     if diagnostics is not None:
         diagnostics[1].add_(((1.0 - alpha_bwd) * gamma > 1.0).any() & counted)
         diagnostics[3].copy_(gamma.max())
-    share = share_of_batch(num_batches, warmup, alpha_fwd, batch_psi2.dtype)
+    # the mean of the batches, then an exponential average
+    cumulative = 1.0 / (num_batches + 1).to(batch_psi2.dtype)
+    share = torch.where(num_batches < warmup, cumulative, 1.0 - alpha_fwd)
     _average(psi2, batch_psi2, share, counted)
     if has_gradient:
         lambda_ = products[0] / count.clamp(min=1.0)
         kept = (1.0 - (1.0 - alpha_bwd) * gamma).clamp(min=0.0)
-        _move(nu, nu * kept + (1.0 - alpha_bwd) * lambda_, counted)
+        move(nu, nu * kept + (1.0 - alpha_bwd) * lambda_, counted)
     num_batches.add_(counted)
 
 
@@ -625,15 +608,15 @@ def window_update_(
     if nu is not None:
         moved = alpha_bwd * seen_nu.to(own.dtype) + (1.0 - alpha_bwd) * average
         correction = torch.where(skip, own, moved)
-    counted = _enters(running_psi2, diagnostics, batch_psi2, count, psi2, products, average)
+    counted = enters(running_psi2, diagnostics, batch_psi2, count, psi2, products, average)
     row_moves = _next_row(psi2_window, num_batches) & counted
-    _move(psi2_window, torch.where(skip, running_psi2.to(own.dtype), batch_psi2), row_moves)
+    move(psi2_window, torch.where(skip, running_psi2.to(own.dtype), batch_psi2), row_moves)
     _average(running_psi2, psi2, 1.0 - alpha_fwd, counted)
     if has_gradient:
         entering = own if nu is None else torch.where(skip, nu.to(own.dtype), own)
-        _move(lambda_window, entering, row_moves)
+        move(lambda_window, entering, row_moves)
         if nu is not None:
-            _move(nu, alpha_bwd * nu + (1.0 - alpha_bwd) * average, counted)
+            move(nu, alpha_bwd * nu + (1.0 - alpha_bwd) * average, counted)
     num_batches.add_(counted)
     return correction
 

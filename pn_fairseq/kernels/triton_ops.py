@@ -11,7 +11,7 @@ With ``TRITON_INTERPRET=1`` in the environment before triton is imported, the sa
 on the CPU, slowly: tests do that.
 """
 
-from functools import cache, lru_cache, wraps
+from functools import lru_cache, wraps
 
 import torch
 import triton
@@ -301,14 +301,8 @@ def _like(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-@cache
-def _numbers_of(name: str) -> list[str]:
-    """The arguments of an operator that are numbers, as its kernel names them; they come last."""
-    return [number.upper() for number in NUMBERS[name]]
-
-
 def _flags(name: str, numbers) -> dict:
-    return dict(zip(_numbers_of(name), numbers, strict=False))
+    return dict(zip(NUMBERS[name], numbers, strict=False))
 
 
 def _forward(x, y, padding, inv_rms, vectors, groups, eps, slots):
@@ -447,7 +441,7 @@ def _on_state(name: str, arguments, *results: Tensor, **window: int) -> None:
     """Launch the kernel of an operator on the state; ``window``: the rows ``M`` of its ring
     buffers.
     """
-    names = _numbers_of(name)
+    names = NUMBERS[name]
     tensors = arguments[: -len(names)]
     numbers = arguments[-len(names) :]
     channels = tensors[0].size(-1)

@@ -49,10 +49,13 @@ class BatchStatsNorm(RunningNorm):
             step.batch = Moments(mean if centered else None, moment, count, reduced=True)
             return y
         batch = self.batch_moments(step)
-        weight, bias = self.effective_affine(
-            step.weight, step.bias, step.further, batch.mean, batch.moment
+        return step.normalize(batch.moment, batch.mean, *self.training_affine(step))
+
+    def training_affine(self, step: Step) -> tuple[Tensor | None, Tensor | None]:
+        """What :meth:`effective_affine` is in evaluation."""
+        return self.effective_affine(
+            step.weight, step.bias, step.further, step.batch.mean, step.batch.moment
         )
-        return step.normalize(batch.moment, batch.mean, weight, bias)
 
     def backward_pass(self, step: Step) -> tuple[Tensor, Tensor]:
         if self.whole_step is None or self.synchronises():
@@ -83,23 +86,25 @@ class BatchStatsNorm(RunningNorm):
             step.mark_taken_in()
         return gradients
 
-    def exact_gradient(self, step: Step, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def exact_gradient(
+        self, step: Step, weight: Tensor | None = None, total: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """dx and the sums over tokens of dy x_hat and of dy, (2, C), for y = weight x_hat +
-        bias.
+        bias. ``total``: the factor of dy in dx, if it is another one.
         """
         batch = step.batch
         parameters, products = step.gradient_sums(batch.moment, batch.mean, weight)
         nu, offset = self.corrections(step, products)
         offset = None if batch.mean is None else offset
-        dx, _ = step.gradient(batch.moment, batch.mean, nu, offset, weight, batch.count)
+        total = weight if total is None else total
+        dx, _ = step.gradient(batch.moment, batch.mean, nu, offset, total, batch.count)
         return dx, parameters
 
     def corrections(self, step: Step, products: Tensor) -> tuple[Tensor, Tensor]:
         """What multiplies x_hat and 1 in the gradient through the statistics, times N:
         ``products``.
         """
-        nu, offset = products.unbind()
-        return nu, offset
+        return products.unbind()
 
 
 class MaskedBatchNorm(BatchStatsNorm):

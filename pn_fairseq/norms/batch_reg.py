@@ -75,31 +75,27 @@ class RegularizedBatchNorm(MaskedBatchNorm):
         # offset) / N) / D.
         if step.ignored:
             return super().corrections(step, products)
-        by_mean, by_sigma = self.penalty_gradient(step)
+        gap_mean = self.gap_mean(step)
+        _, by_sigma = self.penalty_of_sigma(step)
         sigma = (step.batch.moment + self.eps).sqrt()
-        nu, offset = (products - torch.stack([sigma * by_sigma, sigma * by_mean])).unbind()
-        return nu, offset
+        by_mean = 2 * self.lambda_mean * gap_mean
+        return (products - sigma * torch.stack([by_sigma, by_mean])).unbind()
 
-    def penalty_gradient(self, step: Step) -> tuple[Tensor, Tensor]:
-        r"""The derivatives of P by :math:`\mu_B` and :math:`\sigma_B`, (C,)."""
-        gap_mean, gap_sigma = self._gaps(step)
-        return 2 * self.lambda_mean * gap_mean, 2 * self.lambda_var * gap_sigma
+    def gap_mean(self, step: Step) -> Tensor:
+        r""":math:`\mu_B - \mu`, (C,)."""
+        return step.batch.mean - step.state["running_mean"]
 
-    def _gaps(self, step: Step) -> tuple[Tensor, Tensor]:
-        batch = step.batch
-        sigma = (step.state["running_var"].to(batch.moment.dtype) + self.eps).sqrt()
-        return batch.mean - step.state["running_mean"], (batch.moment + self.eps).sqrt() - sigma
-
-    def penalty(self, step: Step) -> Tensor:
-        """P, 0-d."""
-        gap_mean, gap_sigma = self._gaps(step)
-        return (
-            self.lambda_mean * gap_mean.square().sum() + self.lambda_var * gap_sigma.square().sum()
-        )
+    def penalty_of_sigma(self, step: Step) -> tuple[Tensor, Tensor]:
+        r"""The second part of P, (C,), and its derivative by :math:`\sigma_B`."""
+        moment = step.batch.moment
+        sigma = (step.state["running_var"].to(moment.dtype) + self.eps).sqrt()
+        gap = (moment + self.eps).sqrt() - sigma
+        return self.lambda_var * gap.square(), 2 * self.lambda_var * gap
 
     def update(self, step: Step, state: dict[str, Tensor]) -> None:
         if self.collecting:
-            self.note("penalty", self.penalty(step))
+            of_mean = self.lambda_mean * self.gap_mean(step).square()
+            self.note("penalty", (of_mean + self.penalty_of_sigma(step)[0]).sum())
         super().update(step, state)
 
 
@@ -141,21 +137,13 @@ class RegularizedBatchNormRelease(RegularizedBatchNorm):
         nu, offset = super().corrections(step, products)
         return torch.where(step.variance > self.eps, nu, 0.0), offset  # below, D is a constant
 
-    def _gaps(self, step: Step) -> tuple[Tensor, Tensor]:
-        batch = step.batch
-        state = step.state
-        gap_mean = batch.mean - state["running_mean"]
-        gap_var = batch.moment + self.eps - state["running_var"]
-        return self.alpha_fwd * gap_mean, self.alpha_fwd * gap_var  # (b)
+    def gap_mean(self, step: Step) -> Tensor:
+        return self.alpha_fwd * super().gap_mean(step)  # (b)
 
-    def penalty_gradient(self, step: Step) -> tuple[Tensor, Tensor]:
-        gap_mean, gap_var = self._gaps(step)
-        sigma = (step.batch.moment + self.eps).sqrt()
-        return 2 * self.lambda_mean * gap_mean, 2 * self.lambda_var * gap_var.sign() * sigma  # (a)
-
-    def penalty(self, step: Step) -> Tensor:
-        gap_mean, gap_var = self._gaps(step)
-        return self.lambda_mean * gap_mean.square().sum() + self.lambda_var * gap_var.abs().sum()
+    def penalty_of_sigma(self, step: Step) -> tuple[Tensor, Tensor]:
+        var = step.batch.moment + self.eps
+        gap = self.alpha_fwd * (var - step.state["running_var"])  # (b)
+        return self.lambda_var * gap.abs(), 2 * self.lambda_var * gap.sign() * var.sqrt()  # (a)
 
     def statistics_of(self, batch: Moments) -> tuple[Tensor, Tensor]:
         return batch.moment + self.eps, batch.mean  # clamped

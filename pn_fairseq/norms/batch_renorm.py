@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
-from pn_fairseq.norms.batch import BatchStatsNorm
+from pn_fairseq.norms.batch import MaskedBatchNorm
 from pn_fairseq.norms.core.base import COUNT
 from pn_fairseq.norms.core.checks import check_real, check_whole
 from pn_fairseq.norms.core.step import Step
 
 
-class BatchRenorm(BatchStatsNorm):
+class BatchRenorm(MaskedBatchNorm):
     r"""Batch renormalization, BRN (Ioffe 2017, "Batch Renormalization", Algorithm 1).
 
     Training, per channel, with the moments of the N real tokens M of the batch and
@@ -43,8 +43,7 @@ class BatchRenorm(BatchStatsNorm):
     the (biased) variances of the batches.
     """
 
-    moment_name = "running_var"
-    mean_name = "running_mean"
+    unbiased = False
     follows_updates = True
     reads = ("running_mean", "running_var", COUNT)
     keeps = ("sigma", "r", "d")  # sigma_B, r and d of the batch
@@ -63,8 +62,6 @@ class BatchRenorm(BatchStatsNorm):
         self.renorm_updates = check_whole("renorm_updates", renorm_updates, minimum=0)
         self.renorm_r_max = check_real("renorm_r_max", renorm_r_max, minimum=1)
         self.renorm_d_max = check_real("renorm_d_max", renorm_d_max, minimum=0)
-        self.add_state("running_mean", 0.0)
-        self.add_state("running_var", 1.0)
 
     def limits(self, step: Step) -> tuple[Tensor, Tensor]:
         """r_max and d_max, 0-d."""
@@ -76,25 +73,21 @@ class BatchRenorm(BatchStatsNorm):
             since * (d_max / (4 / 8))
         ).clamp(0, d_max)
 
-    def forward_pass(self, step: Step) -> Tensor:
-        batch = step.moments(centered=True)
+    def training_affine(self, step: Step) -> tuple[Tensor, Tensor]:
+        batch = step.batch
         r_max, d_max = self.limits(step)
         sigma = (step.state["running_var"].to(batch.moment.dtype) + self.eps).sqrt()
         step.sigma = (batch.moment + self.eps).sqrt()
         step.r = (step.sigma / sigma).clamp(1 / r_max, r_max)
         step.d = ((batch.mean - step.state["running_mean"]) / sigma).clamp(-d_max, d_max)
-        if step.weight is None:
-            return step.normalize(batch.moment, batch.mean, step.r, step.d)
-        weight = step.r * step.weight
-        bias = torch.addcmul(step.bias, step.d, step.weight)
-        return step.normalize(batch.moment, batch.mean, weight, bias)
+        weight = step.times_weight(step.r)
+        bias = step.times_weight(step.d)
+        if step.bias is not None:
+            bias = step.bias + bias
+        return weight, bias
 
     def backward_pass(self, step: Step) -> tuple[Tensor, Tensor]:
-        if step.weight is None:
-            weight = step.r
-        else:
-            weight = step.r * step.weight
-        dx, (products, sums) = self.exact_gradient(step, weight)
+        dx, (products, sums) = self.exact_gradient(step, step.times_weight(step.r))
         return dx, torch.stack([step.r * products + step.d * sums, sums])
 
     def update(self, step: Step, state: dict[str, Tensor]) -> None:

@@ -28,12 +28,23 @@ def folded_linear(norm: RunningNorm, weight: Tensor, bias: Tensor | None) -> tup
     Returns:
         Both in float64, for all types of the arguments.
     """
-    scale, shift = norm.evaluation_affine(torch.float64)
-    weight = weight.to(torch.float64)
-    moved = weight @ shift
-    if bias is not None:
-        moved = moved + bias.to(torch.float64)
-    return weight * scale, moved
+    return _folded(norm, weight, bias, after=True)
+
+
+def _folded(
+    norm: RunningNorm, weight: Tensor, bias: Tensor | None, after: bool
+) -> tuple[Tensor, Tensor]:
+    """Weight (K, C, ...) and bias of a map ``after`` ``norm``, or else before it, in float64."""
+    scale, shift = norm.evaluation_affine()
+    weight = weight.double()
+    constant = 0.0 if bias is None else bias.double()
+    if after:
+        constant = constant + weight.reshape(*weight.shape[:2], -1).sum(-1) @ shift
+    else:
+        constant = constant * scale + shift
+    along_channels = [1] * weight.dim()
+    along_channels[int(after)] = -1
+    return weight * scale.view(along_channels), constant
 
 
 @torch.no_grad()
@@ -126,7 +137,6 @@ def _try(
             return False
         if _is_shared(module, model):
             return False
-    scale, shift = norm.evaluation_affine(torch.float64)
     unfolded = {module: (module.weight, module.bias) for module in maps}
     parents = []
     for parent in model.modules():
@@ -136,19 +146,8 @@ def _try(
     same = False
     try:
         for module, (weight, bias) in unfolded.items():
-            along_channels = [1] * weight.dim()
-            along_channels[int(after)] = -1  # weights are (K, C, ...)
-            wide = weight.double()
-            constant = 0.0 if bias is None else bias.double()
-            if after:
-                summed = wide
-                if weight.dim() > 2:
-                    summed = wide.sum(dim=tuple(range(2, weight.dim())))
-                constant = constant + summed @ shift
-            else:
-                constant = constant * scale + shift
-            scaled = wide * scale.view(along_channels)
-            module.weight = nn.Parameter(scaled.to(weight.dtype), weight.requires_grad)
+            wide, constant = _folded(norm, weight, bias, after)
+            module.weight = nn.Parameter(wide.to(weight.dtype), weight.requires_grad)
             module.bias = nn.Parameter(constant.to(weight.dtype), weight.requires_grad)
         for parent, key in parents:
             parent._modules[key] = FoldedNorm(norm.eps)

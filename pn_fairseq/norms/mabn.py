@@ -48,4 +48,4 @@ class MovingAverageBatchNorm(WindowNorm):
 
     def forward_pass(self, step: Step) -> Tensor:
         self.begin(step, step.moments())
-        return step.normalize(step.psi2, weight=self.gain_of(step))
+        return step.normalize(step.psi2, weight=step.times_weight(step.ratio))

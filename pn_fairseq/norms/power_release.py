@@ -98,7 +98,7 @@ class PowerNormRelease(PowerNorm):
 
     def backward_pass(self, step: Step) -> tuple[Tensor, Tensor]:
         ratio = torch.sqrt((step.psi2 + self.eps) / (step.divisor2 + self.eps))  # (a)
-        weight = ratio if step.weight is None else ratio * step.weight
+        weight = step.times_weight(ratio)
         step.padding_counts = True  # (c)
         dx, parameters = step.gradient(
             step.psi2, nu=ratio * step.state["nu"], weight=weight, sums=True

@@ -102,24 +102,17 @@ class ProgressiveBatchNorm(MaskedBatchNorm):
         bias = share * self.ln_bias if self.affine else None
         return kernels.standardized(self.layer_scale(x), weight, bias, eps_in_root=self.eps)
 
-    def forward_pass(self, step: Step) -> Tensor:
-        batch = self.batch_moments(step)
-        step.rest = self.rest(step.state, batch.moment.dtype)
-        weight, bias = self.effective_affine(
-            step.weight, step.bias, step.further, batch.mean, batch.moment
-        )
-        return step.normalize(batch.moment, batch.mean, step.rest * weight, step.rest * bias)
+    def training_affine(self, step: Step) -> tuple[Tensor, Tensor]:
+        step.rest = self.rest(step.state, step.batch.moment.dtype)
+        weight, bias = super().training_affine(step)
+        return step.rest * weight, step.rest * bias
 
     def backward_pass(self, step: Step) -> tuple[Tensor, ...]:
         batch = step.batch
         sigma = (batch.moment + self.eps).sqrt()
         gain = step.rest * (step.weight if self.affine else torch.ones_like(sigma))
-        total, _ = self.effective_affine(
-            step.weight, step.bias, step.further, batch.mean, batch.moment
-        )
-        parameters, products = step.gradient_sums(batch.moment, batch.mean, gain)
-        nu, offset = self.corrections(step, products)
-        dx, _ = step.gradient(batch.moment, batch.mean, nu, offset, step.rest * total, batch.count)
+        total, _ = super().training_affine(step)
+        dx, parameters = self.exact_gradient(step, gain, step.rest * total)
         parameters = step.rest * parameters
         if not self.affine:
             return dx, parameters

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from pn_fairseq.norms.core.base import COUNT, ChannelNorm, RunningNorm, running_norms
 from pn_fairseq.norms.core.distributed import all_reduce_sum, world_size
@@ -70,8 +71,8 @@ class Recalibration:
     def __init__(self, norm: RunningNorm):
         self.norm = norm
         self.batches = torch.zeros_like(norm.get_buffer(COUNT))
-        #: Buffer name -> mean.
-        self.mean: dict[str, Tensor] = {}
+        #: Buffer name -> sum over the batches.
+        self.sums: dict[str, Tensor] = {}
 
     def normalize(self, x: Tensor, padding: Tensor | None) -> Tensor:
         """y by the statistics of the batch, which enter the mean."""
@@ -89,17 +90,15 @@ class Recalibration:
             counted = (batch.count > 0) & finite & enters
             self.batches = self.batches + counted
             for name, value in new.items():
-                old = self.mean.get(name, torch.zeros_like(value))
-                moved = old + (value - old) / self.batches.clamp(min=1)
-                self.mean[name] = torch.where(counted, moved, old)
+                self.sums[name] = self.sums.get(name, 0.0) + torch.where(counted, value, 0.0)
         return norm.normalize_by(x, batch.mean, batch.moment)
 
     def finish(self) -> None:
         """Give the mean to the norm, if a batch has entered it."""
         if self.batches > 0:
             self.norm.begin_epoch()
-            for name, value in self.mean.items():
-                self.norm.get_buffer(name).copy_(value)
+            for name, total in self.sums.items():
+                self.norm.get_buffer(name).copy_(total / self.batches)
 
 
 @torch.no_grad()
@@ -122,14 +121,9 @@ def average_running_stats(model: nn.Module, group=None) -> bool:
         if norm.mean_name is not None:
             state[norm.moment_name] += state[norm.mean_name].square()
         states.append(state)
-    values = []
-    for state in states:
-        values += state.values()
-    flat = torch.cat([value.flatten() for value in values])
-    mean = all_reduce_sum(flat, group) / ranks
-    parts = mean.split([value.numel() for value in values])
-    for value, part in zip(values, parts, strict=True):
-        value.copy_(part.view_as(value))
+    values = [value for state in states for value in state.values()]
+    total = all_reduce_sum(parameters_to_vector(values), group)
+    vector_to_parameters(total / ranks, values)
     for norm, state in zip(norms, states, strict=True):
         norm.begin_epoch()
         if norm.mean_name is not None:

@@ -8,20 +8,6 @@ from pn_fairseq import kernels
 from pn_fairseq.norms.core.base import ChannelNorm
 from pn_fairseq.norms.core.checks import check_positive, check_real
 
-#: What :class:`DetachNorm` can detach.
-PARTS = ("mean", "std")
-
-
-def check_parts(value: str | Sequence[str]) -> tuple[str, ...]:
-    """The parts that ``value``, such as "mean,std", names, in the order of :data:`PARTS`."""
-    if isinstance(value, str):
-        parts = value.split(",")
-    else:
-        parts = list(value)
-    if not parts or len(set(parts)) < len(parts) or not set(parts) <= set(PARTS):
-        raise ValueError(f"detach={value!r} must be mean, std or mean,std")
-    return tuple(part for part in PARTS if part in parts)
-
 
 class NoNorm(ChannelNorm):
     """No normalization ("w/o Norm" in Xu et al. 2019, Table 1): y = x itself, or the layer-scaled
@@ -74,7 +60,10 @@ class DetachNorm(LayerNormSimple):
 
     def __init__(self, num_features: int, detach: str | Sequence[str] = "mean,std", **common):
         super().__init__(num_features, **common)
-        self.detach = check_parts(detach)
+        parts = sorted(detach.split(",") if isinstance(detach, str) else detach)
+        if parts not in (["mean"], ["std"], ["mean", "std"]):
+            raise ValueError(f"detach={detach!r} must be mean, std or mean,std")
+        self.detach = tuple(parts)
 
     def normalize(self, h: Tensor) -> Tensor:
         through = {

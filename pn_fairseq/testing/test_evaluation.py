@@ -147,7 +147,7 @@ def test_evaluation_is_the_affine_map_that_folding_uses(running, groups, affine)
     x = to_tensor(random_batch(5)[0], torch.float64)
     part = norm.token_part(x, dict(norm.named_buffers()))
     assert (part is None) == norm.folds
-    scale, shift = norm.evaluation_affine(torch.float64)
+    scale, shift = norm.evaluation_affine()
     expected = scale * norm.layer_scale(x) + shift
     if part is not None:
         expected += part

@@ -2,6 +2,7 @@
 mask reaches it.
 """
 
+import re
 import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -39,8 +40,9 @@ from pn_fairseq.norms.masks.search import (
 )
 from pn_fairseq.norms.registry import NormEntry, build_norm, find_norm
 
-#: Batch norms of torch that can be replaced.
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm)
+#: Batch norms of torch that can be replaced -> the layouts of their inputs.
+_OWN_LAYOUTS = {nn.BatchNorm1d: "BCT", nn.BatchNorm2d: "BCHW", nn.SyncBatchNorm: "BC"}
+BATCH_NORMS = tuple(_OWN_LAYOUTS)
 
 #: The key of the state of a converted norm with layer-scale that tells its number of groups. It
 #: changes what the norm computes, and no tensor of the state shows it.
@@ -444,7 +446,8 @@ def replacement(
     made.replaced_keys = frozenset(module.state_dict())
     made.replaced_classes = frozenset(_identity(cls) for cls in type(module).__mro__)
     given = layout if layout in ("BTC", "TBC") else None
-    made.layout = Layout(_own_layout(module), given, name)
+    own = [layout for cls, layout in _OWN_LAYOUTS.items() if isinstance(module, cls)]
+    made.layout = Layout(own[0] if own else None, given, name)
     made.zero_padding = zero_padding
     made.conversion = conversion
     made.mask_history = MaskHistory()
@@ -499,11 +502,9 @@ def _take_parameters(made: ChannelNorm, module: nn.Module, gain_offset: float) -
 
 
 def _take_hooks(made: ChannelNorm, module: nn.Module) -> None:
-    for hooks in ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks"):
-        for kind in ("", "_with_kwargs", "_always_called"):
-            attribute = f"_{hooks}{kind}"
-            if hasattr(made, attribute):
-                getattr(made, attribute).update(getattr(module, attribute))
+    for attribute, hooks in vars(module).items():
+        if re.match("_(forward|backward)_(pre_)?hooks", attribute):
+            getattr(made, attribute).update(hooks)
 
 
 def _alpha_of_momentum(momentum: float | None, name: str) -> float:
@@ -549,15 +550,6 @@ def gain_of(module: nn.Module) -> str | None:
             others.append(name)
     if len(others) == 1:
         return others[0]
-    return None
-
-
-def _own_layout(module: nn.Module) -> str | None:
-    """The layout of the input of ``module``; None: it only says that the channels come last."""
-    own = {nn.BatchNorm1d: "BCT", nn.BatchNorm2d: "BCHW", nn.SyncBatchNorm: "BC"}
-    for cls, layout in own.items():
-        if isinstance(module, cls):
-            return layout
     return None
 
 

@@ -5,6 +5,7 @@ token from statistics of its batch, later tokens of its sentence among them.
 """
 
 import warnings
+from itertools import accumulate
 
 from torch import nn
 
@@ -103,14 +104,11 @@ def is_in_causal_part(model: nn.Module, name: str) -> bool:
     Decoders are those of torch and fairseq, the parts of a model of Hugging Face whose attentions
     say that they are causal, and modules that are called a decoder and attend to an encoder.
     """
-    keys = name.split(".")
-    path = [model]
-    for key in keys[:-1]:
-        path.append(getattr(path[-1], key))
+    keys = name.split(".")[:-1]
+    path = dict(zip(accumulate(keys, getattr, initial=model), ["", *keys], strict=True))
     verdict = None
     is_apart = False
-    names = ["", *keys[:-1]]
-    for module, key in zip(reversed(path), reversed(names), strict=True):
+    for module, key in reversed(path.items()):
         if isinstance(module, (nn.TransformerDecoder, nn.TransformerDecoderLayer)):
             return True
         bases = {cls.__name__ for cls in type(module).__mro__}
@@ -121,7 +119,7 @@ def is_in_causal_part(model: nn.Module, name: str) -> bool:
         is_apart = is_apart or _is_called_encoder(key) or _has_attention_of_its_own(module)
     if verdict is None and not _is_called_encoder(name):
         is_language_model = any(type(module).__name__.endswith(_LANGUAGE_MODELS) for module in path)
-        verdict = is_language_model or any(map(_is_own_decoder, ["", *keys], path))
+        verdict = is_language_model or any(map(_is_own_decoder, path.values(), path))
     return bool(verdict)
 
 
@@ -137,15 +135,9 @@ def _is_own_decoder(key: str, module: nn.Module) -> bool:
 
 def _verdict(module: nn.Module) -> bool | None:
     """Whether ``module`` is causal by what it or modules in it say; None: they say nothing."""
-    marks = set()
-    for part in module.modules():
-        for mark in _MARKS:
-            value = getattr(part, mark, None)
-            if isinstance(value, bool):
-                marks.add(value)
-    if marks:
-        return any(marks)
-    return None
+    values = [getattr(part, mark, None) for part in module.modules() for mark in _MARKS]
+    marks = [value for value in values if isinstance(value, bool)]
+    return any(marks) if marks else None
 
 
 def _has_attention_of_its_own(module: nn.Module) -> bool:

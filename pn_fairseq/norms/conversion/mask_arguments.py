@@ -1,6 +1,7 @@
 """Masks that are arguments of the modules around the norms of a converted model."""
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -22,27 +23,14 @@ from pn_fairseq.norms.masks.padding import (
 )
 from pn_fairseq.norms.masks.search import ATTENDED_NAMES, TARGET_NAMES, Arguments
 
-#: How arguments begin and end that hold what a module, such as a layer of a decoder, attends to.
-_ENCODED = ("memory", "mem", "encoded", "enc", "encoder")
-_PARTS = (
-    "out",
-    "output",
-    "outputs",
-    "state",
-    "states",
-    "hidden",
-    "feats",
-    "features",
-    "memory",
-    "mem",
-)
-_ATTENDED = {"context", "encoder_hidden_states", "key_value_states", "encodings"}
-for _encoded in _ENCODED:
-    _ATTENDED.update(f"{_encoded}_{part}" for part in _PARTS)
-for _encoded in _ENCODED[:-1]:  # an encoder may be a module
-    _ATTENDED.add(_encoded)
-    for _source in ("src", "source"):
-        _ATTENDED.update((f"{_source}_{_encoded}", f"{_encoded}_{_source}"))
+#: Matches the names of arguments that hold what a module, such as a layer of a decoder, attends to.
+#: A plain "encoder" may be a module.
+_is_attended = re.compile(
+    "(memory|mem|encoded|enc|encoder)_"
+    "(out|outputs?|states?|hidden|feats|features|memory|mem)"
+    "|(src|source)_(memory|mem|encoded|enc)|(memory|mem|encoded|enc)(_src|_source)?"
+    "|context|encoder_hidden_states|key_value_states|encodings"
+).fullmatch
 
 #: What the names of arguments contain that hold tensors (B, T, C), but no other sequence.
 _NO_SEQUENCE = ("mask", "pad", "pos", "bias", "emb", "residual", "rotary", "len")
@@ -98,8 +86,9 @@ class ArgumentHook:
         self.conversion_id = norms[0].conversion.id
         self.writes_zeros = any(norm.zero_padding for norm in norms)
         self.handle = handle_of(self)
-        self.positional = _positional(parameters)
-        attended = [parameter for parameter in parameters if parameter.name in _ATTENDED]
+        positional = [each for each in parameters if each.kind <= each.POSITIONAL_OR_KEYWORD]
+        self.positional = [parameter.name for parameter in positional]
+        attended = [parameter for parameter in parameters if _is_attended(parameter.name)]
         #: Arguments that hold what the module attends to, and whether every call gives one.
         self.attended = [parameter.name for parameter in attended]
         self.always_attends = any(parameter.default is parameter.empty for parameter in attended)
@@ -120,25 +109,20 @@ class ArgumentHook:
             self._enter_in_graph(values, attends)
 
     def _enter_in_graph(self, values: dict, attends: bool) -> None:
+        given = []
         names = []
         forms = []
-        given = []
-        tensors = []
         for name, value in values.items():
             form = self.forms[name]
             if callable(form):
+                value = None if value is None else form(value)
                 form = "mask"
-                if value is not None:
-                    value = self.forms[name](value)
-            if isinstance(value, Tensor):
-                tensors.append(value)
-            elif value is not None:
-                continue
-            names.append(name)
-            forms.append(form)
-            given.append(value is not None)
+            if value is None or isinstance(value, Tensor):
+                given.append(value)
+                names.append(name)
+                forms.append(form)
         outer = open_scopes[-1] if open_scopes else None
-        open_scopes.append(enter_scope(tensors, given, names, forms, attends, self.handle, outer))
+        open_scopes.append(enter_scope(given, names, forms, attends, self.handle, outer))
 
     def scope(self, values: dict, forms: dict, attends: bool) -> Arguments:
         def read() -> tuple[dict[str, PaddingMask | None], list[str]]:
@@ -168,10 +152,8 @@ class ArgumentHook:
         return self.writes_zeros or (module.training and not torch.compiler.is_exporting())
 
     def _has_second_sequence(self, given: dict) -> bool:
-        for name in self.second_sequences:
-            value = given.get(name)
-            is_sequence = isinstance(value, Tensor) and value.dim() == 3
-            if is_sequence and value.is_floating_point():
+        for value in map(given.get, self.second_sequences):
+            if isinstance(value, Tensor) and value.dim() == 3 and value.is_floating_point():
                 if value is not given.get(self.positional[0]):
                     return True
         return False
@@ -233,20 +215,15 @@ def _second_sequences(positional: list[str], forms: dict, named: bool) -> list[s
     seconds = []
     for name in positional[1:]:
         is_target = name == "y" or name.startswith(TARGET_NAMES)  # the first is the source
-        is_known = name in forms or name in _ATTENDED
+        is_known = name in forms or _is_attended(name)
         if not (is_target or is_known or any(part in name for part in _NO_SEQUENCE)):
             seconds.append(name)
     return seconds
 
 
-def _positional(parameters: list[inspect.Parameter]) -> list[str]:
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [parameter.name for parameter in parameters if parameter.kind in kinds]
-
-
 def attends(module: nn.Module) -> bool:
     """Whether the forward of ``module`` has an argument for other tokens that it attends to."""
-    return any(parameter.name in _ATTENDED for parameter in parameters_of(module))
+    return any(_is_attended(parameter.name) for parameter in parameters_of(module))
 
 
 def parameters_of(module: nn.Module) -> list[inspect.Parameter]:
@@ -276,20 +253,15 @@ for _hook in (ArgumentHook.before, ArgumentHook.after):
 
 
 @operator(
-    "enter_scope(Tensor[] tensors, bool[] given, str[] names, str[] forms, bool attends, Tensor "
-    "hook, Tensor? outer) -> Tensor",
+    "enter_scope(Tensor?[] given, str[] names, str[] forms, bool attends, Tensor hook, Tensor? "
+    "outer) -> Tensor",
     lambda *_: ticket(),
 )
-def enter_scope(tensors, given, names, forms, attends, hook, outer):
-    """The scope of ``hook`` in ``outer``.
-
-    ``given``: which of the arguments ``names`` are not None but ``tensors``.
-    """
-    rest = iter(tensors)
-    values = {}
-    for name, is_given in zip(names, given, strict=True):
-        # A clone, because the compiler may use the memory for other tensors.
-        values[name] = next(rest).clone() if is_given else None
+def enter_scope(given, names, forms, attends, hook, outer):
+    """The scope of ``hook`` in ``outer``; ``given``: the values of the arguments ``names``."""
+    # Clones, because the compiler may use the memory for other tensors.
+    clones = [None if value is None else value.clone() for value in given]
+    values = dict(zip(names, clones, strict=True))
     scope = find(hook).scope(values, dict(zip(names, forms, strict=True)), attends)
     with nullcontext() if outer is None else find(outer), scope:
         return ticket_of(Again(scope.around()))
@@ -344,7 +316,7 @@ def _own_masks(module: nn.Module, accepted: set[str], forms: dict) -> dict:
     # an attention of Hugging Face's, whose mask is the one of its keys
     if "key_value_states" in accepted:
         return {}
-    attends = "key" in accepted or not accepted.isdisjoint(_ATTENDED)
+    attends = "key" in accepted or any(map(_is_attended, accepted))
     package = type(module).__module__.partition(".")[0]
     own = {}
     for name, form in forms.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import warnings
 from collections.abc import Iterable
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pn_fairseq.norms.conversion.converted import BATCH_NORMS, EPS_NAMES, eps_of, gain_of
+from pn_fairseq.norms.conversion.mask_arguments import parameters_of
 from pn_fairseq.norms.core.base import ChannelNorm
 from pn_fairseq.norms.masks.padding import ARGUMENT_FORMS, matches, patterns_of
 
@@ -140,11 +140,7 @@ def _second_input(module: nn.Module) -> str | None:
     """What the forward of ``module`` takes besides the activations and a padding mask, such as a
     gate or a residual.
     """
-    try:
-        parameters = list(inspect.signature(module.forward).parameters.values())[1:]
-    except (TypeError, ValueError):
-        return None
-    for parameter in parameters:
+    for parameter in parameters_of(module)[1:]:
         is_named = parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         if is_named and ARGUMENT_FORMS.get(parameter.name) != "mask":
             return parameter.name

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pn_fairseq import kernels
 from pn_fairseq.kernels.ops import by_reference
+from pn_fairseq.kernels.reference import enters, move
 from pn_fairseq.norms.core.channel import ChannelNorm
 from pn_fairseq.norms.core.checks import (
     check_alpha,
@@ -44,6 +45,7 @@ PASSES = (
     "further_parameters",
     "statistics_of",
     "token_part",
+    "training_affine",
     "update",
 )
 
@@ -254,24 +256,14 @@ class RunningNorm(StatefulNorm):
         unless it must change nothing. A step without a gradient leaves :attr:`gradient_state` as it
         is.
         """
-        values = torch.cat([value.flatten() for value in (*new.values(), step.products)])
-        some = step.batch.count > 0
-        counted = values.isfinite().all() & some
-        if self.collecting:
-            self._scratch["diagnostics"][DIAGNOSTICS.index("nonfinite_steps")] += some & ~counted
-            self.note("psi_distance", self._distance(step, state))
+        moment, _ = self.statistics_of(step.batch)
+        values = *new.values(), step.products
+        running = state[self.moment_name]
+        counted = enters(running, self.diagnostics_memory(), moment, step.batch.count, *values)
         for name, value in new.items():
             if step.has_gradient or name not in self.gradient_state:
-                state[name].copy_(torch.where(counted, value.to(torch.float32), state[name]))
+                move(state[name], value, counted)
         state[COUNT].add_(counted)
-
-    def _distance(self, step: Step, state: dict[str, Tensor]) -> Tensor:
-        """abs(log(psi_B / psi)), mean over the channels, where psi^2 is the second moment."""
-        moment, _ = self.statistics_of(step.batch)
-        tiny = torch.finfo(torch.float32).tiny
-        batch = moment.to(torch.float32).clamp(min=tiny)
-        running = state[self.moment_name].clamp(min=tiny)
-        return 0.5 * (batch.log() - running.log()).abs().mean()
 
     def note(self, name: str, value: Tensor) -> None:
         """For :meth:`update`, while :attr:`collecting` is set: one of the :meth:`diagnostics`, 0-d,
@@ -445,15 +437,14 @@ class RunningNorm(StatefulNorm):
         mean = None if self.mean_name is None else self._buffers[self.mean_name]
         return mean, self._buffers[self.moment_name]
 
-    def evaluation_affine(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Scale and shift, (C,) of ``dtype``: in evaluation y = scale * h + shift, with h the
+    def evaluation_affine(self) -> tuple[Tensor, Tensor]:
+        """Scale and shift, (C,) in float64: in evaluation y = scale * h + shift, with h the
         layer-scaled x.
 
         Without :meth:`token_part`, which is None in evaluation for a norm that :attr:`folds`.
         """
-        mean, moment = _all_to(dtype, self.evaluation_statistics())
-        weight, bias = _all_to(dtype, (self.gain, self.bias))
-        further = _all_to(dtype, self.further_parameters())
+        given = *self.evaluation_statistics(), self.gain, self.bias, *self.further_parameters()
+        mean, moment, weight, bias, *further = _all_to(torch.float64, given)
         weight, bias = self.effective_affine(weight, bias, further, mean, moment)
         scale = torch.rsqrt(moment + self.eps)
         if weight is not None:

@@ -9,7 +9,6 @@ would need the tokens of all ranks.
 
 import sys
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,58 +23,40 @@ def is_distributed(x: Tensor) -> bool:
     return module is not None and isinstance(x, module.DTensor)
 
 
-class Rule(NamedTuple):
-    """How the tokens of x are spread over an operator.
-
-    Attributes:
-        arguments: place of each argument that holds tokens -> how many dimensions precede the
-            dimensions of x.
-        results: the same for its results.
-        sums: places of the results that are gradients of parameters.
-        number_of_results: all of them.
-    """
-
-    arguments: dict[int, int]
-    results: dict[int, int]
-    sums: tuple[int, ...]
-    number_of_results: int
-
-
-RULES = {
-    "normalize": Rule({0: 0, 6: 0}, {0: 0, 1: 0}, (), 4),
-    "gradient": Rule({0: 0, 1: 0, 10: 0}, {0: 0}, (1, 2), 3),
-    "standardize": Rule({0: 0}, {0: 0, 1: 1}, (), 2),
-    "standardize_gradient": Rule({0: 0, 1: 0, 3: 1}, {0: 0}, (1,), 2),
-    "squash": Rule({0: 0}, {0: 0}, (), 1),
-    "squash_gradient": Rule({0: 0, 1: 0}, {0: 0}, (1, 2), 3),
-}
-
-
 @cache
 def register() -> None:
     """Tell DTensor the rules, once."""
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.experimental import register_sharding
 
-    def add(name: str, rule: Rule) -> None:
+    # Of the tokens, with so many dimensions in front of those of x; a gradient of parameters; or
+    # empty.
+    results_of = {
+        "normalize": (0, 0, Replicate, Replicate),
+        "gradient": (0, Partial, Partial),
+        "standardize": (0, 1),
+        "standardize_gradient": (0, Partial),
+        "squash": (0,),
+        "squash_gradient": (0, Partial, Partial),
+    }
+
+    def add(name: str, kinds: tuple) -> None:
         @register_sharding(getattr(torch.ops.pn_fairseq, name).default)
         def placements(*arguments):
+            axes = len(arguments[0].shape)
             whole = [Replicate() if hasattr(each, "shape") else None for each in arguments]
-            replicated = [Replicate()] * rule.number_of_results
-            possible = [(replicated, whole)]
-            dimensions_of_tokens = len(arguments[0].shape) - 1
-            for dimension in range(dimensions_of_tokens):
+            possible = [([Replicate()] * len(kinds), whole)]
+            for dimension in range(axes - 1):
                 given = list(whole)
-                results = list(replicated)
-                for place, in_front in rule.arguments.items():
-                    if given[place] is not None:
-                        given[place] = Shard(dimension + in_front)
-                for place, in_front in rule.results.items():
-                    results[place] = Shard(dimension + in_front)
-                for place in rule.sums:
-                    results[place] = Partial()
+                for place, each in enumerate(arguments):
+                    # a vector has fewer dimensions than the tokens
+                    if given[place] is not None and len(each.shape) >= axes:
+                        given[place] = Shard(dimension + len(each.shape) - axes)
+                results = [
+                    Shard(dimension + kind) if isinstance(kind, int) else kind() for kind in kinds
+                ]
                 possible.append((results, given))
             return possible
 
-    for name, rule in RULES.items():
-        add(name, rule)
+    for name, kinds in results_of.items():
+        add(name, kinds)

@@ -114,6 +114,10 @@ class Step:
         if self.forward is not None:
             self.forward.counts = False
 
+    def times_weight(self, factor: Tensor) -> Tensor:
+        """factor * weight, (C,)."""
+        return factor if self.weight is None else factor * self.weight
+
     # The forward.
 
     def moments(self, centered: bool = False) -> Moments:
@@ -242,10 +246,9 @@ class Step:
         """
         if self.batch.reduced and self.products_reduced:
             return
-        local = [] if self.batch.reduced else [self.batch.moment * self.batch.count]
-        if not self.products_reduced:
-            local += [*self.products]
-        self.sums = torch.cat([*local, self.batch.count[None]])
+        batch = self.batch
+        local = batch.moment * batch.count, *self.products, batch.count[None]
+        self.sums = torch.cat(local)
         if wait:
             self.sums = all_reduce_sum(self.sums, group)
         else:
@@ -258,11 +261,11 @@ class Step:
         if self.work is not None:
             self.work.wait()
         channels = self.batch.moment.numel()
-        *parts, count = self.sums.split([channels] * (self.sums.numel() // channels) + [1])
+        moment, *products, count = self.sums.split([channels] * 3 + [1])
         if not self.batch.reduced:
-            self.batch = Moments(None, parts.pop(0) / count.clamp(min=1.0), count[0], reduced=True)
+            self.batch = Moments(None, moment / count.clamp(min=1.0), count[0], reduced=True)
         if not self.products_reduced:
-            self.products, self.products_reduced = torch.stack(parts), True
+            self.products, self.products_reduced = torch.stack(products), True
         self.sums = self.work = None
 
 

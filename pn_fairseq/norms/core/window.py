@@ -79,14 +79,8 @@ class WindowNorm(RunningNorm):
             self.outlier_filtration,
         )
 
-    def gain_of(self, step: Step) -> Tensor:
-        """r weight, (C,)."""
-        if step.weight is None:
-            return step.ratio
-        return step.ratio * step.weight
-
     def backward_pass(self, step: Step) -> tuple[Tensor, Tensor]:
-        gain = self.gain_of(step)
+        gain = step.times_weight(step.ratio)
         parameters, _ = step.gradient_sums(step.psi2, weight=gain)
         if self.scales_gradient_of_weight:
             parameters[0].mul_(step.ratio)

@@ -13,9 +13,8 @@ LAYOUTS = ("BTC", "TBC", "BCT", "BCHW")
 #: have. "BC" is the layout of SyncBatchNorm.
 CHANNELS_FIRST = {"BCT": (3,), "BCHW": (4,), "BC": (3, 4)}
 
-#: Layouts of tokens -> the dimensions of the batch and of time.
-_SEQUENCES = {"BTC": (0, 1), "TBC": (1, 0)}
-_WITH_HEADS = {"BTHC": (0, 1), "TBHC": (1, 0), "BHTC": (0, 2)}
+#: Layouts of tokens, without and with heads -> the dimensions of the batch and of time.
+_ORDERS = ({"BTC": (0, 1), "TBC": (1, 0)}, {"BTHC": (0, 1), "TBHC": (1, 0), "BHTC": (0, 2)})
 
 
 def _fits(mask: PaddingMask, shape: tuple[int, ...], batch: int, time: int) -> bool:
@@ -50,9 +49,8 @@ class Layout:
         self.own = own
         self.given = given
         self.norm = norm
-        self._seen: str | None = None
-        #: Of inputs with heads: "BTHC", "TBHC" or "BHTC".
-        self._seen_with_heads: str | None = None
+        #: The layout of the first mask, of inputs without and with heads.
+        self._seen: dict[bool, str] = {}
 
     @property
     def name(self) -> str | None:
@@ -86,50 +84,48 @@ class Layout:
             raise ValueError(f"images {shape} = (B, H, W) need a mask of this shape; {mask}")
         if x.dim() == 2:
             return self._of_rows(x, mask)
-        if x.dim() == 4 and not self.own:
-            return self._of_heads(x, mask, generates)
         return self._of_sequences(x, mask, generates)
 
-    def _of_heads(self, x: Tensor, mask: PaddingMask, generates: bool) -> Tensor:
-        """The mask of tokens (B, T, H, C), (T, B, H, C) or (B, H, T, C)."""
-        shape = tuple(x.shape[:-1])
-        possible = list(_WITH_HEADS)
-        if self._seen_with_heads is not None:
-            possible = [self._seen_with_heads]
-        elif self.given is not None:
-            possible = [name for name in _WITH_HEADS if name[0] == self.given[0]]
-        fitting = [name for name in possible if _fits(mask, shape, *_WITH_HEADS[name])]
-        if not fitting:
-            batch, time = _WITH_HEADS[possible[0]]
-            raise ValueError(self._of_another_length(shape[batch], shape[time], mask, generates))
-        if len(fitting) > 1:
-            orders = " or ".join(f"({', '.join(name)})" for name in fitting)
-            meanings = orders.replace("H", "heads")
-            raise ValueError(
-                f"{tuple(x.shape)} may be {meanings}: run a batch of another length first, or "
-                f"leave this norm as it is (skip={self.norm!r})"
-            )
-        self._seen_with_heads = fitting[0]
-        return _spread(mask, x, *_WITH_HEADS[fitting[0]])
-
     def _of_sequences(self, x: Tensor, mask: PaddingMask, generates: bool) -> Tensor | None:
-        """The mask of tokens (B, T, ...) or (T, B, ...), or of the real tokens of all, (1, N,
-        ...).
+        """The mask of tokens (B, T, ...), (T, B, ...) or, with heads, (B, H, T, C), or of the real
+        tokens of all, (1, N, ...).
         """
         shape = tuple(x.shape[:-1])
-        fitting = [name for name, places in _SEQUENCES.items() if _fits(mask, shape, *places)]
-        known = "BTC" if self.own else self.given or self._seen
-        if known is None and len(fitting) == 2:
-            raise ValueError(
-                f"tokens {tuple(x.shape)} may be (B, T, C) or (T, B, C), because B and T of "
-                f"{mask.source} are equal; give convert_norms layout='BTC' or layout='TBC'"
+        has_heads = x.dim() == 4 and not self.own
+        orders = _ORDERS[has_heads]
+        first = "B" if self.own else (self.given or "")[:1]
+        known = self._seen.get(has_heads, first)
+        fitting = [name for name, places in orders.items() if _fits(mask, shape, *places)]
+        possible = [name for name in orders if name.startswith(known)]
+        chosen = [name for name in fitting if name in possible]
+        if len(chosen) > 1:
+            meanings = " or ".join(f"({', '.join(name)})" for name in chosen).replace("H", "heads")
+            start = "tokens "
+            reason = (
+                f"because B and T of {mask.source} are equal; give convert_norms layout='BTC' or "
+                "layout='TBC'"
             )
-        if not fitting and 1 in shape[:2] and shape[0] * shape[1] == mask.real_tokens:
+            if has_heads:
+                start = ""
+                reason = (
+                    "run a batch of another length first, or leave this norm as it is "
+                    f"(skip={self.norm!r})"
+                )
+            raise ValueError(f"{start}{tuple(x.shape)} may be {meanings}: {reason}")
+        if chosen:
+            self._seen[has_heads] = chosen[0]
+            return _spread(mask, x, *orders[chosen[0]])
+        if fitting:
+            raise ValueError(
+                f"tokens {shape} do not have the layout {possible[0]} but {fitting[0]}: {mask}; "
+                f"give convert_norms layout='{fitting[0]}' for this norm"
+            )
+        if not has_heads and 1 in shape[:2] and shape[0] * shape[1] == mask.real_tokens:
             return None
-        if not fitting or (known is not None and known not in fitting):
-            raise ValueError(self._does_not_fit(shape, mask, known, fitting, generates))
-        self._seen = known or fitting[0]
-        return _spread(mask, x, *_SEQUENCES[self._seen])
+        batch, time = orders[possible[0]]
+        if not known and shape[0] != mask.batch == shape[1]:
+            batch, time = time, batch
+        raise ValueError(self._of_another_length(shape[batch], shape[time], mask, generates))
 
     def _of_rows(self, x: Tensor, mask: PaddingMask) -> Tensor | None:
         """The mask of rows (N, C): all positions of all sequences, their real tokens, or one
@@ -157,21 +153,6 @@ class Layout:
             f"{mask.real_tokens} real tokens, and {mask}; if no row is padding, run the model in "
             f"`with padding(None, only={self.norm!r})`"
         )
-
-    def _does_not_fit(
-        self, shape: tuple, mask: PaddingMask, known: str | None, fitting: list, generates: bool
-    ) -> str:
-        if fitting:
-            return (
-                f"tokens {shape} do not have the layout {known} but {fitting[0]}: {mask}; give "
-                f"convert_norms layout='{fitting[0]}' for this norm"
-            )
-        if known:
-            batch_first = known == "BTC"
-        else:
-            batch_first = shape[0] == mask.batch or shape[1] != mask.batch
-        batch, time = shape[:2] if batch_first else (shape[1], shape[0])
-        return self._of_another_length(batch, time, mask, generates)
 
     def _of_another_length(self, batch: int, time: int, mask: PaddingMask, generates: bool) -> str:
         first = "call model.eval() before generating or evaluating; else " if generates else ""
