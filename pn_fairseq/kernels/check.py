@@ -41,4 +41,4 @@ def check() -> tuple[str, bool]:
         return "only the reference can run on this machine: nothing to compare", True
     types = "".join(f"{_name(dtype):>12}" for dtype in TOLERANCE)
     head = f"{'implementation':15}{'on':6}{'operator':17}{types}"
-    return "\n".join([f"{head}  largest difference to the reference, relative", *rows]), fine
+    return "\n".join([f"{head}  largest difference from the reference, relative", *rows]), fine

@@ -164,8 +164,8 @@ def _of_state(values: dict) -> Calls:
 
 
 def results_of(function: Callable, name: str, arguments: Sequence) -> tuple[Tensor, ...]:
-    """What ``function``, an implementation of the operator ``name``, returns, and what it makes of
-    the arguments that it changes: of copies, so that those that are given stay as they are.
+    """What ``function``, an implementation of the operator ``name``, returns, and the arguments
+    that it changes, as copies, so that the given ones stay as they are.
     """
     given = list(arguments)
     changed = []
@@ -247,8 +247,8 @@ def cache_file(module: ModuleType, dtype: torch.dtype, device: torch.device) -> 
 
 
 def driver() -> str:
-    """The version of the GPU's driver; of the CUDA that it supports where the system does not
-    tell.
+    """The version of the GPU's driver or, if the system does not report it, of the CUDA that it
+    supports.
     """
     try:
         return Path("/proc/driver/nvidia/version").read_text("utf-8")

@@ -91,8 +91,8 @@ squash = _operator(reference.squash)
 squash_gradient = _operator(reference.squash_gradient)
 
 
-#: Functions with a gradient that the C++ kernels bring, on any device, by their names here; empty
-#: without them. ``power_train`` and ``batch_train`` are whole training steps.
+#: Functions with a gradient that the C++ kernels provide, on any device, by their names here; empty
+#: without the kernels. ``power_train`` and ``batch_train`` are whole training steps.
 COMPILED: dict[str, Callable] = {}
 
 
@@ -120,7 +120,7 @@ def by_reference() -> bool:
 
 @cache
 def warn_by_reference(reason: str) -> None:
-    """That a GPU computes by the reference, once for each ``reason``."""
+    """Warn that a GPU computes by the reference, once for each ``reason``."""
     warnings.warn(
         f"pn_fairseq computes by plain PyTorch on CUDA, which is slow: {reason}", stacklevel=4
     )

@@ -92,12 +92,12 @@ def _result(values: Tensor, like: Tensor) -> Tensor:
     return result.clone() if result is like else result
 
 
-#: The whole numbers of as many bits.
+#: Floating-point type -> the integer type of as many bits.
 _BITS = {torch.float64: torch.int64, torch.float32: torch.int32}
 
 
 def _only(values: Tensor, tokens: Maybe, in_place: bool = False) -> Tensor:
-    """``values`` (..., C), with zeros except at ``tokens`` (...); None: at all. In float32 or
+    """``values`` (..., C), with zeros except at ``tokens`` (...); None: all tokens. In float32 or
     float64.
 
     A product with 0 would keep NaN and infinity. Bits are cut out in a third of the time that
@@ -116,7 +116,7 @@ def _real(padding: Maybe) -> Maybe:
 
 
 def _used(dy: Tensor, padding: Maybe = None, corrected: bool = False) -> Maybe:
-    """Which tokens are not left out of sums, (...); None: none is. ``corrected``: the statistics of
+    """Which tokens enter the sums, (...); None: all do. ``corrected``: the statistics of
     the batch correct the gradient of the real ones.
     """
     if corrected and padding is None:
@@ -132,8 +132,8 @@ _ADDED_AT_ONCE = 512
 def _finite_sum(values: Tensor, tokens: Maybe = None) -> Maybe:
     """The sum over ``tokens`` (None: all), by products with 1 and 0, in half the time of ``sum``.
 
-    None: 0 * NaN has spoilt it, or may have; or there are few values; or this is not eager mode on
-    a CPU, where tracing cannot look at values and autocast would round the products.
+    None: 0 * NaN has spoilt the sum, or may have; there are few values; or this is not eager mode
+    on a CPU: tracing cannot look at values, and autocast would round the products.
     """
     traced = type(values) is not Tensor or torch.compiler.is_compiling()
     if traced or not values.is_cpu or values.numel() < 2**15:
@@ -310,7 +310,7 @@ def gradient(
         through = _grouped(dh, groups) - _grouped(h, groups) * projection
         dh = (through * inv_rms.unsqueeze(-1)).flatten(-2)
         dh = _only(dh, _used(dy, padding, corrected), in_place=True)
-    dx = _result(dh, dy)  # without groups, x enters that of no unused token: it is 0
+    dx = _result(dh, dy)  # without groups, an unused token's dx does not depend on x: it is 0
     if not sums:
         return dx, h.new_empty(0), h.new_empty(0)
     return dx, *_gradient_sums(dy, centered, padding, corrected, weight, moment, loss_scale, eps)

@@ -68,7 +68,7 @@ def _triton_operators() -> ModuleType:
 def _no_triton_on(device: torch.device) -> str:
     """Why Triton cannot compute on ``device``; empty if it can.
 
-    Launches a small kernel: not before a GPU is used.
+    Launches a small kernel, so it is not called before a GPU is used.
     """
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET", "0") in ("", "0"):
         return "triton computes on CUDA, and on the CPU only with TRITON_INTERPRET=1"
@@ -95,12 +95,12 @@ def _no_triton_on(device: torch.device) -> str:
     return ""
 
 
-#: GPU -> in what the results of Triton on it are wrong; empty if they are right.
+#: GPU -> how the results of Triton on it are wrong; empty if they are right.
 _compared: dict[torch.device, str] = {}
 
 
 def _wrong_on(x: torch.Tensor) -> str:
-    """In what the results of Triton are wrong on the GPU of ``x``; empty if they are right.
+    """How the results of Triton are wrong on the GPU of ``x``; empty if they are right.
 
     Compares them once.
     """

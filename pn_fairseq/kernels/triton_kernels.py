@@ -15,11 +15,11 @@ in the accumulation dtype. :func:`finish_moments`, :func:`finish_gradient_sums` 
 bits. What moves the state is one program, with all channels at once.
 
 ``rows`` is the number of tokens, 32 bit; offsets in memory are 64 bit. A kernel is compiled without
-the arguments that are None. What is read need not be contiguous: see :func:`_starts`. What is
-written is.
+the arguments that are None. What is read need not be contiguous (see :func:`_starts`), unlike what
+is written.
 
 Arguments are named as in the operators; their constants are in capitals. (C,) stands for a vector
-over channels of any type; what is written or changed is said.
+over channels of any type; comments say what is written or changed.
 """
 
 import triton

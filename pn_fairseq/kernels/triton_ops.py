@@ -56,12 +56,12 @@ LAUNCHES_COMPILED = not INTERPRETED and tuple(map(int, triton.__version__.split(
 
 
 class _DoesNotFit(Exception):
-    """The arguments are for the reference."""
+    """The kernels cannot take these arguments; the reference computes instead."""
 
 
 def _readable(values: Tensor, x: Tensor) -> Tensor:
-    """An argument that is not contiguous as the kernels can read it: as :func:`_strides` says,
-    or else a copy.
+    """A non-contiguous argument in a form that the kernels can read: as it is, if :func:`_strides`
+    can describe it, or else a copy.
     """
     mask = values.dtype is torch.bool and values.dim() <= 2
     tokens = values.shape == x.shape and values.dim() in (2, 3) and values.stride(-1) == 1
@@ -189,7 +189,7 @@ class _Tokens:
     Attributes:
         acc: the accumulation dtype.
         rows: number of tokens.
-        width: channels of a tile, those included that a mask leaves out.
+        width: channels of a tile, including those that a mask leaves out.
         tile: constants of the kernel: how a tile holds the channels, how many tokens it has, and
             how many warps work on it.
         programs: number of programs that share the tokens. It depends on the shape and the GPU

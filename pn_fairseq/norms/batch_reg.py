@@ -33,10 +33,10 @@ class RegularizedBatchNorm(MaskedBatchNorm):
 
     **How lambda counts.** fairseq's criteria sum L over the tokens of a batch (sentences with
     ``--sentence-avg``) and the trainer divides by their number in the whole update. P is added once
-    per batch and norm. Per token it therefore weighs lambda over the number of tokens in a batch:
-    the larger ``--max-tokens``, the weaker. ``--update-freq`` and more ranks change nothing as long
-    as a batch stays the same; but a norm that is synchronized, the default, has one P for the
-    batches of all ranks together. In a training loop of your own ``DistributedDataParallel``
+    per batch and norm. Per token it therefore weighs lambda divided by the number of tokens in a
+    batch: the larger ``--max-tokens``, the weaker. ``--update-freq`` and more ranks change nothing
+    as long as a batch stays the same; but a norm that is synchronized, the default, has one P for
+    the batches of all ranks together. In a training loop of your own ``DistributedDataParallel``
     divides by the number of ranks W: where the loss is multiplied by W, ``set_loss_scale(model,
     W)`` keeps the weight of P.
 

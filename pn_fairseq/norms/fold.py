@@ -56,7 +56,7 @@ def fold_norms(model: nn.Module, *args, **kwargs) -> list[tuple[str, str]]:
     to see which linear maps and convolutions produce the input of a norm or take its output, and
     after each fold to compare. A fold is kept if the output stays the same (to 1e-4 of its greatest
     value; use an input with padding if the model has it, and float32 or wider). A norm is left as
-    it is if its output is also used otherwise, as in a post-norm transformer, or if the weight of
+    it is if its output is also used elsewhere, as in a post-norm transformer, or if the weight of
     the map is computed (weight norm, pruning) or belongs to other modules as well (tied
     embeddings). An ``nn.Identity`` takes the place of a folded norm, so a checkpoint of the model
     no longer fits.
@@ -126,7 +126,7 @@ def _try(
     model: nn.Module, norm: RunningNorm, maps: list[nn.Module], after: bool, expected, args, kwargs
 ) -> bool:
     """Fold ``norm`` into each of ``maps``, which come after it or before it; undo it where the
-    output changes, or where the model uses ``norm`` otherwise than by calling it.
+    output changes, or if the model uses ``norm`` other than by calling it.
     """
     if getattr(norm, "zero_padding", False):
         return False

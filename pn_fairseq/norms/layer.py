@@ -9,7 +9,7 @@ from pn_fairseq.norms.core.base import ChannelNorm
 
 def layer_norm(h: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """LN of tokens h, (..., C), in their type. torch accepts only some parameters of another dtype,
-    and not the same on CPU and CUDA.
+    and which ones differs between CPU and CUDA.
     """
     size = h.shape[-1:]
     if weight is None or weight.dtype == h.dtype:

@@ -62,7 +62,7 @@ class PowerNorm(RunningNorm):
     mixes_tokens = "at first"
     reports = ("nonfinite_steps", "psi_distance", "guarded_steps", "gamma_max")
 
-    #: Without :meth:`set_num_updates`: steps until the module looks whether its own steps have
+    #: Without :meth:`set_num_updates`: steps until the module checks whether its own steps have
     #: ended the warm-up.
     _steps_until_look = 1
 
@@ -103,7 +103,7 @@ class PowerNorm(RunningNorm):
 
     def _look_at_own_steps(self, number: Tensor) -> None:
         """Note when the module's own steps have ended the warm-up. Reading their ``number`` waits
-        for the device, so it is read when so many steps have run that they may have ended it.
+        for the device, so it is read only when enough steps have run that they may have ended it.
         """
         if not 0 < self._warmup < ALWAYS or torch.compiler.is_compiling():
             return

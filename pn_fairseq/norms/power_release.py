@@ -36,7 +36,7 @@ class PowerNormRelease(PowerNorm):
         recent batch counts much more than an old one. The cumulative mean ends one forward before
         the normalization with :math:`\psi_B` does.
     (c) The means behind :math:`\nu` are over A and not M, and :math:`\nu \hat x` is also subtracted
-        at padding. How much padding a batch has therefore has an influence on training.
+        at padding. The amount of padding in a batch therefore influences training.
         :math:`\psi_B^2` stays over M.
     (d) There is no :math:`\max(0, \cdot)`: :math:`\nu` diverges when
         :math:`\mathrm{mean}_A(\hat x^2)` stays above :math:`2 / (1 - \alpha_\mathrm{bwd})`. The

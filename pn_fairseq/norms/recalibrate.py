@@ -34,10 +34,10 @@ def recalibrating(model: nn.Module) -> Iterator[list[RunningNorm]]:
     training. Give batches of about the same size. A batch without a real token, or with statistics
     that are not finite, does not count.
 
-    All other state keeps its value, among it the number of training steps (the psi warm-up does not
-    begin again) and PN's :math:`\nu`, which only backward passes can estimate. Modes are restored.
-    A norm that no batch has reached keeps its old statistics, and after an exception inside the
-    block all norms do.
+    All other state keeps its value, including the number of training steps (the psi warm-up does
+    not begin again) and PN's :math:`\nu`, which only backward passes can estimate. Modes are
+    restored. A norm that no batch has reached keeps its old statistics, and after an exception
+    inside the block all norms do.
 
     Args:
         model: any module that holds norms of this package.
@@ -107,7 +107,7 @@ def average_running_stats(model: nn.Module, group=None) -> bool:
     the ranks.
 
     Variances are combined about the common mean: var = mean(var_k + mean_k^2) - mean(mean_k)^2. One
-    all-reduce, which every rank has to join. Returns whether there was one: not with one rank, nor
+    all-reduce, which every rank has to join. Returns whether it ran: it does not with one rank, or
     without such norms.
     """
     ranks = world_size(group)

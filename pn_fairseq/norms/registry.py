@@ -76,7 +76,7 @@ class FromRun:
     part: float = 1.0
 
     def value(self, circumstances: Circumstances) -> int | None:
-        """The default; None, for that of the constructor, where its source is not known."""
+        """The default; None (use the constructor's) if its source is not known."""
         number = getattr(circumstances, self.source)
         if number is None:
             return None
@@ -380,7 +380,7 @@ def build_norm(name: str, num_features: int, variant: str = VARIANTS[0], **optio
     Args:
         name: a key of :data:`NORMS`.
         num_features: number of channels C.
-        variant: one of :data:`VARIANTS`. A norm of which there is only one ignores it.
+        variant: one of :data:`VARIANTS`. A norm with only one variant ignores it.
         options: ``eps``, ``affine``, ``alpha_fwd``, ``alpha_bwd``, ``layer_scale_groups``,
             ``psi_warmup_updates``, ``batch_first``, ... Options that this norm does not accept are
             ignored, so that one set of options can be passed to every norm.

@@ -83,8 +83,8 @@ class AdaNorm(LayerNormSimple):
     token.
 
     Args:
-        ada_k: k, at least 0. The paper has 1/10.
-        ada_scale: the factor a, greater than 0, which the paper calls C. The paper has 1 for
+        ada_k: k, at least 0. The paper uses 1/10.
+        ada_scale: the factor a, greater than 0, which the paper calls C. The paper uses 1 for
             English-Vietnamese and 2 for German-English and English-German.
         others: see :class:`LayerNormSimple`.
     """
@@ -107,7 +107,7 @@ class AdaNormRelease(AdaNorm):
     r"""AdaNorm as in its authors' code: :math:`z = (x - \mathrm{mean}(x)) / (\mathrm{std}(x) +
     \epsilon)`.
 
-    The standard deviation is the unbiased one, over C - 1, so that there have to be two channels.
+    The standard deviation is the unbiased one, over C - 1, so there must be at least two channels.
     Arguments are those of :class:`AdaNorm`. ``ada_scale`` is 2 by default in the authors' code.
     """
 

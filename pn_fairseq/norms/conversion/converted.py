@@ -59,7 +59,8 @@ class Conversion:
     Copies keep the ``id``, so the hooks of a model also serve a copy of one of its norms.
 
     Attributes:
-        none_is_no_padding: of an argument, as in fairseq, rather than that nobody gave a mask.
+        none_is_no_padding: whether an argument that is None means that there is no padding, as in
+            fairseq, rather than that no mask was given.
         warned: the kinds of warnings that have been given.
         has_had_mask: whether one of its norms has had a mask.
     """
@@ -78,7 +79,7 @@ class Conversion:
 
 @dataclass
 class MaskHistory:
-    """Where a norm has had its masks from in forwards that were no recomputations.
+    """Where a norm got its masks from in forwards that were not recomputations.
 
     Attributes:
         sources: "block", "padding(None)" and "argument", those that there were.
@@ -193,7 +194,7 @@ class ConvertedNorm:
             raise ValueError(f"{self.name}: {error}") from None
 
     def _check_statistics(self, x: Tensor) -> None:
-        """Of a norm with running statistics, before it normalizes ``x``."""
+        """Check a norm with running statistics before it normalizes ``x``."""
         if type(x) is not Tensor and is_distributed(x):
             raise ValueError(
                 f"{self.name}: {type(self).__name__} needs the statistics of all tokens, but its "
@@ -527,7 +528,7 @@ def _alpha_of_momentum(momentum: float | None, name: str) -> float:
 
 
 def _identity(cls: type) -> tuple[str, str]:
-    """By which a class is found again where the class itself may not be pickled."""
+    """The module and name by which a class is found again if the class itself cannot be pickled."""
     return cls.__module__, cls.__qualname__
 
 

@@ -1,4 +1,4 @@
-"""A warning of norms that show a causal decoder its future tokens.
+"""A warning about norms that show a causal decoder its future tokens.
 
 In training a norm that mixes tokens (:attr:`.ChannelNorm.mixes_tokens`) computes the output of a
 token from statistics of its batch, later tokens of its sentence among them.
@@ -19,7 +19,7 @@ _NOT_CAUSAL = "FairseqNATDecoder"
 #: Attributes by which modules of Hugging Face, above all attentions, say whether they are causal.
 _MARKS = ("is_causal", "is_decoder")
 
-#: How classes of language models of Hugging Face end.
+#: Endings of the class names of Hugging Face's language models.
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")
 
 

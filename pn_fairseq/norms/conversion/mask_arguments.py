@@ -32,7 +32,7 @@ _is_attended = re.compile(
     "|context|encoder_hidden_states|key_value_states|encodings"
 ).fullmatch
 
-#: What the names of arguments contain that hold tensors (B, T, C), but no other sequence.
+#: Parts of the names of arguments that hold tensors (B, T, C), but no other sequence.
 _NO_SEQUENCE = ("mask", "pad", "pos", "bias", "emb", "residual", "rotary", "len")
 
 

@@ -184,14 +184,15 @@ def _offset_with_one_input(module: nn.Module, layout: str | None) -> float | str
     if module._modules or module._buffers:  # a call might change its state
         return None
     # Any module with one vector, such as a PReLU. It is not called a norm, so it stays, without a
-    # word, even if it computes one; only a formula that holds with an unknown epsilon is told.
+    # warning, even if it computes one; only a formula that holds with an unknown epsilon is
+    # reported.
     offset = _compare(module)
     if offset == _UNKNOWN_EPS:
         return offset
     return None
 
 
-#: Why a norm is left whose formula holds with an epsilon that it stores in none of
+#: Why a norm stays if its formula holds with an epsilon that it stores under none of
 #: :data:`EPS_NAMES`.
 _UNKNOWN_EPS = (
     "computes LayerNorm or RMSNorm, but its epsilon is unknown: store it as "

@@ -209,7 +209,7 @@ class RunningNorm(StatefulNorm):
         return None
 
     def evaluation_caveat(self) -> str:
-        """Why evaluation says little yet, to follow "the norm is evaluated"; "": it does not."""
+        """Why evaluation says little yet, to follow "the norm is evaluated"; "": it says enough."""
         return ""
 
     def further_parameters(self) -> tuple[Tensor, ...]:
@@ -335,7 +335,7 @@ class RunningNorm(StatefulNorm):
         return padding_mask.t()
 
     def _contribute_without_gradient(self, step: Step) -> None:
-        """Move the state by a step that no backward can reach, once where its forward is
+        """Move the state by a step that no backward can reach, only once if its forward is
         repeated.
         """
         if torch.compiler.is_compiling():
@@ -351,8 +351,8 @@ class RunningNorm(StatefulNorm):
         return self.sync and world_size(self.process_group) > 1
 
     def contribute(self, step: Step) -> None:
-        """Move the state by ``step``, whose backward has run; if its sum over the ranks runs, when
-        this backward pass ends.
+        """Move the state by ``step``, whose backward has run; if its sum over the ranks still runs,
+        do so when this backward pass ends.
         """
         if self.synchronises():
             at_once = torch.compiler.is_compiling() or not inside_backward()
@@ -521,7 +521,7 @@ def set_loss_scale(model: nn.Module, scale) -> None:
             in each backward pass. None: 1.
 
     Raises:
-        ValueError: anything else, a number that is not finite and greater than 0 among it.
+        ValueError: anything else, including a number that is not finite or not greater than 0.
     """
     if not (scale is None or callable(getattr(scale, "scale", None))):
         number = scale.item() if isinstance(scale, Tensor) and scale.dim() == 0 else scale
@@ -534,11 +534,10 @@ def set_loss_scale(model: nn.Module, scale) -> None:
 @contextmanager
 def ignoring(model: nn.Module, ignore: bool = True) -> Iterator[None]:
     """Keep the batches of the training forwards inside the ``with`` block out of the statistics of
-    all norms of ``model``, also where their backward comes later::
+    all norms of ``model``, even if their backward comes later::
 
         with ignoring(model):
-            y = model(perturbed)  # normalized as in training; the running statistics stay as they
-            are
+            y = model(perturbed)  # normalized as in training; no running statistic changes
 
     In a synchronized norm this rank adds zeros to the sums over all ranks, which still enter the
     statistics: use the block on every rank, or on a rank that repeats a batch because its own data

@@ -110,7 +110,7 @@ def look(seen, state):
 
     ``seen`` holds what the last forward outside of a backward pass has read. The compiler repeats
     this operator in a backward graph where it recomputes a forward. One operator copies all that a
-    step reads: the compiler moves a copy that only the backward needs behind the update of the
+    step reads: the compiler moves a copy that only the backward needs to after the update of the
     state.
     """
     if inside_backward():

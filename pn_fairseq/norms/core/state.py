@@ -22,7 +22,7 @@ class Seen:
     again.
 
     Attributes:
-        state: copies of the state, by name; before the first forward of any values.
+        state: copies of the state, by name; their values are arbitrary before the first forward.
         read: whether there was such a forward.
         warmup: :attr:`.StatefulNorm._warmup` in that forward.
     """

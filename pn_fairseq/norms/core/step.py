@@ -241,8 +241,8 @@ class Step:
     # The sum over the ranks.
 
     def start_sum(self, group, wait: bool) -> None:
-        """Start the sum over the ranks of ``group`` of what does not cover all ranks yet;
-        ``wait``: and end it.
+        """Start the sum over the ranks of ``group`` of what does not cover all ranks yet; ``wait``:
+        also wait for the result.
         """
         if self.batch.reduced and self.products_reduced:
             return
@@ -301,7 +301,7 @@ class Training(torch.autograd.Function):
         y = norm.forward_pass(step)
         ctx.norm, ctx.ignored = norm, step.ignored
         ctx.forward = None if torch.compiler.is_compiling() else Forward(norm)
-        # Vectors of the channels stay here, past hooks on saved tensors.
+        # Per-channel vectors are kept here, which bypasses hooks on saved tensors.
         ctx.state, ctx.batch = state, step.batch
         ctx.kept = [getattr(step, name) for name in norm.keeps]
         ctx.save_for_backward(step.inv_rms, padding, x, weight, bias, *further)

@@ -170,7 +170,7 @@ class PaddingMask:
         return padding
 
     def _own(self) -> Tensor:
-        """:meth:`of` its own T, of a mask that is no lengths."""
+        """:meth:`of` for its own T, if the mask is not lengths."""
         return self.of(self.value.size(-1))
 
     @cached_property

@@ -18,10 +18,10 @@ TWO = 7
 OF_TARGET = 8
 NOTHING = 12
 
-#: How the names of arguments begin that say something of the target of an encoder-decoder model.
+#: Beginnings of the names of arguments that belong to the target of an encoder-decoder model.
 TARGET_NAMES = ("tgt", "trg", "target", "decoder", "dec_", "prev_output")
 
-#: How the names of masks begin that are for what a module attends to.
+#: Beginnings of the names of masks for what a module attends to.
 ATTENDED_NAMES = ("src", "source", "encoder", "enc_", "memory", "mem_", "context", "key_")
 
 
@@ -100,9 +100,9 @@ def find_mask(norm: str, conversion_id: str, scopes: list[Scope]) -> Found:
 def find_argument(conversion_id: str, scopes: Iterable[Scope]) -> Found:
     """The mask of the innermost module that has an argument for it.
 
-    None ends the search, because the masks of modules around may be for other tokens. So may be,
-    around a module that attends to other tokens, the masks of a module that does not, unless their
-    names say that they are the target's.
+    None ends the search, because the masks of modules around may be for other tokens. The same
+    holds, around a module that attends to other tokens, for the masks of a module that does not,
+    unless their names say that they are the target's.
     """
     attends = False
     unread = []
