@@ -32,4 +32,5 @@ class NoisyBatchNorm(MaskedBatchNorm):
         mu = y.new_empty(y.size(-1)).uniform_(-SHIFT, SHIFT)
         sigma = torch.empty_like(mu).uniform_(1.0, SCALE)
         shift = mu + SHIFT_RANGE * (2 * torch.rand_like(y) - 1)
-        return (sigma + SCALE_DEVIATION * torch.randn_like(y)) * y + shift
+        scale = sigma + SCALE_DEVIATION * torch.randn_like(y)
+        return scale * y + shift

@@ -34,6 +34,7 @@ from pathlib import Path
 
 import pandas
 import torch
+import torch.nn.functional as F
 from fairseq import checkpoint_utils, utils
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -56,19 +57,18 @@ def load(checkpoint: Path, batches: int):
         elif hasattr(module, "p"):
             module.p = 0.0
     task.load_dataset("train")
+    longest = utils.resolve_max_positions(task.max_positions(), model.max_positions())
     iterator = task.get_batch_iterator(
         task.dataset("train"),
         max_tokens=config.dataset.max_tokens,
         max_sentences=config.dataset.batch_size,
-        max_positions=utils.resolve_max_positions(task.max_positions(), model.max_positions()),
+        max_positions=longest,
         ignore_invalid_inputs=True,
         seed=1,
-    ).next_epoch_itr(shuffle=True)
-    return (
-        model.train(),
-        task.build_criterion(config.criterion),
-        [next(iterator) for _ in range(batches)],
     )
+    epoch = iterator.next_epoch_itr(shuffle=True)
+    criterion = task.build_criterion(config.criterion)
+    return model.train(), criterion, [next(epoch) for _ in range(batches)]
 
 
 def moved(model: nn.Module, gradients: dict[str, Tensor], step: float) -> nn.Module:
@@ -87,9 +87,10 @@ def loss_and_gradients(model: nn.Module, criterion, batch: dict) -> tuple[float,
     torch.manual_seed(1)  # of noisy BN
     loss, tokens, _ = criterion(model, batch)
     loss.backward()  # of the sum, as in training: PN's nu in the checkpoint has its scale
-    gradients = {
-        name: p.grad / tokens for name, p in model.named_parameters() if p.grad is not None
-    }
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            gradients[name] = parameter.grad / tokens
     return float(loss.detach() / tokens), gradients
 
 
@@ -97,30 +98,49 @@ def flat(tensors: dict[str, Tensor]) -> Tensor:
     return torch.cat([tensor.double().flatten() for tensor in tensors.values()])
 
 
+def theta_over_gradient(model: nn.Module, gradients: dict[str, Tensor]) -> float:
+    """|theta| / |g|, by which a relative length rho is multiplied to give the step eta."""
+    parameters = dict(model.named_parameters())
+    theta = flat({name: parameters[name].detach() for name in gradients})
+    return float(theta.norm() / flat(gradients).norm())
+
+
 def along_the_gradient(model: nn.Module, criterion, batch: dict, steps: list[float]) -> list[dict]:
     """A row for each relative step length."""
     loss, gradients = loss_and_gradients(model, criterion, batch)
-    g, theta = (
-        flat(gradients),
-        flat({name: p.detach() for name, p in model.named_parameters() if name in gradients}),
-    )
+    g = flat(gradients)
+    norm = float(g.norm())
+    ratio = theta_over_gradient(model, gradients)
     rows = []
     for step in steps:
-        eta = step * float(theta.norm() / g.norm())
+        eta = step * ratio
         new_loss, new_gradients = loss_and_gradients(moved(model, gradients, eta), criterion, batch)
         change = float((flat(new_gradients) - g).norm())
-        rows.append(
-            {
-                "relative step": step,
-                "loss": loss,
-                "loss change": new_loss - loss,
-                "gradient": float(g.norm()),
-                "gradient change": change,
-                "relative gradient change": change / float(g.norm()),
-                "smoothness": change / (eta * float(g.norm())),
-            }
-        )
+        row = {
+            "relative step": step,
+            "loss": loss,
+            "loss change": new_loss - loss,
+            "gradient": norm,
+            "gradient change": change,
+            "relative gradient change": change / norm,
+            "smoothness": change / (eta * norm),
+        }
+        rows.append(row)
     return rows
+
+
+def layers_of(model: nn.Module) -> list[tuple[str, str]]:
+    """The side and the name of each layer: "encoder", "encoder.layers.0."."""
+    layers = []
+    for side in ("encoder", "decoder"):
+        number = len(getattr(model, side).layers)
+        layers += [(side, f"{side}.layers.{index}.") for index in range(number)]
+    return layers
+
+
+def starting_with(start: str | tuple[str, ...], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Those of the tensors whose names start so."""
+    return {name: tensor for name, tensor in tensors.items() if name.startswith(start)}
 
 
 def after_the_layers_before(model: nn.Module, criterion, batch: dict, step: float) -> list[dict]:
@@ -128,34 +148,27 @@ def after_the_layers_before(model: nn.Module, criterion, batch: dict, step: floa
     before it moved.
     """
     _, gradients = loss_and_gradients(model, criterion, batch)
-    parameters = {
-        name: parameter.detach()
-        for name, parameter in model.named_parameters()
-        if name in gradients
-    }
-    eta = step * float(flat(parameters).norm() / flat(gradients).norm())
-    rows, before = [], {}
-    layers = [
-        (part, number)
-        for part in ("encoder", "decoder")
-        for number in range(len(getattr(model, part).layers))
-    ]
-    for side, index in layers:
-        layer = f"{side}.layers.{index}."
-        start = "encoder.embed" if side == "encoder" else ("encoder.", "decoder.embed")
-        before |= {name: tensor for name, tensor in gradients.items() if name.startswith(start)}
-        own = {name: tensor for name, tensor in gradients.items() if name.startswith(layer)}
-        _, new = loss_and_gradients(moved(model, before, eta), criterion, batch)
-        old, new = flat(own), flat({name: new[name] for name in own})
-        rows.append(
-            {
-                "layer": layer.rstrip("."),
-                "gradient": float(old.norm()),
-                "gradient change": float((new - old).norm()),
-                "relative gradient change": float((new - old).norm() / old.norm()),
-                "cosine": float(torch.nn.functional.cosine_similarity(old, new, dim=0)),
-            }
-        )
+    eta = step * theta_over_gradient(model, gradients)
+    rows = []
+    before = {}
+    for side, layer in layers_of(model):
+        if side == "encoder":
+            before |= starting_with("encoder.embed", gradients)
+        else:
+            before |= starting_with(("encoder.", "decoder.embed"), gradients)
+        own = starting_with(layer, gradients)
+        _, new_gradients = loss_and_gradients(moved(model, before, eta), criterion, batch)
+        old = flat(own)
+        new = flat({name: new_gradients[name] for name in own})
+        change = (new - old).norm()
+        row = {
+            "layer": layer.rstrip("."),
+            "gradient": float(old.norm()),
+            "gradient change": float(change),
+            "relative gradient change": float(change / old.norm()),
+            "cosine": float(F.cosine_similarity(old, new, dim=0)),
+        }
+        rows.append(row)
         before |= own
     return rows
 
@@ -166,9 +179,8 @@ def over_the_steps(steps: pandas.DataFrame) -> pandas.DataFrame:
     """
     groups = steps.groupby(["run", "update", "batch"], sort=False)
     ranges = groups["loss change"].max() - groups["loss change"].min()
-    return pandas.DataFrame(
-        {"range of the loss": ranges, "effective smoothness": groups["smoothness"].max()}
-    )
+    smoothness = groups["smoothness"].max()
+    return pandas.DataFrame({"range of the loss": ranges, "effective smoothness": smoothness})
 
 
 def draw(steps: pandas.DataFrame, layers: pandas.DataFrame, file: Path) -> None:
@@ -179,19 +191,18 @@ def draw(steps: pandas.DataFrame, layers: pandas.DataFrame, file: Path) -> None:
     axes = figure.subplots(1, 4)
     panels = ["loss change", "relative gradient change", "smoothness"]
     for number, (run, rows) in enumerate(steps.groupby("run", sort=False)):
+        color = f"C{number}"
         for axis, column in zip(axes, panels, strict=False):
-            low, middle, high = (
-                rows.groupby("relative step")[column].quantile(part) for part in (0.25, 0.5, 0.75)
-            )
-            axis.plot(middle.index, middle, f"C{number}-o", markersize=3, label=run)
-            axis.fill_between(middle.index, low, high, color=f"C{number}", alpha=0.2)
-        cosines = layers[layers["run"] == run].groupby("layer", sort=False)["cosine"]
-        axes[3].plot(
-            cosines.median().to_numpy(), range(cosines.ngroups), f"C{number}-o", markersize=3
-        )
-        axes[3].set_yticks(
-            range(cosines.ngroups), [name.replace(".layers.", " ") for name in cosines.groups]
-        )
+            values = rows.groupby("relative step")[column]
+            middle = values.median()
+            axis.plot(middle.index, middle, f"{color}-o", markersize=3, label=run)
+            quartiles = values.quantile(0.25), values.quantile(0.75)
+            axis.fill_between(middle.index, *quartiles, color=color, alpha=0.2)
+        cosines = layers[layers["run"] == run].groupby("layer", sort=False)["cosine"].median()
+        names = [name.replace(".layers.", " ") for name in cosines.index]
+        places = range(len(names))
+        axes[3].plot(cosines.to_numpy(), places, f"{color}-o", markersize=3)
+        axes[3].set_yticks(places, names)
     for axis, column in zip(axes, panels, strict=False):
         axis.set(title=column, xscale="log", xlabel="relative step")
     axes[2].set(yscale="log")
@@ -202,54 +213,45 @@ def draw(steps: pandas.DataFrame, layers: pandas.DataFrame, file: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
-    parser.add_argument(
-        "--last", type=int, default=5, metavar="N", help="the newest N checkpoints (default 5)"
-    )
-    parser.add_argument(
-        "--batches", type=int, default=4, metavar="N", help="training batches (default 4)"
-    )
-    parser.add_argument(
-        "--steps", type=float, nargs="+", default=STEPS, metavar="RHO", help=f"default {STEPS}"
-    )
-    parser.add_argument("--output", type=Path, default=Path("runs/smoothness"), metavar="DIR")
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    add = parser.add_argument
+    newest = "the newest N checkpoints (default 5)"
+    add("runs", type=Path, nargs="+", metavar="RUN")
+    add("--last", type=int, default=5, metavar="N", help=newest)
+    add("--batches", type=int, default=4, metavar="N", help="training batches (default 4)")
+    add("--steps", type=float, nargs="+", default=STEPS, metavar="RHO", help=f"default {STEPS}")
+    add("--output", type=Path, default=Path("runs/smoothness"), metavar="DIR")
     options = parser.parse_args(arguments)
     if min(options.last, options.batches, *options.steps) <= 0:
         parser.error("--last, --batches and --steps must be positive")
     logging.disable(logging.WARNING)  # of fairseq
     warnings.simplefilter("ignore")  # of torch's data loader and attention
+    checkpoints = []
     try:
-        checkpoints = {
-            run: find_checkpoints(run / "checkpoints", "update", options.last)[::-1]
-            for run in options.runs
-        }
-        if none := [str(run) for run, found in checkpoints.items() if not found]:
-            raise UserError(f"no checkpoint_EPOCH_UPDATE.pt in {', '.join(none)}")
+        for run in options.runs:
+            found = find_checkpoints(run / "checkpoints", "update", options.last)
+            if not found:
+                raise UserError(f"no checkpoint_EPOCH_UPDATE.pt in {run}")
+            checkpoints += [(run, checkpoint) for checkpoint in reversed(found)]
         # so that data that was moved is said before anything is computed
-        load(next(iter(checkpoints.values()))[0], 1)
+        load(checkpoints[0][1], 1)
         options.output.mkdir(parents=True, exist_ok=True)
     except (UserError, OSError) as error:
         parser.exit(2, f"smoothness: error: {error}\n")
-    middle, steps, layers = sorted(options.steps)[len(options.steps) // 2], [], []
-    work = [(run, checkpoint) for run, found in checkpoints.items() for checkpoint in found]
-    for run, checkpoint in tqdm(work, desc="checkpoints", disable=None):
+    lengths = sorted(options.steps)
+    middle = lengths[len(lengths) // 2]
+    steps = []
+    layers = []
+    for run, checkpoint in tqdm(checkpoints, desc="checkpoints", disable=None):
         model, criterion, batches = load(checkpoint, options.batches)
+        update = int(checkpoint.stem.rpartition("_")[2])
         for number, batch in enumerate(batches):
-            place = {
-                "run": run.name,
-                "update": int(checkpoint.stem.rpartition("_")[2]),
-                "batch": number,
-            }
-            steps += [
-                place | row
-                for row in along_the_gradient(model, criterion, batch, sorted(options.steps))
-            ]
-            layers += [
-                place | row for row in after_the_layers_before(model, criterion, batch, middle)
-            ]
+            place = {"run": run.name, "update": update, "batch": number}
+            along = along_the_gradient(model, criterion, batch, lengths)
+            steps += [place | row for row in along]
+            after = after_the_layers_before(model, criterion, batch, middle)
+            layers += [place | row for row in after]
     tables = {"steps": pandas.DataFrame(steps), "layers": pandas.DataFrame(layers)}
     for name, table in tables.items():
         table.to_csv(options.output / f"{name}.csv", index=False, float_format="%.6g")
