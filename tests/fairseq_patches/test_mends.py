@@ -191,7 +191,10 @@ def test_two_ranks_on_a_cpu(program, more, tmp_path):
 
 def dropped_layers(rank: int) -> list[list[int]]:
     """The layers that a rank uses, in each of 8 updates in two stacks of 6 layers."""
-    stacks = [LayerDropModuleList(0.5, [torch.nn.Dropout(0.1) for _ in range(6)]) for _ in range(2)]
+    stacks = []
+    for _ in range(2):
+        layers = [torch.nn.Dropout(0.1) for _ in range(6)]
+        stacks.append(LayerDropModuleList(0.5, layers))
     used = []
     for update in range(8):
         torch.manual_seed(1 + update)  # as fairseq does before each update

@@ -163,6 +163,11 @@ def test_the_same_text_on_both_sides_is_said(tmp_path, capsys):
     ]
 
 
+def texts_of(folder: Path) -> dict[str, list[Path]]:
+    """Split -> its files in both languages."""
+    return {split: [folder / f"{split}.es", folder / f"{split}.en"] for split in SPLITS}
+
+
 def swap(folder: Path, split: str) -> None:
     """Give the files of the two languages each other's names."""
     source, target = folder / f"{split}.es", folder / f"{split}.en"
@@ -186,8 +191,7 @@ def test_swapped_sides_of_a_split_are_said(swapped, named, tmp_path):
     corpus = cut_corpus(tmp_path, 400, 40, 40)
     for split in swapped:
         swap(corpus, split)
-    texts = {split: [corpus / f"{split}.{lang}" for lang in ("es", "en")] for split in SPLITS}
-    notes = list(notes_on(texts, SPLITS))
+    notes = list(notes_on(texts_of(corpus), SPLITS))
     assert [note.partition(" seem")[0] for note in notes] == (
         [f"the two languages of {named}"] if named else []
     )
@@ -200,14 +204,13 @@ def test_sides_that_share_their_words_are_not_swapped(tmp_path):
     assert not any("swapped" in note for note in notes_on(english, SPLITS))
     small = cut_corpus(tmp_path / "small", 400, 3, 3)
     swap(small, "train")
-    few = {split: [small / f"{split}.{lang}" for lang in ("es", "en")] for split in SPLITS}
-    assert not list(notes_on(few, SPLITS))
+    assert not list(notes_on(texts_of(small), SPLITS))
 
 
 def test_sentences_of_other_splits_in_train_are_counted(tmp_path):
     corpus = cut_corpus(tmp_path, 400, 40, 40)
     copy_split(corpus, "train", "test")
-    texts = {split: [corpus / f"{split}.{lang}" for lang in ("es", "en")] for split in SPLITS}
+    texts = texts_of(corpus)
     for lang in ("es", "en"):
         text = (corpus / f"train.{lang}").read_text("utf-8").splitlines()
         valid = corpus / f"valid.{lang}"
