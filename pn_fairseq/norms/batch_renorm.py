@@ -48,6 +48,7 @@ class BatchRenorm(MaskedBatchNorm):
     reads = ("running_mean", "running_var", COUNT)
     keeps = ("sigma", "r", "d")  # sigma_B, r and d of the batch
     mixes_tokens = "at first"
+    normalizes_by = "batch and running"
 
     def __init__(
         self,

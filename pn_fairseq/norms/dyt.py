@@ -22,6 +22,8 @@ class DynamicTanh(ChannelNorm):
         others: see :class:`~pn_fairseq.norms.core.base.ChannelNorm`.
     """
 
+    normalizes_by = "element"
+
     def __init__(self, num_features: int, alpha_init: float = 0.5, **common):
         super().__init__(num_features, **common)
         self.alpha_init = check_positive("alpha_init", alpha_init)

@@ -60,6 +60,7 @@ class PowerNorm(RunningNorm):
     gradient_state = ("nu",)
     keeps = ("psi2", "warmup")
     mixes_tokens = "at first"
+    normalizes_by = "running"
     reports = ("nonfinite_steps", "psi_distance", "guarded_steps", "gamma_max")
 
     #: Without :meth:`set_num_updates`: steps until the module checks whether its own steps have

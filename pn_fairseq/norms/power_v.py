@@ -24,6 +24,7 @@ class PowerNormV(BatchStatsNorm):
     """
 
     moment_name = "running_psi2"
+    normalizes_by = "batch about 0"
 
     def __init__(self, num_features: int, **common):
         super().__init__(num_features, **common)

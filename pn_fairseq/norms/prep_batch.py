@@ -42,6 +42,7 @@ class ProgressiveBatchNorm(MaskedBatchNorm):
 
     follows_updates = True
     reads = (COUNT,)
+    normalizes_by = "token, then batch"
     keeps = ("rest",)  # 1 - lambda, the share of RepBN
 
     def __init__(self, num_features: int, fade_updates: int = 60_000, **common):

@@ -19,6 +19,7 @@ class NoNorm(ChannelNorm):
     """
 
     learned = ()
+    normalizes_by = "nothing"
 
     def normalize(self, h: Tensor) -> Tensor:
         return h

@@ -48,6 +48,7 @@ class UnifiedNorm(WindowNorm):
     and ``lambda_window`` (window, C), initially 0; ``num_batches_tracked``, int64.
     """
 
+    normalizes_by = "window, geometric"
     geometric = True
     scales_gradient_of_weight = False
 

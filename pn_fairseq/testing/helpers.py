@@ -68,32 +68,29 @@ def running_cases(names=None) -> list[Case]:
     return [case for case in cases(names) if issubclass(case.cls, RunningNorm)]
 
 
-#: Kind of norms -> the case that stands for it where a test does not run with every norm.
-KINDS = {
-    "tokens": "layer",
-    "elements": "dyt",
-    "batch": "batch",
-    "batch about 0": "power-v",
-    "batch and running": "batch-renorm",
-    "running": "power",
-    "running, released": "power-release",
-    "window": "unified",
-    "tokens, then batch": "prep-batch",
-}
+def first_of_each_kind() -> dict[str, str]:
+    """What training normalizes by (:attr:`.ChannelNorm.normalizes_by`) -> the first norm that
+    does, which stands for the others where a test does not run with every norm.
+    """
+    found = {}
+    for name, entry in NORMS.items():
+        found.setdefault(entry.cls.normalizes_by, name)
+    return found
 
 
 def of_kinds(*kinds: str) -> list[str]:
     """The norms that stand for these kinds."""
-    return [KINDS[kind] for kind in kinds]
+    first = first_of_each_kind()
+    return [first[kind] for kind in kinds]
 
 
-#: Kinds that torch.compile sees as different: an operator for each token, one with state, windows.
-COMPILED = of_kinds("elements", "running", "window")
+#: Kinds that torch.compile sees as different: without statistics, with state, with windows.
+COMPILED_KINDS = ("element", "running", "window, geometric")
 
 
 def long(test):
-    """Mark a test that takes long: it is slow with norms that stand for no kind in KINDS, or in
-    COMPILED if it compiles.
+    """Mark a test that takes long: it is slow with norms that do not stand for their kind, or, if
+    it compiles, for one of COMPILED_KINDS.
     """
     test.long = True
     return test
@@ -109,9 +106,10 @@ def pytest_generate_tests(metafunc):
     else:
         slow = ()
     if "compiler" in metafunc.fixturenames:
-        quick = COMPILED
+        quick = of_kinds(*COMPILED_KINDS)
     else:
-        quick = KINDS.values()
+        # the passes of the released PN are its own
+        quick = [*first_of_each_kind().values(), "power-release"]
     names = metafunc.config.getoption("norm_names", None)
     fixtures = {
         "case": cases(names),

@@ -30,7 +30,7 @@ from pn_fairseq.norms import running_norms
 from pn_fairseq.pipeline.training_settings import compose
 
 from ..models.helpers import (
-    SOME_NORMS,
+    MODEL_NORMS,
     both_sides,
     build,
     make_dictionary,
@@ -48,7 +48,7 @@ SMALL = both_sides(layers=1, embed_dim=16, ffn_embed_dim=16)
 @pytest.mark.parametrize(
     ("name", "variant", "half"),
     [
-        *((name, "paper", False) for name in SOME_NORMS),
+        *((name, "paper", False) for name in MODEL_NORMS),
         ("power", "release", False),
         ("power", "paper", True),
     ],

@@ -11,7 +11,7 @@ from benchmarks.models import BLOCK, VOCABULARY, arch_args, build, make_task
 from pn_fairseq.models.from_checkpoint import make_dictionary
 from pn_fairseq.testing.helpers import of_kinds
 
-SOME_NORMS = of_kinds("tokens", "batch", "running", "tokens, then batch")
+MODEL_NORMS = of_kinds("token", "batch", "running", "token, then batch")
 
 ADAPTIVE = dict(
     adaptive_softmax_cutoff="20,60",

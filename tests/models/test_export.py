@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from ..fixtures.checkpoints import hypotheses, make, state_of
 from ..scripts_helpers import verb
-from .helpers import SOME_NORMS, VOCABULARY, build, padded_batch
+from .helpers import MODEL_NORMS, VOCABULARY, build, padded_batch
 
 main = verb("export")
 
@@ -38,7 +38,7 @@ def test_the_encoder_is_one_graph():
 
 @pytest.mark.parametrize(
     "norm",
-    [one if one == "power" else pytest.param(one, marks=pytest.mark.slow) for one in SOME_NORMS],
+    [one if one == "power" else pytest.param(one, marks=pytest.mark.slow) for one in MODEL_NORMS],
 )
 def test_torchscript_traces_a_model_and_refuses_to_compile_it(norm):
     """The model exports methods, so torch compiles what it finds in its modules.

@@ -17,7 +17,7 @@ from pn_fairseq.norms.registry import HEADS
 from .helpers import (
     ADAPTIVE,
     BLOCK,
-    SOME_NORMS,
+    MODEL_NORMS,
     VOCABULARY,
     arch_args,
     assert_same_training,
@@ -26,7 +26,7 @@ from .helpers import (
 )
 
 MODELS = ("transformer_lm", "tensorized_lm")
-EVERY_KIND = pytest.mark.parametrize("name", SOME_NORMS)
+EVERY_KIND = pytest.mark.parametrize("name", MODEL_NORMS)
 BOTH = pytest.mark.parametrize("stem", MODELS)
 
 

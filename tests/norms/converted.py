@@ -16,7 +16,7 @@ C = 12
 LENGTHS = torch.tensor([7, 4, 2])
 MASK = torch.arange(T) >= LENGTHS[:, None]
 
-SOME_NORMS = of_kinds("batch", "batch about 0", "running", "batch and running")
+CONVERTED_NORMS = of_kinds("batch", "batch about 0", "running", "batch and running")
 
 
 class FeedForward(nn.Module):

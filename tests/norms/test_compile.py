@@ -24,6 +24,7 @@ from pn_fairseq.norms import (
     recalibrating,
     set_loss_scale,
 )
+from pn_fairseq.testing.helpers import of_kinds
 from pn_fairseq.testing.ranks import run_ranks
 
 from .compilation import (
@@ -39,7 +40,7 @@ from .compilation import (
 )
 from .helpers import STATEFUL
 
-KINDS = ("batch", "power", "prep-batch", "unified")
+COMPILED_NORMS = of_kinds("batch", "running", "token, then batch", "window, geometric")
 #: Of a mode and a norm what runs by default.
 SOME_MODES = [("aot_eager, bfloat16", "power")]
 #: Of a norm, uses in a step, and whether it is checkpointed, what CI runs.
@@ -91,7 +92,7 @@ class Block(nn.Module):
     ("name", "uses", "checkpointed"),
     [
         pytest.param(*case, marks=pytest.mark.ci if case in SOME else pytest.mark.slow)
-        for case in itertools.product(KINDS, (1, 2), (False, True))
+        for case in itertools.product(COMPILED_NORMS, (1, 2), (False, True))
     ],
 )
 def test_accumulation_shared_norms_and_checkpoints_count_each_step_once(name, uses, checkpointed):
@@ -145,7 +146,7 @@ def test_steps_without_gradients_are_those_of_eager_mode():
     ("name", "where"),
     [
         pytest.param(*case, marks=pytest.mark.ci if case in SOME_CHECKPOINTED else pytest.mark.slow)
-        for case in itertools.product(KINDS, ("inside", "outside"))
+        for case in itertools.product(COMPILED_NORMS, ("inside", "outside"))
     ],
 )
 def test_two_forwards_before_one_backward_under_checkpointing(name, where):

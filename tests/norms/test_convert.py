@@ -28,9 +28,9 @@ from pn_fairseq.norms import (
 from ..pairwise import in_pairs
 from ..tables import rows
 from .converted import (
+    CONVERTED_NORMS,
     LENGTHS,
     MASK,
-    SOME_NORMS,
     B,
     ByVariance,
     C,
@@ -630,7 +630,7 @@ def test_names_of_the_parameters_of_norms():
 # Padding.
 
 
-@in_pairs(norm=SOME_NORMS, dtype=list(TOLERANCE), layout=["BTC", "TBC"])
+@in_pairs(norm=CONVERTED_NORMS, dtype=list(TOLERANCE), layout=["BTC", "TBC"])
 def test_padded_equals_the_concatenation_of_the_sequences(norm, dtype, layout):
     model = convert_norms(randomized(FeedForward()), norm).to(dtype)
     x = torch.randn(B, T, C, dtype=dtype)
@@ -673,7 +673,7 @@ LEAST = torch.finfo(torch.float32).min
 FORMS["additive, 4-d"] = torch.zeros(B, 1, 1, T).masked_fill(MASK[:, None, None], LEAST)
 
 
-@in_pairs(norm=SOME_NORMS, form=list(FORMS), dtype=list(TOLERANCE))
+@in_pairs(norm=CONVERTED_NORMS, form=list(FORMS), dtype=list(TOLERANCE))
 def test_content_of_padding_changes_nothing(norm, form, dtype):
     mask = {form.partition(",")[0]: FORMS[form]}
     x = torch.randn(B, T, C, dtype=dtype)

@@ -30,9 +30,9 @@ from pn_fairseq.norms.masks.padding import current_scope
 
 from ..pairwise import in_pairs
 from .converted import (
+    CONVERTED_NORMS,
     LENGTHS,
     MASK,
-    SOME_NORMS,
     B,
     C,
     FeedForward,
@@ -481,7 +481,7 @@ MASK_GIVEN_BY = {
 }
 
 
-@in_pairs(norm=SOME_NORMS, way=list(MASK_GIVEN_BY), together=[True, False])
+@in_pairs(norm=CONVERTED_NORMS, way=list(MASK_GIVEN_BY), together=[True, False])
 def test_recomputation_has_the_mask_of_its_forward(norm, way, together):
     """Also where several forwards run before one backward, and one of them had no padding."""
     plain = convert_norms(randomized(FeedForward()), norm, mask_from="lengths")

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pn_fairseq.norms import NORMS, build_norm
+from pn_fairseq.testing.helpers import first_of_each_kind
 
 from ..pairwise import in_pairs
 from .conftest import IMPLEMENTATION_NAMES
@@ -56,8 +57,9 @@ def strides(values):
     return [stride for size, stride in zip(values.shape, values.stride(), strict=True) if size > 1]
 
 
-#: One norm for each family of operators. To these the gradient also comes in every layout.
-FAMILIES = ("power", "batch", "group", "dyt")
+#: To one norm of each kind the gradient also comes in every layout, and to ``group``, which has an
+#: operator of its own.
+EVERY_GRADIENT = (*first_of_each_kind().values(), "group")
 
 
 @in_pairs(
@@ -77,7 +79,8 @@ def test_layouts(name, layout, groups, batch_first, randn):
     mask.view(-1)[0] = False
     mask = mask if x.dim() == 2 or batch_first else mask.t()
     layer_norm = torch.nn.LayerNorm(C)
-    for of_gradient in LAYOUTS if name in FAMILIES else (layout, "expanded"):
+    gradients = LAYOUTS if name in EVERY_GRADIENT else (layout, "expanded")
+    for of_gradient in gradients:
         dy = LAYOUTS[of_gradient](randn)
         if dy.shape != x.shape:  # the gradient that sum() sends back
             dy = torch.ones(()).expand(x.shape)

@@ -90,6 +90,7 @@ class RunningNorm(StatefulNorm):
     mean_name: str | None = None
 
     mixes_tokens = "always"
+    normalizes_by = "batch"
 
     #: Buffers made of gradients. A step without a backward leaves them as they are.
     gradient_state: tuple[str, ...] = ()

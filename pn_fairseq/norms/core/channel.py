@@ -46,6 +46,10 @@ class ChannelNorm(nn.Module):
     #: channels where a factor is clipped.
     mixes_tokens = "never"
 
+    #: What training normalizes by, in words, such as "batch". Norms with the same words are of one
+    #: kind: tests that take long run with the first one that is registered.
+    normalizes_by = "token"
+
     #: Which of ``weight`` (gain, initially 1) and ``bias`` (initially 0), (C,), the norm has.
     learned: tuple[str, ...] = ("weight", "bias")
 

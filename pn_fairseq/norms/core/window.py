@@ -32,6 +32,7 @@ class WindowNorm(RunningNorm):
     """
 
     moment_name = "running_psi2"
+    normalizes_by = "window"
     gradient_state = ("nu", "lambda_window")
     follows_updates = True
 
