@@ -22,7 +22,7 @@ from .pages import ASSIGNMENT, PAGES, ROOT, USER_DIR, Command, block_commands, o
 NOT_RUN = {
     r"make .*|\. .*|export .*|pn (info|check)": "the environment: other tests",
     r"pn reproduce demo .*|pn score --compare runs/demo-ln .*": "tests/scripts/test_end_to_end.py",
-    r"pn reproduce --study batch_size.*": "tests/scripts/test_experiments.py",
+    r"pn reproduce --study batch_size.*": "tests/scripts/test_studies.py",
     r"pn train .* --ranks 2|srun .*|fairseq-hydra-train .*": "several ranks and sweeps: "
     "tests/pipeline/test_ranks.py",
     r"pn import-release .*": "tests/pipeline/test_import_release.py",
