@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pandas
 
+from docs.tools.compilation import table_of_compiled_norms
+from docs.tools.frameworks import table_of_frameworks
+from docs.tools.invariances import table_of_invariances
 from pn_fairseq.models.norm_options import NormOptions
 from pn_fairseq.norms import NORMS, RunningNorm, build_norm
 from pn_fairseq.norms.core.base import COUNT
 from pn_fairseq.norms.registry import HEADS, SHARED
 from pn_fairseq.pipeline.published import PAPER
-from tests.norms import compilation, invariances, test_frameworks
 
 ROOT = Path(__file__).resolve().parents[2]
 CHANNELS = 512
@@ -211,9 +213,9 @@ def configurations() -> str:
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "configurations.md": {"configurations": configurations},
     "norms.md": {"properties": properties, "published": published, "cost": cost, "flags": flags},
-    "theory.md": {"invariances": invariances.table},
-    "own_model.md": {"compiled": compilation.table},
-    "frameworks.md": {"frameworks": test_frameworks.table},
+    "theory.md": {"invariances": table_of_invariances},
+    "own_model.md": {"compiled": table_of_compiled_norms},
+    "frameworks.md": {"frameworks": table_of_frameworks},
     "speed.md": {"under_compile": under_compile, "over_ranks": over_ranks},
 }
 

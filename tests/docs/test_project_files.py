@@ -74,6 +74,12 @@ def test_no_test_module_imports_another():
         assert not re.search(r"(?m)^from \.[\w.]*\btest_", text), path
 
 
+@pytest.mark.parametrize("folder", ["pn_fairseq", "benchmarks", "docs", "examples"])
+def test_nothing_imports_the_tests(folder):
+    for path in (ROOT / folder).rglob("*.py"):
+        assert not re.search(r"(?m)^\s*(from|import) tests\b", path.read_text("utf-8")), path
+
+
 def test_changelog_is_short():
     assert len(read("CHANGELOG.md").split()) <= 1000
 

@@ -16,6 +16,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
+from docs.tools.compilation import (
+    CHANNELS,
+    LENGTHS,
+    MODES,
+    batch,
+    compare,
+    deviation,
+    measure,
+    results,
+    tell_updates,
+)
 from pn_fairseq.norms import (
     NORMS,
     build_norm,
@@ -27,17 +38,6 @@ from pn_fairseq.norms import (
 from pn_fairseq.testing.helpers import of_kinds
 from pn_fairseq.testing.ranks import run_ranks
 
-from .compilation import (
-    CHANNELS,
-    LENGTHS,
-    MODES,
-    batch,
-    compare,
-    deviation,
-    measure,
-    results,
-    tell_updates,
-)
 from .helpers import STATEFUL
 
 COMPILED_NORMS = of_kinds("batch", "running", "token, then batch", "window, geometric")

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
+from docs.tools.compilation import batch
 from pn_fairseq.norms import (
     convert_norms,
     norm_parameter_names,
@@ -21,7 +22,6 @@ from pn_fairseq.norms import (
 from pn_fairseq.testing.ranks import run_ranks
 
 from ..fixtures.hugging_face import hugging_face
-from .compilation import batch
 from .converted import MASK, B, FeedForward, T, warns
 
 C = 16

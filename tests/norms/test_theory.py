@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from docs.tools.invariances import CHANGES, ROWS, invariances, marks
 from pn_fairseq.norms import NORMS, build_norm
 
 from .helpers import real_tokens, rng, to_mask
-from .invariances import CHANGES, ROWS, invariances, marks
 
 EPS = 1e-14
 WIDTHS = (2, 3, 12, 64, 515)

@@ -96,8 +96,8 @@ def measure(name: str, mode: str, variant: str = "paper") -> tuple[int, int, flo
     return compare(norm, updates, backend, dynamic, tell_updates)
 
 
-def table() -> str:
-    """As Markdown."""
+def table_of_compiled_norms() -> str:
+    """Breaks, graphs and deviation of every norm by mode, as Markdown."""
     lines = ["| norm | " + " | ".join(MODES) + " |", "|---" + "|---" * len(MODES) + "|"]
     for name in NORMS:
         cells = []

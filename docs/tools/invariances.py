@@ -83,7 +83,7 @@ def marks(found: dict[str, bool]) -> list[str]:
     return ["✓" if same else "–" for same in found.values()]
 
 
-def table() -> str:
+def table_of_invariances() -> str:
     """As Markdown."""
     lines = [f"| {' | '.join(['norm', *CHANGES])} |", "|---" + "|:---:" * len(CHANGES) + "|"]
     for title, row in ROWS.items():
