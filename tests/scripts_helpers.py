@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from unittest import mock
 
@@ -79,7 +79,7 @@ def in_process(*words, cwd=None, check=True, **changes: str) -> subprocess.Compl
     children = programs.start_python if replaced else Ended
     with mock.patch.object(programs, "start_python", children):
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        ended = Ended("-m", module, *arguments, cwd=cwd, env=env, text=True, **pipes)
+        ended = Ended("-m", module, *arguments, cwd=cwd, env=env, **pipes)
     result = subprocess.CompletedProcess(words, ended.returncode, *ended.communicate())
     return checked(result, check)
 
@@ -89,26 +89,18 @@ class Ended:
     module ran in this process.
     """
 
-    def __init__(
-        self, *words, cwd=None, env=None, stdout=None, stderr=None, text=False, **_unneeded
-    ):
+    def __init__(self, *words, cwd=None, env=None, stdout=None, stderr=None, **_unneeded):
         module, *arguments = map(str, words[words.index("-m") + 1 :])
         out = sys.stdout if stdout is None else io.TextIOWrapper(io.BytesIO(), "utf-8")
         err = sys.stderr if stderr is None else io.TextIOWrapper(io.BytesIO(), "utf-8")
-        here = os.getcwd()
-        changes = mock.patch.dict(os.environ, env or {}, clear=env is not None)
-        with changes, redirect_stdout(out), redirect_stderr(err):
-            os.chdir(cwd or here)
-            try:
-                self.returncode = call(module, arguments)
-            finally:
-                os.chdir(here)
-        self.text = text
-        self.stdout, self.stderr = read_again(out, stdout), read_again(err, stderr)
+        changes = mock.patch.dict(os.environ, env or os.environ, clear=True)
+        with changes, redirect_stdout(out), redirect_stderr(err), chdir(cwd or os.curdir):
+            self.returncode = call(module, arguments)
+        self.stdout = read_again(out, stdout)
+        self.stderr = read_again(err, stderr)
 
-    def communicate(self):
-        written = [pipe.read() if pipe else None for pipe in (self.stdout, self.stderr)]
-        return [each.decode() if self.text and each is not None else each for each in written]
+    def communicate(self) -> list[str]:
+        return [pipe.read().decode() for pipe in (self.stdout, self.stderr)]
 
     def wait(self, timeout=None) -> int:
         return self.returncode
@@ -123,17 +115,17 @@ class Ended:
         """Nothing is open."""
 
 
-def read_again(written, wanted):
+def read_again(written, wanted) -> io.BytesIO:
     """What a program has written: to read, if ``wanted`` is a pipe; a file gets it."""
     if wanted in (None, subprocess.DEVNULL):
-        return None
+        return io.BytesIO()
     written.flush()
     content = written.buffer.getvalue()
     if wanted == subprocess.PIPE:
         return io.BytesIO(content)
     wanted.write(content)
     wanted.flush()
-    return None
+    return io.BytesIO()
 
 
 def call(module: str, arguments: list[str]) -> int:
