@@ -97,6 +97,13 @@ prepare                                               | --help
 prepare verse                                         | unknown 'verse'; did you mean 'verses'?
 prepare none.py                                       | there is no recipe 'none.py'
 prepare empty.py                                      | is no recipe: it has no CONFIG
+prepare broken.py                                     | error: broken.py: line 1: ZeroDivisionError: division by zero
+prepare unclosed.py                                   | error: unclosed.py: SyntaxError: '(' was never closed (unclosed.py, line 1)
+prepare others/verses.py                              | 'others/verses.py' has the name of another recipe; recipes/verses.py'; give the file another name
+prepare unnamed.py                                    | error: unnamed.py: line 2: ValueError: an Experiment needs a configuration
+reproduce broken.py                                   | error: broken.py: line 1: ZeroDivisionError: division by zero
+reproduce others/verses.py                            | 'others/verses.py' has the name of another recipe
+reproduce --study recipe.yaml                         | empty.py is no recipe: it has no CONFIG
 prepare text --corpus                                 | --corpus; expected one argument
 prepare text --corpus text --source es --dest out     | --source and --target are required
 prepare text --corpus /nowhere --source es --target en --dest out | /nowhere
@@ -374,6 +381,12 @@ def place(tmp_path_factory):
     (place / "models/lm/data").write_text(f"{place}/data\n")
     shutil.copy(place / "data/settings.txt", place / "models/lm/data.settings")
     (place / "broken.py").write_text("1 / 0\n")
+    (place / "unclosed.py").write_text("x = (\n")
+    (place / "others/verses.py").touch()
+    experiment = "from pn_fairseq.pipeline.data.experiment import Experiment\n"
+    (place / "unnamed.py").write_text(f"{experiment}REPRODUCE = Experiment('', 'tiny')\n")
+    part = "{corpus: empty.py, seeds: [1], norms: [ln]}"
+    (place / "recipe.yaml").write_text(f"about: mine\nparts: [{part}]\n")
     (place / "unset/bin").mkdir(parents=True)
     (place / "empty.py").write_text('"""Nothing."""\n')
     return place

@@ -32,7 +32,7 @@ from pn_fairseq.common.command import (
 from pn_fairseq.common.errors import did_you_mean
 from pn_fairseq.common.files import CONFIGS, find_yaml, names_in, only_writer
 from pn_fairseq.pipeline.data.experiment import Experiment
-from pn_fairseq.pipeline.data.recipes import RECIPES, load
+from pn_fairseq.pipeline.data.recipes import RECIPES
 from pn_fairseq.pipeline.data.settings import is_prepared
 from pn_fairseq.pipeline.prepare import options_of
 from pn_fairseq.pipeline.runs import load_config
@@ -41,6 +41,7 @@ from pn_fairseq.pipeline.steps import (
     experiments,
     find_experiment,
     is_corpus,
+    load_corpus,
     must,
     planned_runs,
     reproduce,
@@ -208,7 +209,7 @@ def main(argv: Sequence[str]) -> int:
             return demo(options)
         if what not in experiments() and what not in names_in(CONFIGS):
             check_no_folder(Path(what))
-        return of_corpus(load(what) if what.endswith(".py") else what, options)
+        return of_corpus(load_corpus(what) if what.endswith(".py") else what, options)
     if any(word.partition("=")[0] == "--study" for word in argv):
         return study_command(argv)
     parser = ArgumentParser(
@@ -239,12 +240,12 @@ def _key(example: object, **default):
 class Part:
     """Runs of one corpus within a study, in the words of its file."""
 
-    # a corpus with a recipe, or a configuration
+    # a corpus with a recipe, the file of a recipe, or a configuration
     corpus: str = _key("verses", default=MISSING)
     seeds: list[int] = _key([1, 2, 3], default=MISSING)
     norms: list[str] = _key(["ln", "pn"], default=MISSING)
-    # where its runs go, within the study's folder
-    folder: str = _key("slow", default="${.corpus}")
+    # where its runs go, within the study's folder (default: corpus)
+    folder: str = _key("slow", default="")
     models: list[str] = _key(["transformer"], default_factory=list)
     settings: list[str] = _key(["optimization.max_update=6"], default_factory=list)
     # prepared data, for a configuration
@@ -275,6 +276,9 @@ def read_study(name: str) -> Study:
         reason = f"{getattr(error, 'full_key', '')} {str(error).splitlines()[0]}".strip()
         raise UserError(f"{file} is not a study, as configs/studies/*.yaml are: {reason}") from None
     for number, part in enumerate(study.parts, 1):
+        if part.corpus.endswith(".py"):
+            part.corpus = load_corpus(part.corpus)
+        part.folder = part.folder or part.corpus
         folder = Path(part.folder)
         if folder.is_absolute() or ".." in folder.parts:
             raise UserError(

@@ -28,7 +28,7 @@ from pn_fairseq.common.files import (
 )
 from pn_fairseq.pipeline import outdated, stamp
 from pn_fairseq.pipeline.data.experiment import Experiment
-from pn_fairseq.pipeline.data.recipes import RECIPES, command_name
+from pn_fairseq.pipeline.data.recipes import RECIPES, command_name, load
 from pn_fairseq.pipeline.data.settings import check_not_inside, check_prepared, is_prepared
 from pn_fairseq.pipeline.evaluate_lm import result_file
 from pn_fairseq.pipeline.prepare import main as prepare_data
@@ -41,12 +41,24 @@ GRACE_SECONDS = 10
 
 def experiments() -> dict[str, Experiment]:
     """What is trained on each corpus that a recipe prepares, by the name of the recipe."""
-    return {name: recipe.REPRODUCE for name, recipe in RECIPES.items() if recipe.CONFIG}
+    recipes = RECIPES.items()
+    return {name: recipe.REPRODUCE for name, recipe in recipes if hasattr(recipe, "REPRODUCE")}
 
 
 def is_corpus(name: str) -> bool:
     """Whether a recipe prepares the data of ``name``; else it is a configuration."""
-    return name in RECIPES and bool(RECIPES[name].CONFIG)
+    return name in experiments()
+
+
+def load_corpus(file: str) -> str:
+    """The name of the corpus whose recipe is in a user's file."""
+    name = load(file)
+    if not is_corpus(name):
+        raise UserError(
+            f"{file} has no REPRODUCE, which names the configuration and the models "
+            "(docs/adding_a_corpus.md)"
+        )
+    return name
 
 
 @functools.cache
@@ -55,13 +67,7 @@ def find_experiment(name: str) -> Experiment:
     the norms are to differ.
     """
     if is_corpus(name):
-        recipe = RECIPES[name]
-        if not hasattr(recipe, "REPRODUCE"):
-            raise UserError(
-                f"{recipe.__file__} has no REPRODUCE, which names the configuration and the models "
-                "(docs/adding_a_corpus.md)"
-            )
-        return recipe.REPRODUCE
+        return RECIPES[name].REPRODUCE
     config = find_yaml(name, CONFIGS, others=experiments())
 
     # imports fairseq, which takes seconds

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from pn_fairseq.pipeline import reproduce, steps
+from pn_fairseq.pipeline.data.recipes import RECIPES
 
-from ..scripts_helpers import assert_refused, in_process, replace_steps
+from ..scripts_helpers import ROOT, assert_refused, in_process, replace_steps
 
 #: Corpus, folder, seed and norm of every run of compare_norms.
 PLANNED = []
@@ -126,6 +127,35 @@ def test_a_study_of_your_own(unchecked, tmp_path):
     assert last[f"{tmp_path}/a/report"] == [f"{tmp_path}/a/pn_seed{seed}" for seed in (1, 2)]
     assert len(last[f"{tmp_path}/verses/report"]) == 2
     assert of_runs["a/pn_seed2"][-3:] == ["optimization.max_update=3", "--ranks", "2"]
+
+
+@pytest.fixture
+def corpus(tmp_path) -> Path:
+    """The recipe of the verses in a user's file, which has no folder in runs/data."""
+    recipe = (ROOT / "pn_fairseq/pipeline/data/recipes/verses.py").read_text("utf-8")
+    recipe = recipe.replace('CONFIG = "verses_es_en"', 'CONFIG = ""')
+    file = tmp_path / "own_verses.py"
+    file.write_text(recipe.replace("Experiment(CONFIG", 'Experiment("verses_es_en"'), "utf-8")
+    yield file
+    del RECIPES["own_verses"]
+
+
+def test_a_recipe_of_your_own(corpus, unchecked, tmp_path, monkeypatch):
+    """By its path, alone and in the parts of a study."""
+    monkeypatch.chdir(tmp_path)
+    part = "{corpus: own_verses.py, seeds: [1], norms: [ln]}"
+    again = f"{{corpus: {corpus}, seeds: [1], norms: [ln], folder: slow, settings: [a=1]}}"
+    (tmp_path / "mine.yaml").write_text(f"about: mine\nparts: [{part}, {again}]\n")
+    done = in_process("reproduce", "--study", "mine.yaml", "--dry-run")
+    lines = done.stdout.splitlines()
+    prepared = "pn prepare own_verses.py --dest runs/data/verses_es_en"
+    assert lines.count(prepared) == 2
+    reports = [line for line in lines if line.startswith("pn report")][-2:]
+    for folder, line in zip(("own_verses", "slow"), reports, strict=True):
+        runs = f"runs/mine/{folder}"
+        assert line == f"pn report {runs}/ln_seed1 --output {runs}/report"
+    alone = in_process("reproduce", "own_verses.py", "--norms", "ln", "--seeds", 1, "--dry-run")
+    assert alone.stdout.startswith(f"{prepared}\npn train verses_es_en --data ")
 
 
 NO_STUDY = "is not a study"

@@ -21,6 +21,10 @@ class Experiment:
     norms: tuple[str, ...] = ("ln", "bn", "pnv", "pn")
     subsets: tuple[str, ...] = ("test",)  # which are decoded; the report is about the first
 
+    def __post_init__(self):
+        if not self.config:
+            raise ValueError("an Experiment needs a configuration, which is ''")
+
     @property
     def steps(self) -> list[list[str]]:
         """The commands, one after the other for each run: verb and options."""

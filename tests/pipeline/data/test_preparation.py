@@ -430,7 +430,7 @@ def test_a_recipe_that_says_nothing_of_an_experiment(tmp_path, monkeypatch):
     Path("silent.py").write_text(recipe.replace("REPRODUCE =", "_ ="), "utf-8")
     result = in_process("reproduce", "silent.py", "--dry-run", check=False)
     del RECIPES["silent"]
-    assert_refused(result, f"{tmp_path}/silent.py has no REPRODUCE")
+    assert_refused(result, "error: silent.py has no REPRODUCE")
 
 
 def test_a_memory_that_is_too_small_is_one_line(corpus, monkeypatch):

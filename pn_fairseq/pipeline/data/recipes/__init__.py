@@ -12,8 +12,8 @@ a docstring
 ``OPTIONS``
     its options, in addition to ``--dest`` and ``--workers``: flag -> arguments of ``add_argument``
 ``REPRODUCE``
-    with a ``CONFIG``: the models that ``pn reproduce`` trains on it, an ``Experiment``. In a user's
-    file its configuration may be the path of a YAML file, relative to the recipe.
+    the models that ``pn reproduce`` trains on it, an ``Experiment``; text of one's own has none. In
+    a user's file its configuration may be the path of a YAML file, relative to the recipe.
 ``settings(options)``
     what the data is made with, a ``Settings``; ``options`` has the values of all options
 ``prepare(data, options)``
@@ -25,6 +25,7 @@ a docstring
 import importlib
 import importlib.util
 import pkgutil
+import traceback
 from dataclasses import replace
 
 from pn_fairseq.common.command import UserError, absolute
@@ -41,9 +42,21 @@ def load(file: str) -> str:
     path = absolute(file)
     if not path.is_file():
         raise UserError(f"there is no recipe '{file}'")
+    known = RECIPES.get(path.stem)
+    if known and known.__file__ != str(path):
+        raise UserError(
+            f"'{file}' has the name of another recipe, '{known.__file__}'; give the file another "
+            "name"
+        )
     spec = importlib.util.spec_from_file_location(path.stem, path)
     recipe = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(recipe)
+    try:
+        spec.loader.exec_module(recipe)
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [f"line {frame.lineno}: " for frame in frames if frame.filename == str(path)]
+        where = "".join(lines[-1:])  # none of a syntax error, whose text has it
+        raise UserError(f"{file}: {where}{type(error).__name__}: {error}") from error
     for name in ("__doc__", "CONFIG", "OPTIONS", "settings", "prepare"):
         if getattr(recipe, name, None) is None:
             raise UserError(f"{file} is no recipe: it has no {name} (docs/adding_a_corpus.md)")
