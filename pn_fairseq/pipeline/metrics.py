@@ -74,11 +74,13 @@ class Metric(Measure):
     Attributes:
         compute: the metric of sacrebleu, for a :class:`Scoring`. It raises :class:`UserError` where
             it cannot score the language.
+        about: what it measures, for ``pn score --help``.
         on_tokens: whether it scores tokens as prepared; otherwise plain text.
         symbol: what sacrebleu calls it in a line of scores.
     """
 
     compute: Callable[[Scoring], SacrebleuMetric]
+    about: str
     on_tokens: bool = False
     symbol: str = "BLEU"
 
@@ -141,9 +143,18 @@ _ALL = (
         margin=0.3,
         on_tokens=True,
         compute=lambda scoring: TokenizedBLEU(scoring.lowercase_tokens, scoring.compound_split),
+        about="on the tokens as prepared: the value of multi-bleu and fairseq-generate, and of the "
+        "paper",
     ),
     # Post 2018.
-    Metric("detokenized", "detokenized BLEU", "sacrebleu", compute=_sacrebleu),
+    Metric(
+        "detokenized",
+        "detokenized BLEU",
+        "sacrebleu",
+        compute=_sacrebleu,
+        about="sacreBLEU on plain text, with its signature; case is ignored if the data was "
+        "lower-cased",
+    ),
     # Popović 2015: the F-score of character n-grams up to 6, in which recall counts twice.
     Metric(
         "chrf",
@@ -152,10 +163,20 @@ _ALL = (
         margin=0.3,
         symbol="chrF2",
         compute=lambda scoring: CHRF(lowercase=scoring.lowercase),
+        about="on plain text, the F-score of character n-grams",
     ),
     # Snover et al. 2006: edits, with shifts of phrases, per 100 words of the reference; tercom's
     # tokens, without case.
-    Metric("ter", "TER", "ter", "lower", margin=0.3, symbol="TER", compute=lambda scoring: TER()),
+    Metric(
+        "ter",
+        "TER",
+        "ter",
+        "lower",
+        margin=0.3,
+        symbol="TER",
+        compute=lambda scoring: TER(),
+        about="on plain text, edits for each 100 words of the reference; lower is better",
+    ),
 )
 
 #: The measures of translations by name, in the order in which they are shown.

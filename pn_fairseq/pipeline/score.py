@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -32,12 +33,6 @@ DESCRIPTION = """\
 Score the hypotheses of a run or of a text file, or test whether runs differ significantly.
 
 For a run, it prints these scores and writes them to scores.txt and scores.json:
-  tokenized BLEU    on the tokens as prepared: the value of multi-bleu and fairseq-generate, and of
-                    the paper
-  detokenized BLEU  sacreBLEU on plain text, with its signature; case is ignored if the data was
-                    lower-cased
-  chrF2             on plain text, the F-score of character n-grams
-  TER               on plain text, edits for each 100 words of the reference; lower is better
 """
 
 EPILOG = """\
@@ -60,7 +55,11 @@ NEEDS = {
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = ArgumentParser(prog="pn score", description=DESCRIPTION, epilog=EPILOG)
+    description = DESCRIPTION
+    for metric in METRICS.values():
+        line = f"  {metric.title:18}{metric.about}"
+        description += textwrap.fill(line, 100, subsequent_indent=" " * 20) + "\n"
+    parser = ArgumentParser(prog="pn score", description=description, epilog=EPILOG)
     add, mode = parser.add_argument, parser.add_mutually_exclusive_group(required=True)
     mode.add_argument("--run", type=Path, metavar="DIR", help=RUN_HELP)
     compare = (

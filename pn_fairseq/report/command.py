@@ -12,6 +12,7 @@ from pn_fairseq.common.command import ArgumentParser, UserError, did_you_mean, w
 from pn_fairseq.common.errors import unknown
 from pn_fairseq.common.files import check_can_be_folder, check_folders
 from pn_fairseq.pipeline.published import LM_PAPER, PAPER, read_table
+from pn_fairseq.report.measures import MEASURES
 
 if TYPE_CHECKING:
     from pn_fairseq.report.systems import CorpusRuns
@@ -51,8 +52,8 @@ paper) or enwik8 (AdaNorm paper); default: chosen by the data"""
 
 _PLANNED_HELP = """\
 a comparison with LN that was planned before the runs, such as PN:loss; tested without correction
-for the other comparisons. MEASURE is bleu, chrf, ter, loss (validation), bits (test loss of a
-language model) or a name in measures.json. May be repeated"""
+for the other comparisons. MEASURE is {measures} or a name in measures.json. May be
+repeated"""
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -68,8 +69,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--output", required=True, type=Path, metavar="DIR", help=output)
     add("--subset", default="test", help="decoded subset to report on (default: test)")
     add("--paper", metavar="TABLE", default="auto", help=_PAPER_HELP)
-    metavar = "SYSTEM:MEASURE"
-    add("--planned", action="append", default=[], metavar=metavar, help=_PLANNED_HELP)
+    tested = [measure for measure in MEASURES.values() if measure.margin]
+    listed = [f"{measure.short} ({measure.title.partition(' (')[0]})" for measure in tested]
+    planned = _PLANNED_HELP.format(measures=", ".join(listed))
+    add("--planned", action="append", default=[], metavar="SYSTEM:MEASURE", help=planned)
     resamples = "texts in the paired bootstrap (default: sacrebleu's, 1000)"
     add("--resamples", type=whole, metavar="N", help=resamples)
     return parser.parse_args(argv)
@@ -119,8 +122,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _planned(text: str, corpora: Sequence[CorpusRuns]) -> tuple[str, str]:
     """The system and the column of report.csv that ``--planned`` names."""
-    from pn_fairseq.report.measures import MEASURES
-
     measures = dict(MEASURES)
     systems = set()
     for corpus in corpora:

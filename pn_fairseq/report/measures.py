@@ -31,12 +31,14 @@ LM_MEASURES = {
 #: All measures that this project computes, by column of report.csv.
 MEASURES: dict[str, Measure] = {**METRICS, LOSS: _LOSS, **LM_MEASURES}
 
-#: What measures of a file must not be called: columns of the tables and of report.csv.
+#: What measures of a file must not be called: columns of report.csv, of its tables and of
+#: ``CorpusRuns.frame``, which tests/report/test_measures.py lists; nor begin with "std, ".
 _TAKEN = (
     {"run", "data", "system", "norm", "seed", "machine", "code", "compared with", "signature"}
     | {"updates", "at update", "seconds", "seconds per update", "tokens/s", "tokens", "state"}
     | {"problems", "paper", "difference", "parts of tokenized BLEU", *MEASURES}
-    | {"seeds scored", "seeds measured"}
+    | {"seeds scored", "seeds measured", "bits per byte", "bits per token"}
+    | {"number", "rank", "details"}
     | {measure.title for measure in MEASURES.values()}
     | {measure.short for measure in MEASURES.values()}
 )
@@ -106,7 +108,7 @@ def _of_entry(entry: object, where: str) -> Value:
     name = entry["name"]
     if not _is_name(name):
         raise UserError(f"{where}: the name {name!r} must be text on one line, without a colon")
-    if name in _TAKEN:
+    if name in _TAKEN or name.startswith("std, "):
         raise UserError(f"{where}: the name '{name}' is taken by a column of the report; rename it")
     if entry["better"] not in ("higher", "lower"):
         raise UserError(f"{where}: better is {entry['better']!r}; it must be 'higher' or 'lower'")

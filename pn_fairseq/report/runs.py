@@ -234,6 +234,7 @@ def _check_subset(paths: Sequence[Path], subset: str) -> None:
     known: dict[str, None] = {}
     for path in paths:
         results = [file.parent.name for file in path.glob("generate/*/hyp.tok")]
+        results += [file.parent.name for file in path.glob(f"generate/*/{measures.FILE}")]
         results += [file.stem for file in path.glob("evaluate_lm/*.json")]
         known |= dict.fromkeys(sorted(results))
     known = [name for name in known if not re.search(r"-context\d+$", name)]

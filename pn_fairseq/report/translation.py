@@ -15,7 +15,7 @@ from pn_fairseq.report.intervals import signed
 from pn_fairseq.report.markdown import missing
 from pn_fairseq.report.runs import ReportedRun
 from pn_fairseq.report.systems import CorpusRuns, norm_labels
-from pn_fairseq.report.tables import progress, results_table
+from pn_fairseq.report.tables import progress, results_table, scored_by
 
 
 def bootstrap_texts(
@@ -103,6 +103,7 @@ def content(corpus: CorpusRuns, paper: str | Table, resamples: int) -> dict:
     if table:
         scores = [run.score("tokenized") for run in corpus.runs if run.scores]
         split_differs = any(score.compound_split != table.compound_split for score in scores)
+    plain = [metric for metric in METRICS.values() if not metric.on_tokens]
     otherwise = {}
     for label, row in published.items():
         otherwise[label] = row.missing(corpus.settings[label])
@@ -114,6 +115,7 @@ def content(corpus: CorpusRuns, paper: str | Table, resamples: int) -> dict:
         "size": size,
         "pairs": pairs,
         "split": split_differs,
+        "on_plain_text": [metric.title for metric in plain if scored_by(corpus, metric.name)],
         "decodings": sorted({run.decoding for run in corpus.runs if run.decoding}),
         "bootstrap": bootstrap(corpus, resamples),
     }

@@ -1,19 +1,27 @@
 """Measures that pn report reads from measures.json, which anything may write."""
 
+import dataclasses
+import functools
 import json
 import os
+import shutil
 
 import pandas
 import pytest
 from scipy import stats
 
 from pn_fairseq.common.command import UserError
-from pn_fairseq.report import curves, intervals
-from pn_fairseq.report.measures import of_file
+from pn_fairseq.pipeline.evaluate_lm import Perplexity, result_file
+from pn_fairseq.pipeline.metrics import METRICS
+from pn_fairseq.report import curves, intervals, perplexity, translation
+from pn_fairseq.report.measures import MEASURES, of_file
+from pn_fairseq.report.runs import read_runs
+from pn_fairseq.report.systems import comparable, group
+from pn_fairseq.report.tables import csv_rows
 
 from ..docs.pages import ROOT, blocks
 from ..fixtures.reports import make_run, make_runs, report
-from ..scripts_helpers import refused, verb
+from ..scripts_helpers import in_process, refused, verb
 
 COMET = {"name": "COMET", "better": "higher", "margin": 0.005, "signature": "wmt22-comet-da|x"}
 ERRORS = {"name": "errors", "better": "lower", "margin": 1}
@@ -128,6 +136,58 @@ def test_mistakes_in_the_file_are_one_line(text, tmp_path):
         of_file(tmp_path)
     (line,) = str(caught.value).splitlines()
     assert MISTAKES[text] in line and "measures.json" in line
+
+
+def columns(*runs, content) -> set[str]:
+    """Of report.csv, of the table of results and of the frame of the runs, without settings."""
+    (corpus,) = group(read_runs(runs))
+    shown = {*corpus.frame, *csv_rows(corpus)[0], *content(corpus)["results"]}
+    return shown - comparable(corpus.runs[0]).keys()
+
+
+@pytest.mark.parametrize("unit", ["word", "byte"])
+def test_no_measure_has_the_name_of_a_column(unit, tmp_path):
+    translations = make_runs(tmp_path, ("ln", 1), ("pn", 1))
+    compare = functools.partial(translation.content, paper="powernorm-1", resamples=10)
+    taken = columns(*translations, content=compare)
+    language_model = make_run(tmp_path / "lm", decoded=False, task___name="language_modeling")
+    result = result_file(language_model, "test")
+    result.parent.mkdir()
+    measured = Perplexity(5.0, "test", 100, unit, 50, 3, 8, 0, True)
+    result.write_text(json.dumps(dataclasses.asdict(measured)))
+    measure = functools.partial(perplexity.content, paper="none", subset="test")
+    taken |= columns(language_model, content=measure)
+    title = "bits per byte" if unit == "byte" else "bits per token"
+    assert {"std, tokenized BLEU", "paper", title} <= taken
+    for name in taken:
+        entry = {"name": name, "value": 1, "better": "higher"}
+        (tmp_path / "measures.json").write_text(json.dumps([entry]))
+        with pytest.raises(UserError, match="is taken by a column"):
+            of_file(tmp_path)
+
+
+def test_a_subset_may_have_measures_of_a_file_alone(tmp_path):
+    """Then no score is of this project's detokenized hypotheses."""
+    run = write(make_run(tmp_path / "run"), COMET | {"value": 0.8})
+    (run / "generate/spoken").mkdir()
+    shutil.move(run / "generate/test/measures.json", run / "generate/spoken")
+    page = report(run, options=("--subset", "spoken"))
+    assert page.systems["PN"]["COMET"] == "0.8000"
+    assert page.says("Signature of COMET: wmt22-comet-da|x") and not page.says("detokenized")
+    page = report(run)
+    sentence = "Of hypotheses detokenized by sacremoses and, for typographic quotation marks, by "
+    sentence += "rules of this project (+quotes): detokenized BLEU, chrF2."
+    assert page.says(sentence)
+
+
+def test_a_new_metric_is_in_the_help(monkeypatch):
+    metric = dataclasses.replace(METRICS["ter"], title="New", short="new", about="in no paper")
+    monkeypatch.setitem(METRICS, "new", metric)
+    monkeypatch.setitem(MEASURES, "new", metric)
+    assert "\n  New               in no paper\n" in in_process("score", "--help").stdout
+    words = " ".join(in_process("report", "--help").stdout.split())
+    assert "MEASURE is bleu (tokenized BLEU), chrf (chrF2), ter (TER), " in words
+    assert "bits (test loss), new (New) or a name in measures.json" in words
 
 
 def test_the_report_lists_a_bad_file_and_an_old_one(tmp_path):
