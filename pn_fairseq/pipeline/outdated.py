@@ -67,7 +67,7 @@ def of_average(averaged: Path) -> str:
         if number > int(made["up_to"]):
             trained = max(number, last) if kind == "update" else number
             return f"{average}, and the run was trained on to {kind} {trained} ({again})"
-        if last > int(made.get("trained_to") or last):
+        if last > int(made["trained_to"]):
             command = shown(["average", "--run", run])
             return (
                 f"{average}, and the run was trained on to update {last}, which only {LAST} has "

@@ -58,8 +58,7 @@ class Scores:
     sentences: int
     lowercase: bool  # plain text was scored without case, because the model's data is lower-cased
     target: str  # language
-    # without those that cannot be computed, or did not exist when the run was scored
-    by_metric: dict[str, Score]
+    by_metric: dict[str, Score]  # without those that cannot be computed
     warnings: list[str] = field(default_factory=list)  # what makes the scores doubtful
 
 

@@ -106,7 +106,7 @@ def results_table(
             shown.
     """
     scores = corpus.scores()
-    # Runs that were scored before a metric existed are shown without it.
+    # A metric that cannot be computed (Japanese without its tokenizer) has no column.
     shown = [name for name in corpus.measures if scored_by(corpus, name)] or list(corpus.measures)
     seeds = scores.groupby(level="system", sort=False)
     means = seeds.mean().reindex(list(corpus.settings))

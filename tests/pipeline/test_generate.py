@@ -15,6 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from pn_fairseq.common.files import write_settings
+from pn_fairseq.pipeline.data.settings import Settings
+
 from ..fixtures.corpora import lines
 from ..fixtures.runs import small_run
 from ..scripts_helpers import SCRIPTS, environment, files_of, refused, verb, wait_for
@@ -188,7 +191,8 @@ def test_no_process_is_left_without_a_batch(place):
 @pytest.mark.parametrize("segmentation", ["sentencepiece", "subword-nmt"])
 def test_subwords_are_joined_as_the_data_was_segmented(segmentation, place):
     for settings in (place / "data/settings.txt", place / "run/data.settings"):
-        settings.write_text(f"source=es\ntarget=en\nsegmentation={segmentation}\n")
+        made_with = Settings(source="es", target="en", segmentation=segmentation)
+        write_settings(settings, made_with.as_text())
     assert generate(place) == 0
     assert_options(calls(place)[0], f"--remove-bpe {segmentation.replace('-', '_')}")
 

@@ -101,21 +101,21 @@ def read(file: Path) -> Settings:
     Raises:
         UserError: the file is missing or damaged, or names no languages.
     """
-    texts, values = read_settings(file), {}
-    try:
-        for setting in fields(Settings):
-            if setting.name in texts:
-                parse = _READ.get(setting.name) or _READ.get(type(setting.default), str)
-                values[setting.name] = parse(texts[setting.name])
-    except ValueError as error:
-        raise UserError(
-            f"{file} is damaged ({error}); prepare the data again (pn prepare)"
-        ) from error
+    texts = {"protect": "[]"} | read_settings(file)  # an empty list is left out
     for name in ("source", "target"):
-        if not values.get(name):
+        if not texts.get(name):
             raise UserError(
                 f"{file} does not name the {name} language: it is not of a translation corpus"
             )
+    values = {}
+    for setting in fields(Settings):
+        parse = _READ.get(setting.name) or _READ.get(type(setting.default), str)
+        try:
+            values[setting.name] = parse(texts[setting.name])
+        except (KeyError, ValueError) as error:
+            raise UserError(
+                f"{file} is damaged in {setting.name}; prepare the data again (pn prepare)"
+            ) from error
     return Settings(**values)
 
 

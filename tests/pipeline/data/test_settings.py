@@ -47,12 +47,20 @@ def test_settings_are_kept_and_read(tmp_path):
     written = (tmp_path / "tags/settings.txt").read_text()
     assert '\nprotect=["<2\\\\w\\\\w>", "a b"]\n' in written
     assert read(tmp_path / "tags/settings.txt").protect == [r"<2\w\w>", "a b"]
-    (tmp_path / "old").write_text("source=de\ntarget=en\n")  # the others have their defaults
-    assert read(tmp_path / "old") == Settings(source="de", target="en")
-    for text, needle in (("source=de\n", "does not name the target"), ("bpe=many\n", "is damaged")):
-        (tmp_path / "old").write_text(text)
-        with pytest.raises(UserError, match=needle):
-            read(tmp_path / "old")
+
+
+@pytest.mark.parametrize(
+    ("text", "needle"),
+    [
+        ("source=de\n", "does not name the target language: it is not of a translation corpus"),
+        (WRITTEN.replace("bpe=300", "bpe=many"), "is damaged in bpe; prepare the data again"),
+        (WRITTEN.replace("lower=1\n", ""), "is damaged in lower; prepare the data again"),
+    ],
+)
+def test_settings_without_a_value_are_refused(text, needle, tmp_path):
+    (tmp_path / "settings.txt").write_text(text)
+    with pytest.raises(UserError, match=needle):
+        read(tmp_path / "settings.txt")
 
 
 def test_what_is_learned_is_not_mixed_with_other_settings_or_text(tmp_path):
