@@ -4,6 +4,16 @@ It makes this copy for every composition, which takes a third of the time. What 
 store it copies as well.
 """
 
+import copy
+
+from hydra._internal.config_repository import CachingConfigRepository
 from hydra.core.config_store import ConfigStore
 
-ConfigStore.__deepcopy__ = lambda store, _: store
+from pn_fairseq.fairseq_patches import patch
+
+
+@patch(CachingConfigRepository, "__init__", "self delegate")
+def init(_, self, delegate):
+    store = ConfigStore.instance()
+    self.delegate = copy.deepcopy(delegate, {id(store): store})  # all but the store
+    self.cache = {}

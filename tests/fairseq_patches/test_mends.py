@@ -20,6 +20,7 @@ from fairseq.modules.layer_drop import LayerDropModuleList
 from fairseq.search import DiverseBeamSearch
 from fairseq.sequence_generator import SequenceGenerator
 from fairseq.trainer import Trainer
+from hydra._internal.config_repository import CachingConfigRepository
 from hydra.core.config_store import ConfigStore
 from torch.testing import assert_close
 
@@ -321,8 +322,12 @@ def test_settings_are_composed_as_by_hydra_and_are_copies(monkeypatch):
 
     first, _ = composed()
     first.optimizer.adam_eps, first.task.left_pad_source = 3, None
-    second, _ = composed()
-    monkeypatch.delattr(ConfigStore, "__deepcopy__")
+    with monkeypatch.context() as uncopied:
+        uncopied.setattr(ConfigStore, "__deepcopy__", None, raising=False)
+        uncopied.setattr(ConfigStore, "__reduce_ex__", None)
+        second, _ = composed()
+    plain = CachingConfigRepository.__init__.__wrapped__
+    monkeypatch.setattr(CachingConfigRepository, "__init__", plain)
     assert composed()[0] == second != first
 
 
