@@ -79,7 +79,7 @@ class Compared:
         return verdict
 
     def sentence(self, family: Family) -> str:
-        """Every resolved difference with its interval, and the range of the others."""
+        """Every conclusive difference with its interval, and the range of the others."""
         control = family.control
         titles = {
             "better": f"better than {control}",
@@ -96,15 +96,15 @@ class Compared:
         for verdict, title in titles.items():
             if verdict in texts:
                 parts.append(f"{title}: {', '.join(texts[verdict])}")
-        unresolved = []
+        inconclusive = []
         for system, interval in sorted(family.intervals.items(), key=_difference):
             if interval.verdict(self.measure) == "inconclusive":
-                unresolved.append(f"{system} {self.text(interval)}")
-        if len(unresolved) > 2:
-            ends = f"from {unresolved[0]} to {unresolved[-1]}"
-            parts.append(f"inconclusive: {len(unresolved)} systems, {ends}")
-        elif unresolved:
-            parts.append(f"inconclusive: {' and '.join(unresolved)}")
+                inconclusive.append(f"{system} {self.text(interval)}")
+        if len(inconclusive) > 2:
+            ends = f"from {inconclusive[0]} to {inconclusive[-1]}"
+            parts.append(f"inconclusive: {len(inconclusive)} systems, {ends}")
+        elif inconclusive:
+            parts.append(f"inconclusive: {' and '.join(inconclusive)}")
         return f"{'; '.join(parts)}."
 
     def strength(self, family: Family) -> str:
