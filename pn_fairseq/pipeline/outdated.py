@@ -1,4 +1,4 @@
-"""What was made before a run was trained on: the only place that decides it.
+"""What was made before a run was trained further: the only place that decides it.
 
 ``pn average --run`` records up to which checkpoint it averaged, and what decodes or measures a run
 records from which checkpoint. The commands that read ``averaged.pt`` say what is outdated, and
@@ -45,8 +45,8 @@ def record_of_result(checkpoints: Sequence[Path], run_checkpoints: Path) -> dict
 
 
 def of_average(averaged: Path) -> str:
-    """How far a run was trained on since ``pn average --run`` wrote the file; "" if it was not, or
-    if that is not known.
+    """How far a run was trained further after ``pn average --run`` wrote the file; "" if it was
+    not, or if that is not known.
     """
     made = stamp.read(stamp.stamp_of(averaged))
     kind = made.get("averaged", "").partition(" ")[0]

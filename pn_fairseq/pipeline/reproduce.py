@@ -232,7 +232,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _key(example: object, **default):
-    """A field of a part, with a value of it for messages about another form."""
+    """A field of a part, with an example value for messages about a wrong form."""
     return field(metadata={"example": example}, **default)
 
 
@@ -362,7 +362,7 @@ def study_command(argv: Sequence[str]) -> int:
     _check_planned_once(study)
     failed = 0
     for seed in sorted({seed for part in study.parts for seed in part.seeds}):
-        # a seed is whole before the next one begins
+        # each seed is finished before the next one begins
         for part in study.parts:
             if seed not in part.seeds:
                 continue

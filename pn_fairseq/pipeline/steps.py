@@ -63,8 +63,8 @@ def load_corpus(file: str) -> str:
 
 @functools.cache
 def find_experiment(name: str) -> Experiment:
-    """That of a corpus with a recipe; or of a configuration for prepared data, of whose models only
-    the norms are to differ.
+    """The experiment of a corpus with a recipe; or of a configuration for prepared data, whose
+    models should differ only in their norms.
     """
     if is_corpus(name):
         return RECIPES[name].REPRODUCE
@@ -293,7 +293,7 @@ def check_training(config: str, *arguments: str) -> list[str]:
 
 
 def _done(run: Path, steps: Sequence[Sequence[str | Path]]) -> int:
-    """How many of the first steps of a run are done, which was begun with the same settings."""
+    """How many of the first steps are done in a run that was begun with the same settings."""
     averaged = Run(run).averaged
     for number, (verb, *options) in enumerate(steps):
         subset = options[options.index("--subset") + 1] if "--subset" in options else "test"

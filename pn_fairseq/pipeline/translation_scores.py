@@ -136,8 +136,8 @@ _OF_SUBWORDS = re.compile(r"@@( |$)|\u2581")
 
 
 def doubts(text: Text, tokenized: bool) -> list[str]:
-    """Signs that a text is not what is scored: subwords, tokens in plain text, or references as
-    hypotheses.
+    """Signs that a text is not what should be scored: subwords, tokens in plain text, or references
+    as hypotheses.
     """
     warnings, names = [], ["the hypotheses", *["the references"] * len(text.references)]
     for name, lines in zip(names, (text.hypotheses, *text.references), strict=True):
