@@ -36,8 +36,13 @@ NETWORK = (
 LIMIT = 4 << 30
 #: What is raised for a damaged archive.
 DAMAGE = (
-    *(tarfile.TarError, zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, lzma.LZMAError),
-    *(EOFError, OverflowError),
+    tarfile.TarError,
+    zipfile.BadZipFile,
+    gzip.BadGzipFile,
+    zlib.error,
+    lzma.LZMAError,
+    EOFError,
+    OverflowError,
 )
 
 

@@ -42,10 +42,10 @@ def prepare(data: Preparation, texts: Sequence[Path], expect: Sequence[int] = ()
     if not data.keep_text("raw"):
         return
     data.transform("tokenizing", "raw", "tok", lambda *_: _tokenizer(data.settings))
-    tok = {split: data.dest / f"tok/{split}.txt" for split in SPLITS}
+    texts_of = {split: f"tok/{split}.txt" for split in SPLITS}
     counts = {}
-    for split, path in tok.items():
-        counts[split] = sum(len(line.split()) + 1 for line in pairs.lines(path))
+    for split, text in texts_of.items():
+        counts[split] = sum(len(line.split()) + 1 for line in pairs.lines(data.dest / text))
     if expect and list(counts.values()) != list(expect):
         name = data.settings.corpus
         raise UserError(
@@ -53,10 +53,10 @@ def prepare(data: Preparation, texts: Sequence[Path], expect: Sequence[int] = ()
             f"and {name} has {_slashed(expect)}"
         )
     flags = ["--only-source", "--thresholdsrc", str(data.settings.min_count)]
-    flags += [f"--{split}pref=tok/{split}.txt" for split in SPLITS]
-    make_bin(data.dest, data.workers, flags, {split: f"tok/{split}.txt" for split in SPLITS})
-    for split, path in tok.items():
-        counts[f"{split}.lines"] = count_lines(path)
+    flags += [f"--{split}pref={text}" for split, text in texts_of.items()]
+    make_bin(data.dest, data.workers, flags, texts_of)
+    for split, text in texts_of.items():
+        counts[f"{split}.lines"] = count_lines(data.dest / text)
     data.finish({**counts, **_unknown(data.dest / "bin")})
 
 

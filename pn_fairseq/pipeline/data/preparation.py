@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import re
 import shutil
@@ -283,18 +284,19 @@ class Preparation:
         self,
         folder: Path,
         test: str = "test",
-        expect: Sequence[int] = (0, 0, 0),
+        expect: Sequence[int] = (),
         codes: Path | None = None,
     ) -> None:
         """All steps for the text of train, valid and ``test`` in a folder.
 
         Args:
             codes: the merges of the subwords, which are learned otherwise.
-            expect: the numbers of pairs of the published text (0: not known).
+            expect: the numbers of pairs of the published text, as far as they are known (0: not
+                known).
         """
         names = ("train", "valid", test, *self.splits[3:])
-        counts = [*expect, *(0 for _ in self.splits[3:])]
-        for split, name, count in zip(self.splits, names, counts, strict=True):
+        pairs_of = itertools.zip_longest(self.splits, names, expect, fillvalue=0)
+        for split, name, count in pairs_of:
             paths = [folder / f"{name}.{lang}" for lang in self.settings.endings]
             self.take(pairs.as_is, split, paths, count)
         if self.keep_text("raw", codes):
@@ -317,13 +319,11 @@ class Preparation:
             expect: the numbers of pairs of the published text.
         """
         reader = self._reader_of_tokens()
-        for (split, files), count in zip(texts.items(), expect or [0] * len(texts), strict=True):
-            self.take(reader, split, files, count)
-        is_unfinished = self.keep_text("text", codes)
-        if not is_unfinished:
-            return
-        self._tokens_to_subwords()
-        self.binarize()
+        for split, count in itertools.zip_longest(texts, expect, fillvalue=0):
+            self.take(reader, split, texts[split], count)
+        if self.keep_text("text", codes):
+            self._tokens_to_subwords()
+            self.binarize()
 
     def _reader_of_tokens(self) -> pairs.Reader:
         return pairs.lower_cased_tokens if self.settings.lower else pairs.own_tokens

@@ -28,20 +28,19 @@ OPTIONS = language_model.UNIT
 BOOKS = {
     "valid": ("Ezekiel",),
     "test": (
-        *(
-            "Daniel",
-            "Hosea",
-            "Joel",
-            "Amos",
-            "Obadiah",
-            "Jonah",
-            "Micah",
-            "Nahum",
-            "Habakkuk",
-            "Zephaniah",
-            "Haggai",
-        ),
-        *("Zechariah", "Malachi"),
+        "Daniel",
+        "Hosea",
+        "Joel",
+        "Amos",
+        "Obadiah",
+        "Jonah",
+        "Micah",
+        "Nahum",
+        "Habakkuk",
+        "Zephaniah",
+        "Haggai",
+        "Zechariah",
+        "Malachi",
     ),
 }
 

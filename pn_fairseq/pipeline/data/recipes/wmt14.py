@@ -35,34 +35,28 @@ TEST_MD5 = "a8cd784e006feb32ac6f3d9ec7eb389a"
 
 # without the white space that sacrebleu removes
 sacrebleus_segments = partial(segments, blanks=" \t\f\v\r")
+
+
+def sides(stem: str) -> list[str]:
+    """The files of both languages."""
+    return [f"{stem}.en", f"{stem}.de"]
+
+
 #: Archive -> split, how it is read, the number of pairs (0: not published), the file of each side.
 CONTENT = {
-    EUROPARL: (
-        "train",
-        without_carriage_returns,
-        1920209,
-        [f"training/europarl-v7.de-en.{s}" for s in ("en", "de")],
-    ),
-    CRAWL: (
-        "train",
-        without_carriage_returns,
-        2399123,
-        [f"commoncrawl.de-en.{s}" for s in ("en", "de")],
-    ),
-    NEWS: (
-        "train",
-        without_carriage_returns,
-        0,
-        [f"training/news-commentary-v12.de-en.{s}" for s in ("en", "de")],
-    ),
-    DEV: ("valid", without_carriage_returns, 3000, [f"dev/newstest2013.{s}" for s in ("en", "de")]),
-    # -src.en and -ref.de are the direction from English; the archive also has the other one, of the
-    # same sentences.
+    EUROPARL: ("train", without_carriage_returns, 1920209, sides("training/europarl-v7.de-en")),
+    CRAWL: ("train", without_carriage_returns, 2399123, sides("commoncrawl.de-en")),
+    NEWS: ("train", without_carriage_returns, 0, sides("training/news-commentary-v12.de-en")),
+    DEV: ("valid", without_carriage_returns, 3000, sides("dev/newstest2013")),
+    # The direction from English; the archive also has the other one, of the same sentences.
     TEST: (
         "test",
         sacrebleus_segments,
         3003,
-        [f"test-full/newstest2014-deen-{s}.sgm" for s in ("src.en", "ref.de")],
+        [
+            "test-full/newstest2014-deen-src.en.sgm",
+            "test-full/newstest2014-deen-ref.de.sgm",
+        ],
     ),
 }
 
