@@ -140,8 +140,7 @@ def _note_on_newer(paths: Sequence[Path], output: Path, updates: int | None = No
             say("average", f"note: whether there is a newer checkpoint is not known: {error}")
             continue
         if own > updates:
-            files = [*paths[1:], path] if len(paths) > 1 else [path]
-            command = shown(["average", "--inputs", *files, "--output", output])
+            command = shown(["average", "--inputs", *paths[1:], path, "--output", output])
             newer = (
                 f"{path} (update {own}) is newer than all of these (up to update {updates}), and "
                 f"is left out"

@@ -173,7 +173,7 @@ class Decoding:
                 reasons[number] = f"{count:,} subwords, and {reason} {most:,}"
         return reasons
 
-    def at_limit(self, log: Iterable[str], lengths: Mapping[int, int]) -> list[int]:
+    def at_limit(self, log: Iterable[str], lengths: Sequence[int]) -> list[int]:
         """The numbers of the sentences, from 0, whose best hypothesis has as many subwords as it
         may have.
 
@@ -187,7 +187,7 @@ class Decoding:
         cut = []
         for sentence, fields in sorted(_printed(log, "P").items()):
             subwords = len(fields[0][0].split()) - 1
-            if subwords >= min(int(a * lengths.get(sentence, 0) + b), positions):
+            if subwords >= min(int(a * lengths[sentence] + b), positions):
                 cut.append(sentence)
         return cut
 
@@ -295,7 +295,7 @@ def main(argv: list[str] | None = None) -> int:
         log = _decode(args, decoding, run, subset, output, wanted)
     except KeyboardInterrupt as interruption:
         raise NothingSaved(*interruption.args) from None
-    cut = decoding.at_limit(log, dict(enumerate(subset.lengths())))
+    cut = decoding.at_limit(log, subset.lengths())
     if cut:
         say(
             "generate",

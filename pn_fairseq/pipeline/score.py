@@ -197,10 +197,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         for option, file in [("--hyp", args.hyp), *(("--ref", ref) for ref in args.ref)]:
             check_file(file, option)
-        text = Text(read_lines(args.hyp), [read_lines(file) for file in args.ref])
-        check_same_length({str(args.hyp): text.hypotheses}, text.references[0], str(args.ref[0]))
-        for name, lines in zip(args.ref[1:], text.references[1:], strict=True):
-            check_same_length({str(name): lines}, text.references[0], str(args.ref[0]))
+        texts = {str(file): read_lines(file) for file in (args.hyp, *args.ref)}
+        text = Text(texts[str(args.hyp)], [texts[str(file)] for file in args.ref])
+        check_same_length(texts, text.references[0], str(args.ref[0]))
         lowercase = bool(args.lowercase)
         scoring = Scoring(lowercase, args.target or "", bool(args.compound_split), lowercase)
         kind = "tokens" if args.tokenized else "plain"

@@ -166,6 +166,5 @@ def read_log(path: str | Path) -> TrainingLog:
 
 def _number(record: dict, name: str) -> float:
     """A number of a record; 0 where it is missing or not finite."""
-    value = record.get(name)
-    value = 0.0 if value is None else float(value)
+    value = float(record.get(name) or 0)
     return value if math.isfinite(value) else 0.0

@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     best = hypotheses(log, len(sentences))
     for number, options in zip(sentences, best, strict=True):
         translations[number] = options[0][1]
-    lengths = {number: len(line.split()) + 1 for number, line in enumerate(sentences.values())}
+    lengths = [len(line.split()) + 1 for line in sentences.values()]
     cut = decoding.at_limit(log, lengths)
     if cut:
         numbers = list(sentences)
