@@ -12,7 +12,7 @@ from pn_fairseq import __version__
 
 def own_cores() -> int:
     """How many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def describe() -> dict:
@@ -70,7 +70,7 @@ def _git_commit(folder: Path) -> str | None:
 def _os_name() -> str:
     try:
         return platform.freedesktop_os_release()["PRETTY_NAME"]
-    except (OSError, KeyError, AttributeError):
+    except (OSError, KeyError):
         return "unknown distribution"
 
 

@@ -4,7 +4,6 @@ corpus.
 
 from __future__ import annotations
 
-import os
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from pn_fairseq.pipeline.data import languages, pairs, settings, subwords, token
 from pn_fairseq.pipeline.data.preparation import Preparation, locked
 from pn_fairseq.pipeline.data.recipes import RECIPES, load
 from pn_fairseq.pipeline.data.settings import LanguageModelSettings, Settings
+from pn_fairseq.pipeline.machine import own_cores
 
 EPILOG = """\
 The same command resumes. Line counts are checked after every step. --dest then contains
@@ -72,11 +72,10 @@ def _parser() -> ArgumentParser:
             corpus.add_argument(flag, **kind)
         check = "only check that DIR was not made with other settings"
         corpus.add_argument("--check", action="store_true", help=check)
-        cores = len(os.sched_getaffinity(0))
         corpus.add_argument(
             "--workers",
             type=whole,
-            default=cores,
+            default=own_cores(),
             metavar="N",
             help="processes (default: all cores)",
         )
