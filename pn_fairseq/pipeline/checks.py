@@ -37,31 +37,23 @@ from pn_fairseq.pipeline.runs import Run, flat
 from pn_fairseq.pipeline.setting_roles import role_of
 from pn_fairseq.pipeline.training_settings import Batches, flags, one_value
 
-#: Pattern of dotted names, lower bound, upper bound (excluded).
+#: Patterns of dotted names, lower bound, upper bound (excluded).
 RANGES = (
     (r"model\.(\w+_)?(dropout|layerdrop)|criterion\.label_smoothing", 0, 1),
     (
-        r"model\.(encoder|decoder)_(layers|attention_heads|\w*_dim)|model\.(core_rank|cores)",
+        r"model\.(encoder|decoder)_(layers|attention_heads|\w*_dim)|model\.(core_rank|cores)"
+        r"|(model|task)\.max_(source|target)_positions|task\.tokens_per_sample|generation\.beam"
+        r"|dataset\.(max_tokens|batch_size)(_valid)?|dataset\.required_batch_size_multiple",
         1,
         math.inf,
     ),
     (
-        r"(model|task)\.max_(source|target)_positions|task\.tokens_per_sample|generation\.beam",
-        1,
-        math.inf,
-    ),
-    (
-        r"dataset\.(max_tokens|batch_size)(_valid)?|dataset\.required_batch_size_multiple",
-        1,
-        math.inf,
-    ),
-    (r"dataset\.(validate_interval|num_workers\w*)|checkpoint\.save_interval_updates", 0, math.inf),
-    (
-        r"optimization\.(lr|clip_norm|max_update|max_epoch|stop_time_hours)|optimizer\.weight_decay",
+        r"dataset\.(validate_interval|num_workers\w*)|checkpoint\.save_interval_updates"
+        r"|optimization\.(lr|clip_norm|max_update|max_epoch|stop_time_hours)"
+        r"|optimizer\.(weight_decay|adam_eps)|lr_scheduler\.(warmup_updates|min_lr)",
         0,
         math.inf,
     ),
-    (r"optimizer\.adam_eps|lr_scheduler\.(warmup_updates|min_lr)", 0, math.inf),
     (
         r"optimization\.stop_min_lr|lr_scheduler\.warmup_init_lr|checkpoint\.(patience|keep_\w+s)",
         -1,
@@ -359,7 +351,9 @@ def longer_than_asked(cfg: DictConfig, run: Path) -> str:
 
 
 def check_last(model: torch.nn.Module, last: Path, cfg: DictConfig) -> dict:
-    """The same of the checkpoint that a run resumes from; the message names the newest other."""
+    """Read the checkpoint that a run resumes from; the message about a damaged one names the newest
+    other.
+    """
     try:
         state = load_checkpoint(last)
     except CheckpointError as error:
@@ -367,7 +361,7 @@ def check_last(model: torch.nn.Module, last: Path, cfg: DictConfig) -> dict:
         if not command:
             raise
         raise CheckpointError(f"{error}; the newest other one: {command}") from error
-    _check_fit(model, state, last, cfg)
+    check_fit(model, state, last, cfg)
     return state
 
 
@@ -412,17 +406,9 @@ def check_last_is_there(run: Path) -> None:
     )
 
 
-def check_weights(model: torch.nn.Module, file: str | os.PathLike, cfg: DictConfig) -> dict:
-    """Refuse a checkpoint that is damaged or does not fit ``model``, which is on the meta
-    device; return its state.
-    """
-    state = load_checkpoint(file)
-    _check_fit(model, state, file, cfg)
-    return state
-
-
-def _check_fit(
+def check_fit(
     model: torch.nn.Module, state: dict, file: str | os.PathLike, cfg: DictConfig
 ) -> None:
+    """Refuse the checkpoint of a file that does not fit ``model``, which is on the meta device."""
     with warnings.catch_warnings(action="ignore"):  # nothing is copied to the meta device
         load_weights(model, state["model"], file, cfg.model)

@@ -17,6 +17,8 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
+from omegaconf import OmegaConf
+
 from pn_fairseq.common.checkpoint_files import LAST
 from pn_fairseq.common.command import (
     ArgumentParser,
@@ -187,6 +189,7 @@ def setting_of(option: str, value: str | None, words: list[str]) -> str:
 
 
 def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, run: Path) -> int:
+    from pn_fairseq.common.checkpoints import load_checkpoint
     from pn_fairseq.pipeline import checks
     from pn_fairseq.pipeline.training_settings import compose
 
@@ -239,7 +242,7 @@ def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, r
     # without the file fairseq silently starts from random weights
     weights = cfg.checkpoint.finetune_from_model
     if weights:
-        checks.check_weights(model, weights, cfg)
+        checks.check_fit(model, load_checkpoint(weights), weights, cfg)
         if not layout.local_rank:
             outdated.note_on_average("train", [Path(weights)])
     begun = (run / "config.yaml").exists()
@@ -275,8 +278,6 @@ def goal(cfg, data: Path) -> dict[str, str]:
     """The stamp of a finished run: its limits and its data. config.yaml has the settings that may
     not change.
     """
-    from omegaconf import OmegaConf
-
     settings = flat(OmegaConf.to_container(cfg))
     limits = {key: value for key, value in settings.items() if role_of(key).limit}
     return stamp.made_from(limits, {"data": [data / "settings.txt"]})
@@ -316,8 +317,6 @@ def changed_decoding(cfg, run: Path) -> dict[str, object]:
     """The settings that ``pn average`` and ``pn generate`` read and that differ from those of a
     run.
     """
-    from omegaconf import OmegaConf
-
     before = Run(run).settings_by_name
     changed = {}
     for key, value in flat(OmegaConf.to_container(cfg)).items():
@@ -330,8 +329,6 @@ def take_settings_of_decoding(cfg, run: Path) -> str:
     """Write the settings that ``pn average`` and ``pn generate`` read into a finished run's
     config.yaml; say which.
     """
-    from omegaconf import OmegaConf
-
     changed = changed_decoding(cfg, run)
     if not changed:
         return "nothing to do"
@@ -347,8 +344,6 @@ def begin(cfg, batches, layout: RankLayout, data: Path, run: Path, argv: list[st
     """What the first rank does before it trains: lock the run, and write down what is trained,
     and how.
     """
-    from omegaconf import OmegaConf
-
     run.mkdir(parents=True, exist_ok=True)
     lock(
         Run(run).lock,
@@ -399,10 +394,9 @@ def train(cfg, layout: RankLayout, data: Path, run: Path) -> None:
     import torch
     from fairseq.distributed.utils import call_main
     from fairseq_cli.train import main as fairseq_main
-    from omegaconf import OmegaConf
 
     rank = layout.rank or 0
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+    if "TORCHELASTIC_RUN_ID" in os.environ:
         # A rank in a collective call waits for the others for ever: it must not outlive torchrun,
         # however that ends.
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)
