@@ -57,9 +57,8 @@ def _parser() -> ArgumentParser:
     source.add_argument("--run", type=Path, metavar="DIR", help=RUN_HELP)
     inputs = (
         "checkpoint files; or one folder (fairseq's --save-dir), together with --last: its epoch "
-        "checkpoints, "
+        "checkpoints, else its update checkpoints, else only checkpoint_last.pt"
     )
-    inputs += "else its update checkpoints, else only checkpoint_last.pt"
     source.add_argument("--inputs", nargs="+", metavar="PATH", type=Path, help=inputs)
     output = (
         "the file to write, which must not be an input (default with --run: "
@@ -68,20 +67,13 @@ def _parser() -> ArgumentParser:
     add("--output", metavar="FILE", type=Path, help=output)
     last = (
         "average the N newest checkpoints of the run or folder, or all if there are fewer (default "
-        "with --run: "
+        "with --run: average_last of its configuration, else as many as it keeps)"
     )
-    add(
-        "--last",
-        type=whole,
-        metavar="N",
-        help=f"{last}average_last of its configuration, else as many as it keeps)",
-    )
+    add("--last", type=whole, metavar="N", help=last)
     recalibrate = (
         "re-estimate the norms' running statistics with the averaged weights on this binarized "
-        "data (default "
-    )
-    recalibrate += (
-        "with --run: its training data); without this option the statistics are averaged as well"
+        "data (default with --run: its training data); without this option the statistics are "
+        "averaged as well"
     )
     add("--recalibrate", nargs="?", const=True, metavar="DATA", help=recalibrate)
     batches = f"at most N training batches for --recalibrate (default {BATCHES})"
@@ -101,10 +93,10 @@ def _select(args: argparse.Namespace, run: Run | None) -> tuple[list[Path], str]
         return args.inputs, FILES
     usual, last = "epoch", args.last
     if run:
-        epochs, updates = (
-            run.get(f"checkpoint.keep_{what}", -1) for what in ("last_epochs", "interval_updates")
-        )
-        usual, kept = ("update", updates) if updates > 0 else ("epoch", epochs)
+        kept = run.get("checkpoint.keep_last_epochs", -1)
+        of_updates = run.get("checkpoint.keep_interval_updates", -1)
+        if of_updates > 0:
+            usual, kept = "update", of_updates
         last = last or run.get("average_last") or run.get("scoring.average_last") or kept
     if not last or last < 1:
         raise UserError(

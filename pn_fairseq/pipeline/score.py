@@ -64,9 +64,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     mode.add_argument("--run", type=Path, metavar="DIR", help=RUN_HELP)
     compare = (
         "paired bootstrap by sacrebleu: could the difference between a run and the first one, the "
-        "baseline, come "
+        "baseline, come from the choice of test sentences? Runs that are not scored yet are scored "
+        "first"
     )
-    compare += "from the choice of test sentences? Runs that are not scored yet are scored first"
     mode.add_argument("--compare", type=Path, nargs="+", metavar="DIR", help=compare)
     mode.add_argument("--hyp", type=Path, metavar="FILE", help="hypotheses, one sentence per line")
     references = (
@@ -83,9 +83,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     split = (
         'in tokenized BLEU, split words with hyphens ("rich ##AT##-##AT## text"), as papers on '
-        "WMT14 do (default: "
+        "WMT14 do (default: as the run's data was prepared)"
     )
-    split += "as the run's data was prepared)"
     add("--compound-split", action=argparse.BooleanOptionalAction, help=split)
     add(
         "--resamples",
