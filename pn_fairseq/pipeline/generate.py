@@ -22,8 +22,6 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from pn_fairseq.common import programs
 from pn_fairseq.common.command import (
     ArgumentParser,
@@ -36,7 +34,7 @@ from pn_fairseq.common.command import (
 )
 from pn_fairseq.common.files import PACKAGE, atomic_folder, only_writer, write_lines, write_settings
 from pn_fairseq.pipeline import RUN_HELP, SUBSET_HELP, add_norm_module, outdated, stamp
-from pn_fairseq.pipeline.data.binarize import HEADER
+from pn_fairseq.pipeline.data.binarize import lengths
 from pn_fairseq.pipeline.data.binarize import sentences as sentences_in
 from pn_fairseq.pipeline.data.parallel import progress
 from pn_fairseq.pipeline.data.settings import Settings
@@ -106,9 +104,8 @@ def _parser() -> ArgumentParser:
     )
     output = (
         "default DIR/generate/SUBSET; the folder for hyp.tok (one hypothesis per line, in the "
-        "order of the text), "
+        "order of the text), ref.tok, src.tok and generate.log, the output of fairseq"
     )
-    output += "ref.tok, src.tok and generate.log, the output of fairseq"
     parser.add_argument("--output", type=Path, metavar="DIR", help=output)
     return parser
 
@@ -295,7 +292,7 @@ def main(argv: list[str] | None = None) -> int:
         log = _decode(args, decoding, run, subset, output, wanted)
     except KeyboardInterrupt as interruption:
         raise NothingSaved(*interruption.args) from None
-    cut = decoding.at_limit(log, subset.lengths())
+    cut = decoding.at_limit(log, lengths(subset.index))
     if cut:
         say(
             "generate",
@@ -356,10 +353,6 @@ class Subset:
     @functools.cached_property
     def sentences(self) -> int:
         return sentences_in(self.index)
-
-    def lengths(self) -> list[int]:
-        """Of the sources in subwords, with their ends."""
-        return np.fromfile(self.index, np.int32, self.sentences, offset=HEADER).tolist()
 
 
 def _stamp(

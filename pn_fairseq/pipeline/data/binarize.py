@@ -30,13 +30,24 @@ HEADER = 26
 SPECIAL = 4
 
 
-def sentences(index: Path) -> int:
-    """Number of sentences in a fairseq index file."""
+def _header(index: Path) -> tuple[np.dtype, int]:
+    """The type of a subword and the number of sentences, by a fairseq index file."""
     with index.open("rb") as file:
         head = file.read(HEADER)
     if len(head) < HEADER or not head.startswith(MAGIC) or head[17] not in TYPES:
         raise UserError(f"{index} is damaged, or no index of fairseq's memory-mapped format")
-    return int.from_bytes(head[18:], "little")
+    return np.dtype(TYPES[head[17]]), int.from_bytes(head[18:], "little")
+
+
+def sentences(index: Path) -> int:
+    """Number of sentences in a fairseq index file."""
+    _, count = _header(index)
+    return count
+
+
+def lengths(index: Path) -> np.ndarray:
+    """Numbers of subwords of the sentences, with their ends."""
+    return np.fromfile(index, np.int32, sentences(index), offset=HEADER)
 
 
 def words_in(dictionary: Path) -> int:
@@ -52,15 +63,13 @@ def fault(folder: Path, name: str, words: int) -> str:
     if not (index.is_file() and content.is_file()):
         return f"{folder} has no {name}"
     try:
-        count = sentences(index)
+        dtype, count = _header(index)
     except UserError:
         return f"{index} is cut off or damaged"
     if index.stat().st_size < HEADER + 12 * count:
         return f"{index} is cut off or damaged"
-    with index.open("rb") as file:
-        dtype = np.dtype(TYPES[file.read(HEADER)[17]])
-        lengths = np.fromfile(file, np.int32, count)
-    size, expected = content.stat().st_size, int(lengths.sum(dtype=np.int64)) * dtype.itemsize
+    subwords = int(lengths(index).sum(dtype=np.int64))
+    size, expected = content.stat().st_size, subwords * dtype.itemsize
     if size != expected:
         return f"{content} has {size} bytes instead of {expected}"
     largest = int(np.memmap(content, dtype, "r").max()) if expected else 0

@@ -367,16 +367,17 @@ class Preparation:
         self.take(reader, name, [folder / file for file in self.files()])
         self._note_on_text()
         texts = [self.partial / "text" / file for file in self.files()]
-        stem = f"{name}.{self.settings.source}-{self.settings.target}"
+        languages = f"{self.settings.source}-{self.settings.target}"
         made, wanted = self.dest / f"{name}.made.txt", stamp.made_from({}, {name: texts})
         if made.is_file() and stamp.differences(made, wanted):
             raise UserError(
                 f"{self.dest} has another text as {name}; give this one another name (--test)"
             )
-        problem, lang = self._fault(), self.settings.target
+        problem = self._fault()
+        index = self.dest / f"bin/{name}.{languages}.{self.settings.target}.idx"
         if problem and made.is_file():
             say("prepare", f"{problem}; making it again")
-        elif stamp.done("prepare", made, wanted, self.dest / f"bin/{stem}.{lang}.idx"):
+        elif stamp.done("prepare", made, wanted, index):
             return
         write_settings(made, wanted)
         for text in texts:
@@ -389,14 +390,13 @@ class Preparation:
         # fairseq-preprocess calls it test. The dictionaries are those of the data.
         flags = [*self._languages(), f"--testpref=bpe/{name}"]
         flags += self._with_dictionaries(self._dictionaries(self.dest))
-        as_test = stem.replace(name, "test", 1)
-        texts_of = {f"{as_test}.{lang}": f"bpe/{name}.{lang}" for lang in self.settings.endings}
+        texts_of = {}
+        for lang in self.settings.endings:
+            texts_of[f"test.{languages}.{lang}"] = f"bpe/{name}.{lang}"
         make_bin(self.dest, self.workers, flags, texts_of, to="partial/bin")
         self._note_on_unknown(self.dest / "partial/bin", self.dest)
-        for lang in self.settings.endings:
-            for ending in ("bin", "idx"):
-                new = self.dest / f"partial/bin/{as_test}.{lang}.{ending}"
-                new.replace(self.dest / f"bin/{stem}.{lang}.{ending}")
+        for new in self.partial.glob("bin/test.*"):
+            new.replace(self.dest / "bin" / new.name.replace("test", name, 1))
         pairs_of_set = count_lines(self.dest / f"raw/{name}.{self.settings.source}")
         say("prepare", f"{self.dest} has the test set {name}: {pairs_of_set:,} pairs")
 

@@ -35,7 +35,7 @@ def note_on(raw: Path, tok: Path, settings: Settings) -> str | None:
     """
     before = list(itertools.islice(pairs.lines(raw), COMPARED))
     tokenized = itertools.islice(pairs.lines(tok), COMPARED)
-    after = tokens.detokenize([line.removesuffix("\n") for line in tokenized], raw.suffix[1:])
+    after = tokens.detokenize(tokenized, raw.suffix[1:])
     for pattern in settings.protect:
         before = [re.sub(pattern, " ", line) for line in before]
         after = [re.sub(pattern, " ", line) for line in after]
