@@ -25,12 +25,13 @@ from pn_fairseq.pipeline.published import (
     PAPER_SPECTRA,
     SPECTRA_INDICES,
 )
-from pn_fairseq.report.curves import COLOURS, headless_pyplot, legend, save, style
+from pn_fairseq.report.curves import headless_pyplot, legend, save, style
 
 if TYPE_CHECKING:
     from pn_fairseq.report.runs import ReportedRun
 
-#: Marks that tell boxes apart in grey.
+#: Marks that tell boxes apart in grey. They are not as many as the colours, so a colour that comes
+#: again has another mark.
 _HATCHES = ("", "////", "....", "xxxx", "\\\\\\\\", "oo")
 
 _KINDS = ("png", "pdf")
@@ -150,12 +151,11 @@ def _boxes(
 
     Whiskers reach 1.5 interquartile ranges, as in the paper; points beyond are drawn.
     """
-    slots = max(len(groups), 1)
-    width = 0.8 / slots
+    width = 0.8 / len(groups)
     handles = {}
     for index, (label, values) in enumerate(groups.items()):
         look = style(index)
-        shift = (index - (slots - 1) / 2) * width
+        shift = (index - (len(groups) - 1) / 2) * width
         finite = [at_tick[np.isfinite(at_tick)] for at_tick in values]
         drawn = axis.boxplot(
             finite,
@@ -167,9 +167,7 @@ def _boxes(
             medianprops={"color": "black", "linewidth": 1.6},
             flierprops={"marker": look["marker"], "markersize": 2.5, "alpha": 0.5},
         )
-        # When the colours begin again, each has another hatch.
-        round_of_colours = index // len(COLOURS)
-        hatch = _HATCHES[(index + round_of_colours) % len(_HATCHES)]
+        hatch = _HATCHES[index % len(_HATCHES)]
         for box in drawn["boxes"]:
             box.set(edgecolor=look["color"], facecolor=f"{look['color']}55", hatch=hatch)
         handles[label] = drawn["boxes"][0]

@@ -16,11 +16,13 @@ def _published(corpus: CorpusRuns, paper: str, subset: str) -> dict | None:
     Added to it: ``table``, its rows as a frame; ``tokens`` of its ``subset``; ``others``, the
     numbers of tokens of runs on another text.
     """
+    name = (corpus.data or {}).get("corpus")
     if paper == "auto":
-        paper = _recognise((corpus.data or {}).get("corpus"))
-    if paper not in LM_PAPER:
+        table = next((table for table in LM_PAPER.values() if table["name"] == name), None)
+    else:
+        table = LM_PAPER.get(paper)
+    if table is None:
         return None
-    table = LM_PAPER[paper]
     digits = 1 if table["measure"] == "perplexity" else 2
     rows = []
     for model, (valid, test) in table["rows"].items():
@@ -35,13 +37,6 @@ def _published(corpus: CorpusRuns, paper: str, subset: str) -> dict | None:
         others = {run.perplexity.tokens for run in corpus.runs if run.perplexity} - {tokens}
     shown = {"table": pandas.DataFrame(rows), "tokens": tokens, "others": sorted(others)}
     return {"note": None, **table, **shown}
-
-
-def _recognise(corpus: str | None) -> str | None:
-    for paper, table in LM_PAPER.items():
-        if table["name"] == corpus:
-            return paper
-    return None
 
 
 def content(corpus: CorpusRuns, paper: str, subset: str) -> dict:

@@ -50,14 +50,9 @@ class Interval:
         inclusion, Schuirmann 1987; with the 95% interval in place of 90% the error rate is at most
         2.5%).
         """
-        if self.low > 0:
-            if measure.better == "higher":
-                return "better"
-            return "worse"
-        if self.high < 0:
-            if measure.better == "lower":
-                return "better"
-            return "worse"
+        if self.low > 0 or self.high < 0:
+            side = "higher" if self.low > 0 else "lower"
+            return "better" if side == measure.better else "worse"
         if max(-self.low, self.high) <= measure.margin:
             return "equivalent"
         return "inconclusive"

@@ -89,13 +89,15 @@ def content(corpus: CorpusRuns, paper: str | Table, resamples: int) -> dict:
     else:
         table = PAPER.get(paper)
     published = {}
+    otherwise = {}
+    score_lines = []
     norms = {label: name for name, label in norm_labels().items()}
     for label, settings in corpus.settings.items():
         row = table and table.row(norms.get(corpus.norm(label)), settings)
-        if row:
-            published[label] = row
-    score_lines = []
-    for label, row in published.items():
+        if not row:
+            continue
+        published[label] = row
+        otherwise[label] = row.missing(settings)
         if row.signature:
             for run in _scored_runs(corpus, label):
                 score_lines.append((label, row, run.seed, run.score("tokenized")))
@@ -104,9 +106,6 @@ def content(corpus: CorpusRuns, paper: str | Table, resamples: int) -> dict:
         scores = [run.score("tokenized") for run in corpus.runs if run.scores]
         split_differs = any(score.compound_split != table.compound_split for score in scores)
     plain = [metric for metric in METRICS.values() if not metric.on_tokens]
-    otherwise = {}
-    for label, row in published.items():
-        otherwise[label] = row.missing(corpus.settings[label])
     return {
         "results": results_table(corpus, "scored", {}, published if table else None),
         "paper": table,
