@@ -287,49 +287,49 @@ class Preparation:
         expect: Sequence[int] = (),
         codes: Path | None = None,
     ) -> None:
-        """All steps for the text of train, valid and ``test`` in a folder.
-
-        Args:
-            codes: the merges of the subwords, which are learned otherwise.
-            expect: the numbers of pairs of the published text, as far as they are known (0: not
-                known).
-        """
+        """:meth:`prepare_texts` for the text of train, valid and ``test`` in a folder."""
+        texts = {}
         names = ("train", "valid", test, *self.splits[3:])
-        pairs_of = itertools.zip_longest(self.splits, names, expect, fillvalue=0)
-        for split, name, count in pairs_of:
-            paths = [folder / f"{name}.{lang}" for lang in self.settings.endings]
-            self.take(pairs.as_is, split, paths, count)
-        if self.keep_text("raw", codes):
-            self.tokenize("raw", "tok")
-            self.segment()
-            self.binarize()
+        for split, name in zip(self.splits, names, strict=True):
+            texts[split] = [folder / f"{name}.{lang}" for lang in self.settings.endings]
+        self.prepare_texts(texts, expect, codes)
 
-    def prepare_tokens(
-        self, texts: Mapping[str, Sequence[Path]], codes: Path | None, expect: Sequence[int] = ()
+    def prepare_texts(
+        self, texts: Mapping[str, Sequence[Path]], expect: Sequence[int], codes: Path | None
     ) -> None:
-        """All steps for text that comes in tokens, or in subwords (``@@``) of them, which are taken
-        as they are.
+        """All steps for text that is plain, or comes in tokens, or in subwords (``@@``) of them,
+        which are taken as they are.
 
-        DEST/text has it as it came, and DEST/raw is the plain text that the detokenizer makes of
-        it.
+        DEST/text has tokens as they came, and DEST/raw is the plain text that the detokenizer makes
+        of them.
 
         Args:
             texts: split -> the files of source and target.
+            expect: the numbers of pairs of the published text, as far as they are known (0: not
+                known).
             codes: the merges of the subwords, which are learned otherwise.
-            expect: the numbers of pairs of the published text.
         """
-        reader = self._reader_of_tokens()
+        reader, first = self._form()
         for split, count in itertools.zip_longest(texts, expect, fillvalue=0):
             self.take(reader, split, texts[split], count)
-        if self.keep_text("text", codes):
-            self._tokens_to_subwords()
+        if self.keep_text(first, codes):
+            self._to_subwords()
             self.binarize()
 
-    def _reader_of_tokens(self) -> pairs.Reader:
-        return pairs.lower_cased_tokens if self.settings.lower else pairs.own_tokens
+    def _form(self) -> tuple[pairs.Reader, str]:
+        """How the text is read, and the folder that has it as it came."""
+        if self.settings.tokenizer != NONE:
+            return pairs.as_is, "raw"
+        return pairs.lower_cased_tokens if self.settings.lower else pairs.own_tokens, "text"
 
-    def _tokens_to_subwords(self) -> None:
-        """Make tok/, raw/ and bpe/ of tokens or subwords in text/."""
+    def _to_subwords(self) -> None:
+        """Make tok/ and bpe/ of plain text in raw/, or these and raw/ of tokens or subwords in
+        text/.
+        """
+        if self.settings.tokenizer != NONE:
+            self.tokenize("raw", "tok")
+            self.segment()
+            return
         in_subwords = subwords.are_in(self.dest / "text" / name for name in self.files(["train"]))
         say(
             "prepare",
@@ -360,10 +360,7 @@ class Preparation:
                 f"{self.dest} has a {name} since it was prepared; give this one another name "
                 "(--test)"
             )
-        comes_in_tokens = self.settings.tokenizer == NONE
-        reader, first = (
-            (self._reader_of_tokens(), "text") if comes_in_tokens else (pairs.as_is, "raw")
-        )
+        reader, first = self._form()
         self.take(reader, name, [folder / file for file in self.files()])
         self._note_on_text()
         texts = [self.partial / "text" / file for file in self.files()]
@@ -382,11 +379,7 @@ class Preparation:
         write_settings(made, wanted)
         for text in texts:
             text.replace(self.dest / first / text.name)
-        if comes_in_tokens:
-            self._tokens_to_subwords()
-        else:
-            self.tokenize("raw", "tok")
-            self.segment()
+        self._to_subwords()
         # fairseq-preprocess calls it test. The dictionaries are those of the data.
         flags = [*self._languages(), f"--testpref=bpe/{name}"]
         flags += self._with_dictionaries(self._dictionaries(self.dest))

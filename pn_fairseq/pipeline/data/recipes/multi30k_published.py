@@ -41,6 +41,5 @@ def prepare(data: Preparation, options) -> None:
     for subset, (names, _) in CONTENT.items():
         files = [f"{name}.{lang}" for name in names for lang in ("en", "de")]
         texts[subset] = [options.corpus / file for file in files]
-    data.prepare_tokens(
-        texts, options.corpus / "bpe-codes", [count for _, count in CONTENT.values()]
-    )
+    expect = [count for _, count in CONTENT.values()]
+    data.prepare_texts(texts, expect, options.corpus / "bpe-codes")

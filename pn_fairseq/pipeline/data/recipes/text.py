@@ -156,10 +156,4 @@ def prepare(data: Preparation, options) -> None:
         data.add_test(options.corpus)
         return
     data.splits = [*SPLITS, *test_sets(options.corpus, data.dest, data.settings.endings)]
-    if data.settings.tokenizer == NONE:
-        texts = {}
-        for split in data.splits:
-            texts[split] = [options.corpus / name for name in data.files([split])]
-        data.prepare_tokens(texts, options.codes)
-    else:
-        data.prepare_folder(options.corpus, codes=options.codes)
+    data.prepare_folder(options.corpus, codes=options.codes)
