@@ -10,7 +10,7 @@ import importlib.util
 from pn_fairseq import __version__
 from pn_fairseq.common.command import ArgumentParser
 from pn_fairseq.common.files import CONFIGS, PACKAGE
-from pn_fairseq.fairseq_patches import SWITCH, patches_enabled
+from pn_fairseq.fairseq_patches import SWITCH, patches, patches_enabled
 
 
 def main(argv: list[str]) -> None:
@@ -21,7 +21,7 @@ def main(argv: list[str]) -> None:
 
     import torch
 
-    from pn_fairseq import fairseq_patches, kernels
+    from pn_fairseq import kernels
 
     fairseq = (
         ""
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> None:
     for device, (name, why) in kernels.describe().items():
         print(f"kernels on {device}: {name} ({why})")
     print(f"patches of fairseq: {'on' if patches_enabled() else 'off'} ({SWITCH}=1 turns them off)")
-    for name, mends in fairseq_patches.patches().items():
+    for name, mends in patches().items():
         print(f"  {name}: {mends}")
 
 

@@ -351,8 +351,11 @@ def begin(cfg, batches, layout: RankLayout, data: Path, run: Path, argv: list[st
     )
     (run / "made.txt").unlink(missing_ok=True)
     remove_cut_off(run)
-    files = {"config.yaml": OmegaConf.to_yaml(cfg).encode(), "data": f"{data}\n".encode()}
-    files["data.settings"] = (data / "settings.txt").read_bytes()
+    files = {
+        "config.yaml": OmegaConf.to_yaml(cfg).encode(),
+        "data": f"{data}\n".encode(),
+        "data.settings": (data / "settings.txt").read_bytes(),
+    }
     for name, content in files.items():
         with atomic_write(run / name) as file:
             file.write(content)

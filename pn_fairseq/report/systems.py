@@ -259,14 +259,10 @@ def labels_of(runs: Sequence[ReportedRun]) -> list[tuple[str, str]]:
     corpus, *others = group(runs)
     if others:
         return [(run.name, run.name) for run in runs]
-    with_batch = _label_by_run(corpus)
-    without = _label_by_run(_corpus_runs(runs, batch_is_a_setting=False))
-    return [(with_batch[run.path], without[run.path]) for run in runs]
-
-
-def _label_by_run(corpus: CorpusRuns) -> dict[Path, str]:
-    paths = [run.path for run in corpus.runs]
-    return dict(zip(paths, corpus.frame["system"], strict=True))
+    of_runs = []
+    for grouped in (corpus, _corpus_runs(runs, batch_is_a_setting=False)):
+        of_runs.append(grouped.frame.set_index("run")["system"].reindex(runs))
+    return list(zip(*of_runs, strict=True))
 
 
 def _corpus_runs(runs: Sequence[ReportedRun], batch_is_a_setting: bool = True) -> CorpusRuns:
