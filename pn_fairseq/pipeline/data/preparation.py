@@ -381,8 +381,7 @@ class Preparation:
             text.replace(self.dest / first / text.name)
         self._to_subwords()
         # fairseq-preprocess calls it test. The dictionaries are those of the data.
-        flags = [*self._languages(), f"--testpref=bpe/{name}"]
-        flags += self._with_dictionaries(self._dictionaries(self.dest))
+        flags = [*self._flags(self._dictionaries(self.dest)), f"--testpref=bpe/{name}"]
         texts_of = {}
         for lang in self.settings.endings:
             texts_of[f"test.{languages}.{lang}"] = f"bpe/{name}.{lang}"
@@ -517,7 +516,7 @@ class Preparation:
         them.
         """
         kind, size, protect = self.settings.segmentation, self.settings.bpe, self.settings.protect
-        model = self.dest / "bpe" / subwords.MODELS[kind]
+        model = self._model_in(self.dest)
         if not model.exists():
             say("prepare", f"learning {size} BPE operations on both languages with {kind}")
             train = [self.dest / "tok" / name for name in self.files(["train"])]
@@ -534,14 +533,12 @@ class Preparation:
         """Those of the other data that this is prepared like; none without such data."""
         return self._dictionaries(self.like) if self.like else []
 
-    def _languages(self) -> list[str]:
-        """Flags of fairseq-preprocess."""
-        return ["--source-lang", self.settings.source, "--target-lang", self.settings.target]
-
-    def _with_dictionaries(self, files: Sequence[Path]) -> list[str]:
-        """Flags of fairseq-preprocess for these dictionaries, or for new ones."""
-        flags = [] if self.settings.separate_dictionaries else ["--joined-dictionary"]
-        for flag, file in zip(("--srcdict", "--tgtdict"), files, strict=False):
+    def _flags(self, dictionaries: Sequence[Path]) -> list[str]:
+        """Flags of fairseq-preprocess for the languages and these dictionaries, or new ones."""
+        flags = ["--source-lang", self.settings.source, "--target-lang", self.settings.target]
+        if not self.settings.separate_dictionaries:
+            flags.append("--joined-dictionary")
+        for flag, file in zip(("--srcdict", "--tgtdict"), dictionaries, strict=False):
             flags.append(f"{flag}={file}")
         return flags
 
@@ -551,9 +548,9 @@ class Preparation:
         ``expected``: the counts that the original text gives.
         """
         source, _ = self.settings.endings
-        flags = [*self._languages(), "--trainpref=bpe/train", "--validpref=bpe/valid"]
-        flags += ["--testpref=" + ",".join(f"bpe/{split}" for split in self.splits[2:])]
-        flags += self._with_dictionaries(self._dictionaries_like())
+        tests = ",".join(f"bpe/{split}" for split in self.splits[2:])
+        flags = [*self._flags(self._dictionaries_like()), f"--testpref={tests}"]
+        flags += ["--trainpref=bpe/train", "--validpref=bpe/valid"]
         texts = {name: f"bpe/{text}" for name, text in self._binary().items()}
         make_bin(self.dest, self.workers, flags, texts)
         if self.like:

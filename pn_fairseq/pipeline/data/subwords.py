@@ -67,12 +67,10 @@ def _learn_sentencepiece(lines: Iterator[str], operations: int) -> bytes:
         )
     except RuntimeError as error:
         # The message begins with a place in sentencepiece's source, in brackets.
-        reason, advice = (
-            " ".join(str(error).split()).rsplit("] ", 1)[-1],
-            "run it again with another --bpe",
-        )
+        reason = " ".join(str(error).split()).rsplit("] ", 1)[-1]
         raise UserError(
-            f"sentencepiece with --bpe {operations}: {reason} ({advice}; what is done is kept)"
+            f"sentencepiece with --bpe {operations}: {reason} (run it again with another --bpe; "
+            "what is done is kept)"
         ) from error
     return model.getvalue()
 
