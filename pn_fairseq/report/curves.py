@@ -201,20 +201,6 @@ def _limit(axis, drawn: Sequence[Mapping[int, float]], below: bool) -> None:
         axis.text(0.985, 0.95, text, style="italic", bbox=box, **place)
 
 
-def _early_end(rows: pandas.DataFrame) -> str:
-    """Where and why the line of a system ends: with its shortest run, whose rows are the first to
-    end.
-    """
-    last = rows.astype({"update": int}).groupby("run")["update"].max()
-    run = last.idxmin()
-    text = f"ends at {last[run]:,}"
-    ends = rows.loc[rows["run"] == run, "end"]
-    reasons = [reason for reason in ends if reason]
-    if reasons:
-        return f"{text} ({reasons[-1]})"
-    return text
-
-
 #: System -> the curves of its runs, update -> loss.
 Curves = Mapping[str, Sequence[Mapping[int, float]]]
 
@@ -246,19 +232,23 @@ def _differences(valid: Curves, baselines: Mapping[str, str]) -> tuple[str, Curv
     return name, minus
 
 
-def _titles(rows: pandas.DataFrame, train: Curves) -> dict[str, str]:
-    """The labels in the legend: how many runs, and where and why a line ends before others."""
-    ends = {}
-    for label, curves in train.items():
-        if curves and all(curves):
-            ends[label] = min(map(max, curves))
+def _titles(rows: pandas.DataFrame) -> dict[str, str]:
+    """The labels in the legend: how many runs, and where and why a line ends before others: with
+    its shortest run.
+    """
+    last = rows.astype({"update": int}).groupby(["system", "run"])["update"].max()
+    longest = last.groupby("system").min().max()
     titles = {}
     for label in rows["system"].unique():
-        of_system = rows[rows["system"] == label]
-        runs = of_system["run"].nunique()
-        titles[label] = f"{label}, {runs} run{'s' * (runs > 1)}"
-        if label in ends and ends[label] < 0.98 * max(ends.values()):
-            titles[label] += f", {_early_end(of_system)}"
+        runs = last[label]
+        titles[label] = f"{label}, {len(runs)} run{'s' * (len(runs) > 1)}"
+        if runs.min() >= 0.98 * longest:
+            continue
+        titles[label] += f", ends at {runs.min():,}"
+        of_run = rows[(rows["system"] == label) & (rows["run"] == runs.idxmin())]
+        reasons = [reason for reason in of_run["end"] if reason]
+        if reasons:
+            titles[label] += f" ({reasons[-1]})"
     return titles
 
 
@@ -284,7 +274,7 @@ def plot(rows: pandas.DataFrame, output: Path) -> None:
     if smoothed != train:
         panels.append(("training with label smoothing (what is minimized)", smoothed))
 
-    titles = _titles(rows, train)
+    titles = _titles(rows)
     columns = _columns_of_a_legend(titles.values())
     rows_of_legend = math.ceil(len(labels) / columns)
     height = 2.2 * len(panels) + 0.3 * rows_of_legend + 0.4

@@ -9,6 +9,7 @@ import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -252,19 +253,12 @@ def _paper_medians(columns: Sequence[str]) -> dict[str, Sequence[float]]:
     return medians
 
 
-def distances(subjects: Sequence[Subject]):
-    """Figure 2."""
-    return _over_training(subjects, [("mu_distance",), ("sigma2_distance",)])
-
-
-def gradients(subjects: Sequence[Subject]):
-    """Figure 3."""
-    return _over_training(subjects, [("g_mu",), ("g_sigma2",)])
-
-
-def of_the_running_statistic(subjects: Sequence[Subject]):
-    """Figure 4."""
-    return _over_training(subjects, [("sigma2_distance", "psi2_distance"), ("g_sigma2", "g_psi2")])
+#: Figures 2, 3 and 4.
+distances = partial(_over_training, panels=[("mu_distance",), ("sigma2_distance",)])
+gradients = partial(_over_training, panels=[("g_mu",), ("g_sigma2",)])
+of_the_running_statistic = partial(
+    _over_training, panels=[("sigma2_distance", "psi2_distance"), ("g_sigma2", "g_psi2")]
+)
 
 
 def batch_size(subjects: Sequence[Subject]):
