@@ -22,8 +22,8 @@ SETTINGS = ("config.yaml", ".hydra/config.yaml")
 _OWN_NAME = re.compile(r"checkpoint(\d+|_\d+_\d+|_last|_best|\.best_.+)(-.+)?\.pt")
 
 _NAME_PATTERNS = {
-    "epoch": re.compile(r"checkpoint(?P<number>\d+)\.pt"),
-    "update": re.compile(r"checkpoint_(?P<epoch>\d+)_(?P<number>\d+)\.pt"),
+    "epoch": re.compile(r"checkpoint\d+\.pt"),
+    "update": re.compile(r"checkpoint_\d+_\d+\.pt"),
 }
 
 
@@ -119,15 +119,15 @@ def find_checkpoints(
         raise CheckpointError(
             f"{directory}: cannot list the checkpoints ({error.strerror})"
         ) from error
-    numbered = []
-    for match in filter(None, map(_NAME_PATTERNS[by].fullmatch, names)):
-        numbered.append((int(match["number"]), int(match.groupdict().get("epoch", 0)), match[0]))
-    return [Path(directory) / name for _, _, name in sorted(numbered, reverse=True)[:last]]
+    found = [Path(directory, name) for name in filter(_NAME_PATTERNS[by].fullmatch, names)]
+    return sorted(found, key=numbers_in, reverse=True)[:last]
 
 
-def number_in(path: Path, by: str) -> int:
-    """The epoch or update in the name of a file that :func:`find_checkpoints` found."""
-    return int(_NAME_PATTERNS[by].fullmatch(path.name)["number"])
+def numbers_in(path: Path) -> list[int]:
+    """The epoch, or the update and the epoch, in the name of a file that
+    :func:`find_checkpoints` found.
+    """
+    return [int(number) for number in re.findall(r"\d+", path.name)][::-1]
 
 
 def checkpoints_to_average(
@@ -161,7 +161,8 @@ def checkpoints_to_average(
                 else f"{directory} has {present} instead of {wanted}: averaging {present}"
             )
             return paths, kind, note
-    newest, best = (Path(directory, f"checkpoint_{name}.pt") for name in ("last", "best"))
+    newest = Path(directory, LAST)
+    best = Path(directory, "checkpoint_best.pt")
     if newest.is_file():
         return [newest], "last", f"{directory} has none of the {wanted}: using only {newest.name}"
     advice = (

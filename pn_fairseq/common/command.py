@@ -17,6 +17,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
 from typing import NoReturn
 
@@ -42,21 +43,30 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 #: Options of fairseq's programs and scripts -> ours that mean the same.
 FAIRSEQ = {
-    **dict.fromkeys(("--num-update-checkpoints", "--num-epoch-checkpoints"), "--last"),
-    **{
-        "--save-dir": "--run",
-        "--distributed-world-size": "--ranks",
-        "--distributed-num-procs": "--ranks",
-    },
-    **{"--gen-subset": "--subset", "--path": "--checkpoint", "--results-path": "--output"},
-    **{
-        **dict.fromkeys(("--source-lang", "--src-lang", "--src", "-s"), "--source"),
-        **dict.fromkeys(("--target-lang", "--tgt-lang", "--tgt", "--trg", "-t"), "--target"),
-        "--average-last": "--last",
-        "--destdir": "--dest",
-        "--trainpref": "--corpus",
-    },
-    **{"--srcdict": "--like", "--tgtdict": "--like", "--testpref": "--test", "--sys": "--hyp"},
+    "--num-update-checkpoints": "--last",
+    "--num-epoch-checkpoints": "--last",
+    "--average-last": "--last",
+    "--save-dir": "--run",
+    "--distributed-world-size": "--ranks",
+    "--distributed-num-procs": "--ranks",
+    "--gen-subset": "--subset",
+    "--path": "--checkpoint",
+    "--results-path": "--output",
+    "--source-lang": "--source",
+    "--src-lang": "--source",
+    "--src": "--source",
+    "-s": "--source",
+    "--target-lang": "--target",
+    "--tgt-lang": "--target",
+    "--tgt": "--target",
+    "--trg": "--target",
+    "-t": "--target",
+    "--destdir": "--dest",
+    "--trainpref": "--corpus",
+    "--srcdict": "--like",
+    "--tgtdict": "--like",
+    "--testpref": "--test",
+    "--sys": "--hyp",
 }
 #: Option of fairseq that names files without their language, as in text/train -> the part of this
 #: path that ours takes.
@@ -65,7 +75,8 @@ PREFIXES = {"--trainpref": "parent", "--testpref": "name"}
 
 #: Options of fairseq's programs that no command needs.
 NOT_NEEDED = {
-    **dict.fromkeys(("--remove-bpe", "--post-process"), "subwords are always joined"),
+    "--remove-bpe": "subwords are always joined",
+    "--post-process": "subwords are always joined",
     "--user-dir": "pn loads its models itself",
     "--sacrebleu": "pn score computes sacreBLEU",
     "--scoring": "pn score computes the scores",
@@ -171,18 +182,15 @@ class ArgumentParser(argparse.ArgumentParser):
     def _value_of(self, option: str) -> str | None:
         """The text after an option among the words; None if an option or nothing follows it."""
         value = None
-        for number, word in enumerate(self._words):
+        for word, following in zip_longest(self._words, self._words[1:]):
             name, equals, after = word.partition("=")
             if name == option:
-                following = self._words[number + 1 : number + 2] or [None]
-                value = after if equals else following[0]
+                value = after if equals else following
         return None if value is None or re.match("--?[a-z]", value) else value
 
 
-def typed_with_blanks(settings: Sequence[str]) -> str:
-    """The first setting that was typed as ``KEY = VALUE``, ``KEY =VALUE`` or ``KEY= VALUE``,
-    without its blanks; "" if there is none.
-    """
+def refuse_blanks(settings: Sequence[str]) -> None:
+    """Refuse a setting that was typed as ``KEY = VALUE``, ``KEY =VALUE`` or ``KEY= VALUE``."""
     for number, key in enumerate(settings[:-1]):
         following = settings[number + 1]
         if not (key.endswith("=") or following.startswith("=")):
@@ -190,8 +198,7 @@ def typed_with_blanks(settings: Sequence[str]) -> str:
         parts = settings[number : number + (3 if following == "=" else 2)]
         joined = "".join(parts)
         if re.fullmatch("[^=]+=[^=]+", joined):
-            return joined
-    return ""
+            raise UserError(f"a setting has no blanks around '=', did you mean '{joined}'?")
 
 
 def check_settings(
@@ -203,9 +210,7 @@ def check_settings(
         words: the whole command line.
         lists: options whose value is a list with commas, which may have been given with blanks.
     """
-    meant = typed_with_blanks(settings)
-    if meant:
-        raise UserError(f"a setting has no blanks around '=', did you mean '{meant}'?")
+    refuse_blanks(settings)
     for setting in settings:
         if "=" in setting or setting.startswith("~"):
             continue

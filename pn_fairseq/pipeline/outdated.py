@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from pn_fairseq.common.checkpoint_files import LAST, find_checkpoints, number_in
+from pn_fairseq.common.checkpoint_files import LAST, find_checkpoints, numbers_in
 from pn_fairseq.common.command import say, shown
 from pn_fairseq.pipeline import stamp
 from pn_fairseq.pipeline.training_log import read_log
@@ -21,7 +21,7 @@ def record_of_average(averaged: Sequence[Path], kind: str) -> dict[str, object]:
     """What a stamp says of the checkpoints that are averaged, oldest first; ``kind`` as in
     :func:`~pn_fairseq.common.checkpoint_files.checkpoints_to_average`.
     """
-    newest = number_in(averaged[-1], kind) if kind in ("epoch", "update") else ""
+    newest = numbers_in(averaged[-1])[0] if kind in ("epoch", "update") else ""
     return {"averaged": f"{kind} {len(averaged)}", "up_to": newest}
 
 
@@ -61,7 +61,7 @@ def of_average(averaged: Path) -> str:
             return f"{averaged} was made before {LAST}: the run was trained on ({again})"
     elif made.get("up_to", "").isdecimal() and kind in ("epoch", "update"):
         newest = find_checkpoints(averaged.parent, kind, 1)
-        number = number_in(newest[0], kind) if newest else 0
+        number = numbers_in(newest[0])[0] if newest else 0
         last = _last_update(run)
         average = f"{averaged} is the average up to {kind} {made['up_to']}"
         if number > int(made["up_to"]):
