@@ -36,9 +36,6 @@ except ImportError:  # NumPy 1
 
 _DTYPES = "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64".split()
 
-#: Key in a checkpoint's ``extra_state`` of what this project adds.
-KEY = "pn_fairseq"
-
 # The three ways in which torch says that a file asks for something outside the list of safe
 # objects.
 _REFUSED_OBJECT = re.compile(

@@ -23,6 +23,7 @@ more often than the patience allows never stops early.
 
 import os
 import pickle
+from types import SimpleNamespace
 
 import torch
 from fairseq import checkpoint_utils
@@ -32,17 +33,18 @@ from fairseq.models import BaseFairseqModel
 from fairseq.trainer import Trainer
 
 from pn_fairseq.common.checkpoints import (
-    KEY,
     CheckpointError,
     allow_fairseq_checkpoints,
     explain_misfit,
     readable,
 )
 from pn_fairseq.common.errors import FoldedModelError, one_line_errors
-from pn_fairseq.fairseq_patches import patch, patches_enabled, running_program
+from pn_fairseq.fairseq_patches import patch, running_program
 
-if patches_enabled():
-    allow_fairseq_checkpoints()
+#: Key in a checkpoint's ``extra_state`` of what this project adds.
+KEY = "pn_fairseq"
+
+allow_fairseq_checkpoints()
 
 
 class MisfitError(RuntimeError):
@@ -92,19 +94,6 @@ def copy(original, src_path, dst_path, overwrite=False):
     return copied
 
 
-class WithinEpoch:
-    """fairseq's iterator of an epoch that has ended, as one that has not."""
-
-    def __init__(self, iterator):
-        self.iterator = iterator
-
-    def __getattr__(self, name):
-        return getattr(self.iterator, name)
-
-    def end_of_epoch(self) -> bool:
-        return False
-
-
 def write_files(original, cfg, trainer, epoch_itr, val_loss):
     """fairseq's ``save_checkpoint``, which also writes the ``checkpoint_E_U.pt`` of an update U
     that ends epoch E.
@@ -115,7 +104,10 @@ def write_files(original, cfg, trainer, epoch_itr, val_loss):
     # which allows one file for each save
     if not lost or (of_epoch and cfg.write_checkpoints_asynchronously):
         return original(cfg, trainer, epoch_itr, val_loss)
-    saved = original(cfg, trainer, WithinEpoch(epoch_itr), val_loss)
+    within_epoch = SimpleNamespace(
+        epoch=epoch_itr.epoch, state_dict=epoch_itr.state_dict, end_of_epoch=lambda: False
+    )
+    saved = original(cfg, trainer, within_epoch, val_loss)
     if saved and of_epoch:
         suffix = trainer.checkpoint_suffix
         PathManager.copy(
@@ -135,11 +127,10 @@ def write_files(original, cfg, trainer, epoch_itr, val_loss):
 @patch(Trainer, "save_checkpoint", "self filename extra_state")
 def save(original, trainer, filename, extra_state):
     """Add where early stopping and the batches are, which fairseq does not save."""
-    ours = dict(extra_state.get(KEY, {}))
+    ours = {}
     stopping = early_stopping_function()
     if hasattr(stopping, "best"):
-        num_runs = getattr(stopping, "num_runs", 0)
-        ours["early_stopping"] = {"best": stopping.best, "num_runs": num_runs}
+        ours["early_stopping"] = {"best": stopping.best, "num_runs": stopping.num_runs}
     iterator = extra_state.get("train_iterator")
     if iterator is not None:
         ours["batches"] = batches(trainer.cfg, iterator["epoch"])

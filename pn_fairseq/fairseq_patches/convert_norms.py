@@ -17,13 +17,12 @@ from fairseq.models import ARCH_MODEL_REGISTRY
 from fairseq.models.speech_to_text import S2TTransformerEncoder
 from fairseq.modules import checkpoint_activations
 from fairseq.utils import safe_getattr
-from omegaconf import OmegaConf, open_dict
 from torch import Tensor, nn
 
 from pn_fairseq.common.command import checked
 from pn_fairseq.fairseq_patches import patch
 from pn_fairseq.fairseq_patches.diagnostics_log import DiagnosticsLog, dashboard_interval
-from pn_fairseq.fairseq_patches.run_settings import learning_rate_warmup
+from pn_fairseq.fairseq_patches.run_settings import learning_rate_warmup, writable
 from pn_fairseq.norms import RunningNorm, build_norm, convert_norms, running_norms
 from pn_fairseq.norms.conversion.convert import convert
 from pn_fairseq.norms.conversion.converted import ConvertedNorm
@@ -119,18 +118,15 @@ def build_model(original, cfg, task, from_checkpoint=False):
     given = given_settings(cfg)
     if not given:
         return original(cfg, task, from_checkpoint)
-    if not OmegaConf.is_config(cfg):
+    with writable(cfg):
+        for name in given:
+            delattr(cfg, name)
+    try:
         model = original(cfg, task, from_checkpoint)
-    else:
-        with open_dict(cfg):
-            for name in given:
-                del cfg[name]
-        try:
-            model = original(cfg, task, from_checkpoint)
-        finally:
-            with open_dict(cfg):
-                for name, value in given.items():
-                    cfg[name] = value
+    finally:
+        with writable(cfg):
+            for name, value in given.items():
+                setattr(cfg, name, value)
     ignores = bool(given.get("norm_ignore_mask"))
     specifications = given.get("convert_norms") or []
     run = Circumstances(warmup=learning_rate_warmup(cfg))

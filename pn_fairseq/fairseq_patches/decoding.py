@@ -37,8 +37,9 @@ def step(original, search, step, lprobs, scores, prev_output_tokens=None, origin
 def generate(original, *args, **kwargs):
     """A search from left to right takes a step for each token."""
     hypotheses = original(*args, **kwargs)
-    for hypothesis in (hypothesis for beam in hypotheses for hypothesis in beam):
-        hypothesis.setdefault("steps", len(hypothesis["tokens"]))
+    for beam in hypotheses:
+        for hypothesis in beam:
+            hypothesis.setdefault("steps", len(hypothesis["tokens"]))
     return hypotheses
 
 

@@ -15,13 +15,13 @@ from pn_fairseq.fairseq_patches import patch
 
 logger = logging.getLogger(__name__)
 
-PARAMETERS = (
+
+@patch(
+    LanguageModelingTask,
+    "eval_lm_dataloader",
     "self dataset max_tokens batch_size max_positions num_shards shard_id num_workers "
-    "data_buffer_size context_window"
+    "data_buffer_size context_window",
 )
-
-
-@patch(LanguageModelingTask, "eval_lm_dataloader", PARAMETERS)
 def eval_lm_dataloader(
     original, task, dataset, *args, max_positions=None, context_window=0, **kwargs
 ):

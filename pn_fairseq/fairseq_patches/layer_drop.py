@@ -10,6 +10,7 @@ and the reverse.
 """
 
 import copy
+from itertools import compress
 
 import torch
 from fairseq import checkpoint_utils
@@ -32,7 +33,7 @@ def layers(original, modules):
     if _generator.initial_seed() != torch.initial_seed():
         _generator.manual_seed(torch.initial_seed())
     kept = torch.empty(len(modules)).uniform_(generator=_generator) > modules.p
-    return iter([modules[index] for index in range(len(modules)) if kept[index]])
+    return compress(torch.nn.ModuleList.__iter__(modules), kept)
 
 
 @patch(checkpoint_utils, "prune_state_dict", "state_dict model_cfg")

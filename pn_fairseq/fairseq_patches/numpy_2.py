@@ -12,8 +12,6 @@ import numpy
 from fairseq.data import data_utils, language_pair_dataset, token_block_dataset
 from fairseq.modules import dynamic_crf_layer
 
-from pn_fairseq.fairseq_patches import patches_enabled
-
 
 class Numpy1(ModuleType):
     """NumPy with the removed names, for the modules of fairseq that ask for them."""
@@ -29,6 +27,5 @@ class Numpy1(ModuleType):
         return getattr(numpy, name)
 
 
-if patches_enabled():
-    for module in (data_utils, dynamic_crf_layer, language_pair_dataset, token_block_dataset):
-        module.np = Numpy1("numpy")
+for module in (data_utils, dynamic_crf_layer, language_pair_dataset, token_block_dataset):
+    module.np = Numpy1("numpy")

@@ -28,7 +28,7 @@ from torch.multiprocessing import ProcessExitedException
 from torch.nn.parallel import DistributedDataParallel
 
 from pn_fairseq.common.errors import one_line_errors
-from pn_fairseq.fairseq_patches import patch, patches_enabled, running_program
+from pn_fairseq.fairseq_patches import patch, running_program
 from pn_fairseq.fairseq_patches.checkpoints import early_stopping_function
 from pn_fairseq.fairseq_patches.command_line import architecture
 
@@ -63,19 +63,14 @@ def call_main(original, cfg, main, **kwargs):
     return original(cfg, main, **kwargs)
 
 
-def distributed_data_parallel(
-    module, device_ids=None, output_device=None, **options
-) -> DistributedDataParallel:
+def distributed_data_parallel(module, **options) -> DistributedDataParallel:
     """torch's DistributedDataParallel, without device numbers for a module on the CPU."""
     if all(parameter.device.type == "cpu" for parameter in module.parameters()):
-        device_ids = output_device = None
-    return DistributedDataParallel(
-        module, device_ids=device_ids, output_device=output_device, **options
-    )
+        options |= {"device_ids": None, "output_device": None}
+    return DistributedDataParallel(module, **options)
 
 
-if patches_enabled():
-    distributed_fairseq_model.DistributedDataParallel = distributed_data_parallel
+distributed_fairseq_model.DistributedDataParallel = distributed_data_parallel
 
 
 @patch(initialize, "add_defaults", "cfg")
