@@ -228,7 +228,7 @@ def score(loaded, subset: str, context: int, max_tokens: int) -> tuple[float, in
     with torch.no_grad():
         for sample in loaded.on_device(batches, len(batches), "scoring"):
             output, target = model(**sample["net_input"])[0].float(), sample["target"]
-            # fairseq's AdaptiveLoss leaves the word out that has the number of the padding in its
+            # fairseq's AdaptiveLoss leaves out the word that has the number of the padding in its
             # cluster.
             clusters = [(output, target)]
             if adaptive:

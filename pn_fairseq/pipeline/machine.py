@@ -21,9 +21,9 @@ def describe() -> dict:
     Returns:
         ``python``, ``torch``, ``fairseq`` (name and version of the distribution that is imported as
         fairseq, None if there is none), ``pn_fairseq``: versions. ``git_commit``: the commit of the
-        checkout that this package is in, with ``-modified`` behind it if a tracked file differs
-        from it; None outside a checkout. ``os``: name and kernel. ``cpu``: model name. ``cores``:
-        how many this process may use. ``gpus``: names of the GPUs that this process sees, in order.
+        checkout that this package is in, with ``-modified`` appended if a tracked file differs from
+        it; None outside a checkout. ``os``: name and kernel. ``cpu``: model name. ``cores``: how
+        many this process may use. ``gpus``: names of the GPUs that this process sees, in order.
         ``cuda``: the version that torch was built for, None for a build without.
     """
     import torch  # a second; own_cores does without

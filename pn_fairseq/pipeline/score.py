@@ -178,7 +178,7 @@ def compare_runs(runs: Sequence[Path], subset: str, resamples: int) -> str:
 
 
 def _note_on_outdated(run: Path, folder: Path) -> None:
-    """Say it if the run was trained on or averaged again since it was decoded into the folder."""
+    """Say so if the run was trained further or averaged again after decoding into the folder."""
     hypotheses = folder / "hyp.tok"
     for text in outdated.of_result(str(hypotheses), folder / "made.txt", Run(run).averaged):
         say("score", f"note: {text}")

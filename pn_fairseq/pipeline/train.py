@@ -174,8 +174,8 @@ def start(args, argv: list[str], config: Path, data: Path, run: Path) -> int:
 
 
 def setting_of(option: str, value: str | None, words: list[str]) -> str:
-    """The setting that an option of fairseq-train is, in the words of a command line with a
-    configuration.
+    """The setting that corresponds to an option of fairseq-train, in the words of a command line
+    with a configuration.
     """
     from pn_fairseq.pipeline import training_settings
 
@@ -300,7 +300,7 @@ def note_on_longer(cfg, run: Path) -> None:
 
 
 def note_on_changes(cfg, run: Path, data: Path) -> None:
-    """Say what of a finished run the settings would make again."""
+    """Say which results of a finished run the settings would make again."""
     if not ((run / "made.txt").is_file() and (data / "settings.txt").is_file()):
         return
     log = Run(run).log

@@ -3,8 +3,8 @@ world size.
 
 hydra reads the file and the overrides as ``fairseq-hydra-train`` does; then every key is checked,
 and the tokens of an update are spread over the ranks. A mistake is a
-:class:`~pn_fairseq.common.command.UserError`, before anything is written. Every rank composes them
-for itself.
+:class:`~pn_fairseq.common.command.UserError`, before anything is written. Every rank composes the
+settings for itself.
 """
 
 import argparse
@@ -359,7 +359,9 @@ def _advice(name: str, cfg: DictConfig) -> str:
 
 
 def of_flag(option: str, value: str | None, config: Path) -> str:
-    """The setting ``section.key=value`` that ``option`` of fairseq-train is, or an empty text."""
+    """The setting ``section.key=value`` that corresponds to ``option`` of fairseq-train, or an
+    empty text.
+    """
     key = option.removeprefix("--").replace("-", "_")
     section = "model" if key == "arch" else key
     if section in SECTIONS and not dataclasses.is_dataclass(SECTIONS[section]):

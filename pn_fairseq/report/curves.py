@@ -256,8 +256,8 @@ def plot(rows: pandas.DataFrame, output: Path) -> None:
     """Draw the learning curves in the :func:`records` of a picture, as text, into ``output``.
 
     Each system is a line; of several runs it is their mean over the updates that all have reached,
-    in a band from the lowest to the highest run. The legend says of how many runs, and where and
-    why a line ends that ends before others. A panel shows the differences from the systems that
+    in a band from the lowest to the highest run. The legend gives the number of runs, and where and
+    why a line ends if it ends before others. A panel shows the differences from the systems that
     others are compared with.
     """
     compared = rows[rows["compared with"] != ""].drop_duplicates("system")

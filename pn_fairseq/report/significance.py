@@ -28,7 +28,7 @@ POWER = 0.8
 
 #: A system whose mean best validation loss is this much above its control's (bits per token) did
 #: not train with its settings. It is not tested, and its spread over seeds does not enter the noise
-#: that the other systems are tested by.
+#: that the other systems are tested against.
 NOT_TRAINED = 0.75
 
 
@@ -228,7 +228,7 @@ def families(frame: pandas.DataFrame, measure: str) -> tuple[list[Family], dict[
     A system and its control need two blocks or more. A run that was repeated (the same machine and
     seed) counts once, by the mean. Where no two systems share a seed on one machine, the block is
     the machine, so that systems on different machines are never compared. A system that did not
-    train (:data:`NOT_TRAINED`) is left out; and of scores of translations one with a BLEU below 1.
+    train (:data:`NOT_TRAINED`) is left out; for translation scores, so is one with a BLEU below 1.
 
     Args:
         frame: the rows of report.csv: ``system``, ``compared with``, ``seed``, ``machine``, and the

@@ -251,10 +251,10 @@ def group(runs: Sequence[ReportedRun]) -> list[CorpusRuns]:
 
 
 def labels_of(runs: Sequence[ReportedRun]) -> list[tuple[str, str]]:
-    """Of each run the label of its system, and the one that it has where the size of mini-batches
-    is no setting.
+    """For each run, the label of its system, and the label that it has if the size of mini-batches
+    does not count as a setting.
 
-    Of runs on different data both are the name of the run.
+    For runs on different data, both are the name of the run.
     """
     corpus, *others = group(runs)
     if others:

@@ -21,9 +21,9 @@ from pn_fairseq.common.files import checksum
 from pn_fairseq.pipeline.data.parallel import progress
 
 CHUNK = 1 << 20
-#: Some servers refuse Python's own.
+#: Some servers refuse Python's own user agent.
 AGENT = "Mozilla/5.0"
-#: What a server and the way to it may raise, also in the middle of a file.
+#: What a server or the network may raise, even in the middle of a file.
 NETWORK = (
     urllib.error.URLError,
     http.client.HTTPException,
@@ -84,8 +84,8 @@ def _transfer(address: str, partial: Path) -> None:
 
 
 def fetch(url: str, file: Path, known: str = "", mirror: str | None = None) -> None:
-    """Download a file, unless it is there. Where a connection broke, it is resumed as long as
-    something comes.
+    """Download a file, unless it is there. If a connection breaks, the download is resumed as long
+    as data arrives.
 
     Args:
         url: address.

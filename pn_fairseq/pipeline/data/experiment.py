@@ -39,7 +39,7 @@ class Experiment:
     @property
     def tables(self) -> dict[str, Table]:
         """The published tables of the corpus."""
-        # which takes longer than the help texts may
+        # importing it takes longer than a help text may
         from pn_fairseq.pipeline.published import LM_TABLES, PAPER
 
         stem = Path(self.config).stem

@@ -120,9 +120,9 @@ def lower_cased_tokens(path: Path) -> Iterator[str]:
 def strip_tags(path: Path) -> Iterator[str]:
     """The sentences of IWSLT's train.tags.*, as in fairseq's recipe.
 
-    Lines with <url>, <talkid> or <keywords> go; of titles and descriptions the tags go and the text
-    stays. Entities such as &amp; stay as they are. White space at the ends goes, and a carriage
-    return becomes a blank.
+    Lines with <url>, <talkid> or <keywords> are dropped; titles and descriptions lose their tags
+    and keep their text. Entities such as &amp; stay as they are. White space at the ends is
+    removed, and a carriage return becomes a blank.
     """
     for line in lines(path):
         if not any(tag in line for tag in ("<url>", "<talkid>", "<keywords>")):
@@ -175,9 +175,9 @@ def objection(
 ) -> str | None:
     """Why a pair of sentences, as tokens, is removed; None if it is kept.
 
-    The rule of Moses' clean-corpus-n.perl: both sides must have ``least`` to ``most`` tokens
-    between white space, and no empty side, neither may have more than ``ratio`` times the tokens of
-    the other, and no token more than 1000 characters.
+    The rule of Moses' clean-corpus-n.perl: each side must have ``least`` to ``most`` tokens between
+    white space, and at least one; neither may have more than ``ratio`` times the tokens of the
+    other; no token may have more than 1000 characters.
     """
     lengths = len(source), len(target)
     if 0 in lengths:

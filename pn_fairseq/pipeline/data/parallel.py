@@ -1,5 +1,5 @@
-"""Text by all cores: a file is cut at line ends, processes change the pieces, and the results are
-joined in order.
+"""Text processing on all cores: a file is cut at line ends, processes change the pieces, and the
+results are joined in order.
 
 A line ends at a line feed and nowhere else; carriage returns and Unicode's other line ends are
 white space, as they are for Moses' scripts. Every function turns a line into exactly one line, so

@@ -72,7 +72,7 @@ def locked(dest: Path) -> Iterator[None]:
     while True:
         dest.mkdir(parents=True, exist_ok=True)
         with (dest / ".lock").open("a") as lock:
-            # a process of this one that outlives a kill -9 is waited for
+            # the lock also waits for a child process that outlives a kill -9 of this one
             os.set_inheritable(lock.fileno(), True)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -424,7 +424,7 @@ class Preparation:
     def tokenize(
         self, source: str, to: str, splits: Sequence[str] = (), without: Sequence[str] = ()
     ) -> None:
-        """Tokenize these splits, without these settings."""
+        """Tokenize ``splits`` (default: all) with the settings ``without`` turned off."""
         used = replace(self.settings, **dict.fromkeys(without, False))
 
         def work(split: str, lang: str) -> Work:
@@ -436,7 +436,7 @@ class Preparation:
             self._note_on_tokens(source, to, lang, splits or self.splits)
 
     def _note_on_tokens(self, source: str, to: str, lang: str, splits: Sequence[str]) -> None:
-        """Say it if the text of a language does not come back from its tokens."""
+        """Say so if the text of a language cannot be restored from its tokens."""
         for split in splits:
             raw = self.dest / source / f"{split}.{lang}"
             if split == "train" or not raw.exists():
@@ -568,7 +568,7 @@ class Preparation:
                 say("prepare", f"note: {what} are not in the dictionary of {data}")
 
     def finish(self, counts: Mapping[str, object], expected: str = "") -> None:
-        """Write the counts, unless the cleaning has, remove what is not needed any more, and
+        """Write the counts, unless the cleaning has done so, remove what is no longer needed, and
         print the counts.
         """
         if not (self.dest / "counts.txt").exists():

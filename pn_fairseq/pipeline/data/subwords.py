@@ -1,6 +1,6 @@
 """Joint segmentation of both languages into subwords: learning and applying it.
 
-Kinds: ``subword-nmt`` (a number of merges; one that is continued ends in ``@@``) and
+Kinds: ``subword-nmt`` (a number of merges; a subword that continues ends in ``@@``) and
 ``sentencepiece`` (its BPE, with a size of the vocabulary; white space is marked with U+2581). Both
 see tokenized text, and joining the subwords gives it back.
 """
@@ -146,7 +146,7 @@ def are_in(texts: Iterable[Path]) -> bool:
 
 
 def join(line: str) -> str:
-    """Tokens of subwords."""
+    """Join subwords into tokens."""
     return f"{line} ".replace("@@ ", "").removesuffix(" ")
 
 

@@ -71,7 +71,7 @@ def sacremoses(settings: Settings, lang: str, straighten: bool = False) -> Calla
     if straighten:
         steps.append(lambda line: line.replace("’", "'"))
     if settings.normalize:
-        # perl_parity: what normalize-punctuation.perl does, of which the default differs in three
+        # perl_parity: what normalize-punctuation.perl does, from which the default differs in three
         # rules. It also sees the line feed, which ends the rule for a full stop before a last
         # quotation mark.
         normalize = MosesPunctNormalizer(lang, perl_parity=True).normalize
