@@ -35,8 +35,9 @@ def _tiny(args):
         encoder_ffn_embed_dim=256,
         encoder_attention_heads=4,
         encoder_layers=3,
+        decoder_attention_heads=4,
+        decoder_layers=3,
     )
-    _defaults(args, decoder_attention_heads=4, decoder_layers=3)
     base_architecture(args)
 
 
@@ -55,8 +56,8 @@ def _lm_tiny(args):
         decoder_ffn_embed_dim=512,
         decoder_attention_heads=4,
         decoder_layers=3,
+        share_decoder_input_output_embed=True,
     )
-    _defaults(args, share_decoder_input_output_embed=True)
     base_lm_architecture(args)
 
 
@@ -70,8 +71,13 @@ LM_SIZES = {
 
 
 def _tensorized_tiny(args):
-    _defaults(args, decoder_embed_dim=128, decoder_ffn_embed_dim=512, dropout=0.1)
-    _defaults(args, decoder_final_norm=not getattr(args, "post_norm", False))
+    _defaults(
+        args,
+        decoder_embed_dim=128,
+        decoder_ffn_embed_dim=512,
+        dropout=0.1,
+        decoder_final_norm=not getattr(args, "post_norm", False),
+    )
     _tensorized_ptb(args)
 
 
@@ -84,13 +90,17 @@ def _tensorized_ptb(args):
         decoder_layers=3,
         core_rank=40,
         cores=1,
+        dropout=0.3,
+        post_norm=False,
+        decoder_final_norm=False,
+        adaptive_softmax_cutoff="",
+        core_softmax=True,
+        tensorized_unmasked=False,
+        checkpoint_activations=False,
+        offload_activations=False,
+        min_params_to_wrap=DEFAULT_MIN_PARAMS_TO_WRAP,
     )
-    _defaults(
-        args, dropout=0.3, post_norm=False, decoder_final_norm=False, adaptive_softmax_cutoff=""
-    )
-    _defaults(args, core_softmax=True, tensorized_unmasked=False, activation_dropout=args.dropout)
-    _defaults(args, checkpoint_activations=False, offload_activations=False)
-    _defaults(args, min_params_to_wrap=DEFAULT_MIN_PARAMS_TO_WRAP)
+    _defaults(args, activation_dropout=args.dropout)
 
 
 def _tensorized_wt103(args):

@@ -60,7 +60,7 @@ def average_checkpoints(paths: Sequence[Path]) -> dict:
             both = f"{same} and {path} are both of update {updates}"
             say("average", f"warning: {both}; is one a copy?")
         averaged = [key for key, value in model.items() if _is_averaged(key, value)]
-        if not newest or updates >= num_updates(newest):
+        if updates >= num_updates(newest):
             newest, tied = state, _tied(model, averaged)
         for key in averaged:
             _add(sums, key, model[key], path)

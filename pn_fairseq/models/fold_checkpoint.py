@@ -115,18 +115,16 @@ def fold_weights(model: TransformerPNModel) -> tuple[dict[str, Tensor], set[str]
 
 
 @torch.no_grad()
-def compare(
-    model: nn.Module, other: nn.Module, sentences: int = 16, length: int = 32, seed: int = 0
-) -> Difference:
-    """Compare the logits of two transformers in evaluation on random sentences, some of them
+def compare(model: nn.Module, other: nn.Module) -> Difference:
+    """Compare the logits of two transformers in evaluation on 16 random sentences, some of them
     padded.
 
-    A sentence has at most ``length`` tokens, drawn from the vocabularies with ``seed``; sources are
-    padded on the left, targets on the right. All real target positions count, each with the tokens
-    before it given.
+    A sentence has at most 32 tokens of the vocabularies; sources are padded on the left, targets on
+    the right. All real target positions count, each with the tokens before it given.
     """
-    generator = torch.Generator().manual_seed(seed)
-    length = min(length, *model.max_positions())
+    generator = torch.Generator().manual_seed(0)
+    sentences = 16
+    length = min(32, *model.max_positions())
     position = torch.arange(length)
 
     def draw(dictionary) -> tuple[Tensor, Tensor]:

@@ -95,11 +95,8 @@ def _convert_settings(state: dict, name: str, alpha_fwd: float, alpha_bwd: float
             f"{name}: is not a checkpoint of the authors' release ({_counted(missing)} missing in "
             "its args)"
         )
-    size = None
-    for beginning, ours in _SIZES.items():
-        if size is None and args.arch.startswith(beginning):
-            size = ours
-    if size is None:
+    sizes = [size for beginning, size in _SIZES.items() if args.arch.startswith(beginning)]
+    if not sizes:
         known = ", ".join(f"{beginning}*" for beginning in _SIZES)
         raise CheckpointError(f"{name}: unknown architecture {args.arch}; known: {known}")
     settings = vars(args)
@@ -117,7 +114,7 @@ def _convert_settings(state: dict, name: str, alpha_fwd: float, alpha_bwd: float
         # The embeddings are in the file; fairseq would look for the file that they were initialized
         # from.
         settings |= {f"{side}_norm": norm, f"{side}_embed_path": None}
-    args.arch = f"transformer_{NORMS[args.encoder_norm].short}_{size}"
+    args.arch = f"transformer_{NORMS[args.encoder_norm].short}_{sizes[0]}"
     args.norm_variant = "release"
     args.norm_alpha_fwd, args.norm_alpha_bwd = alpha_fwd, alpha_bwd
     args.psi_warmup_updates = int(getattr(args, "warmup_updates", None) or 0)
@@ -249,6 +246,6 @@ def _check_ties(
         weights[key] = weights[shared]
 
 
-def _counted(items: list[str], limit: int = 5) -> str:
-    more = ["..."] if len(items) > limit else []
-    return f"{len(items)} ({', '.join(items[:limit] + more)})"
+def _counted(items: list[str]) -> str:
+    more = ["..."] if len(items) > 5 else []
+    return f"{len(items)} ({', '.join(items[:5] + more)})"

@@ -117,15 +117,15 @@ class NormedLayer:
         h = self.dropout_module(h)
         return self.placement.after(self, name, x, h, mask, entry), weights
 
-    def feed_forward(self, x: Tensor, mask: Tensor | None, entry: Tensor) -> tuple[Tensor, Tensor]:
-        """The stream after the feed-forward network, and the network's output."""
+    def feed_forward(self, x: Tensor, mask: Tensor | None, entry: Tensor) -> Tensor:
+        """The stream after the feed-forward network."""
         h = self.placement.before(self, "final", x, mask)
         h = self.activation_fn(self.fc1(h))
         h = self.activation_dropout_module(h)
         with inner_masks(self.fc2, mask):
-            output = self.fc2(h)
-        h = self.dropout_module(output)
-        return self.placement.after(self, "final", x, h, mask, entry), output
+            h = self.fc2(h)
+        h = self.dropout_module(h)
+        return self.placement.after(self, "final", x, h, mask, entry)
 
 
 class TransformerPNEncoderLayer(NormedLayer, TransformerEncoderLayerBase):
@@ -133,16 +133,15 @@ class TransformerPNEncoderLayer(NormedLayer, TransformerEncoderLayerBase):
     layer.
     """
 
-    def __init__(self, cfg, return_fc: bool = False, number: int = 1):
-        super().__init__(cfg, return_fc=return_fc)
+    def __init__(self, cfg, number: int):
+        super().__init__(cfg)
         self.add_norms(cfg, "encoder", number)
 
     def forward(self, x: Tensor, encoder_padding_mask: Tensor | None):
         """``x`` (T, B, C); ``encoder_padding_mask`` (B, T) bool or None."""
         entry, mask = x, encoder_padding_mask
         x, _ = self.attend("self_attn", x, mask, entry, need_weights=False)
-        x, fc_result = self.feed_forward(x, mask, entry)
-        return (x, fc_result) if self.return_fc else x
+        return self.feed_forward(x, mask, entry)
 
 
 class TransformerPNDecoderLayer(NormedLayer, TransformerDecoderLayerBase):
@@ -150,7 +149,7 @@ class TransformerPNDecoderLayer(NormedLayer, TransformerDecoderLayerBase):
     layer.
     """
 
-    def __init__(self, cfg, no_encoder_attn: bool = False, number: int = 1):
+    def __init__(self, cfg, no_encoder_attn: bool, number: int):
         super().__init__(cfg, no_encoder_attn)
         self.add_norms(cfg, "decoder", number, not no_encoder_attn)
 
@@ -171,13 +170,27 @@ class TransformerPNDecoderLayer(NormedLayer, TransformerDecoderLayerBase):
         ``self_attn_padding_mask`` (B, T) bool, True = padding, is also the mask of the norms.
         """
         need_attn = need_attn or need_head_weights or (not self.training and self.need_attn)
-        entry, mask, state = x, self_attn_padding_mask, {"incremental_state": incremental_state}
-        causal = {"need_weights": False, "attn_mask": self_attn_mask}
-        x, attn = self.attend("self_attn", x, mask, entry, **causal, **state)
+        entry, mask = x, self_attn_padding_mask
+        x, attn = self.attend(
+            "self_attn",
+            x,
+            mask,
+            entry,
+            incremental_state=incremental_state,
+            need_weights=False,
+            attn_mask=self_attn_mask,
+        )
         if self.encoder_attn is not None and encoder_out is not None:
             memory = (encoder_out, encoder_padding_mask)
-            weights = {"need_weights": need_attn, "need_head_weights": need_head_weights}
-            options = {"static_kv": True, **weights, **state}
-            x, attn = self.attend("encoder_attn", x, mask, entry, memory, **options)
-        x, _ = self.feed_forward(x, mask, entry)
-        return x, attn, None
+            x, attn = self.attend(
+                "encoder_attn",
+                x,
+                mask,
+                entry,
+                memory,
+                incremental_state=incremental_state,
+                static_kv=True,
+                need_weights=need_attn,
+                need_head_weights=need_head_weights,
+            )
+        return self.feed_forward(x, mask, entry), attn, None

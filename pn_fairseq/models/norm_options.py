@@ -214,11 +214,12 @@ class NormOptions:
         """
         max_update = int(run_setting(args, "optimization", "max_update"))
         run = Circumstances(warmup=learning_rate_warmup(args), updates=max_update or None)
-        given = {"run": run}
+        given = {}
         for option in fields(cls):
-            value = safe_getattr(args, option.name, None)
-            if value is not None and option.name != "run":
+            value = safe_getattr(args, option.name)
+            if value is not None:
                 given[option.name] = value
+        given["run"] = run
         if not encoder:
             given |= {"encoder_norm": None, "encoder_norm_last": None}
         options = cls(**given)

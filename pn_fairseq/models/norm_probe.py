@@ -228,9 +228,8 @@ class NormProbe:
     # Recording.
 
     def _record(self, update: int, forwards: list[_Forward]) -> None:
-        past_and_now = [*chain(*self._window), *forwards]
-        first = forwards[0]
-        device = next((sums.device for sums in first.sums.values()), first.loss.device)
+        past_and_now = list(chain(*self._window, forwards))
+        device = forwards[0].loss.device
         own = torch.cat([self._flat(forward, device) for forward in past_and_now])
         total = all_reduce_sum(own) if world_size() > 1 else own
         if not _first_rank():

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from pn_fairseq.common.checkpoints import CheckpointError
 from pn_fairseq.models.from_checkpoint import load_weights, one_line, settings_of
-from pn_fairseq.norms.core.base import RunningNorm, running_norms
+from pn_fairseq.norms.core.base import RunningNorm
 from pn_fairseq.norms.recalibrate import recalibrating
 
 VALID = "valid"
@@ -71,11 +71,6 @@ class ModelWithData:
         load_weights(self.model, state["model"], f"{name} with the data in {data}", self.cfg.model)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model.to(self.device).eval()
-
-    @property
-    def num_norms(self) -> int:
-        """How many norms have running statistics."""
-        return len(running_norms(self.model))
 
     def batches(self, split: str, train: bool):
         """The batches of a split: shuffled by the checkpoint's seed for training, else all

@@ -26,6 +26,9 @@ from pn_fairseq.models.transformer_lm_pn import bands, keep_block_length
 
 logger = logging.getLogger(__name__)
 
+#: Settings that are at least 1.
+SIZES = ("decoder_embed_dim", "decoder_ffn_embed_dim", "decoder_layers", "core_rank", "cores")
+
 #: Standard deviation of the initial weights.
 STD = 0.02
 
@@ -275,10 +278,10 @@ class TensorizedLanguageModel(NormedModel, FairseqLanguageModel):
             ValueError: a setting does not fit; the message holds its value.
         """
         keep_block_length(args, task)
-        for name in ("embed_dim", "ffn_embed_dim", "layers"):
-            cls._check_size(args, f"decoder_{name}")
-        for name in ("core_rank", "cores"):
-            cls._check_size(args, name)
+        for name in SIZES:
+            value = getattr(args, name)
+            if value < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
         if args.tensorized_unmasked:
             logger.warning(
                 "--tensorized-unmasked: this model is not causal, it sees the tokens that it "
@@ -292,9 +295,3 @@ class TensorizedLanguageModel(NormedModel, FairseqLanguageModel):
             )
         with initial_weights(args):
             return cls(TensorizedDecoder(args, norms, task.target_dictionary), norms)
-
-    @staticmethod
-    def _check_size(args, name: str) -> None:
-        value = getattr(args, name)
-        if value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {value}")

@@ -63,8 +63,8 @@ class TransformerPNConfig(TransformerConfig):
 class TransformerPNEncoder(LayerStack, TransformerEncoderBase):
     """fairseq's encoder with norms built by ``cfg.norms``, each of which sees the padding mask."""
 
-    def __init__(self, cfg, dictionary, embed_tokens, return_fc: bool = False):
-        super().__init__(cfg, dictionary, embed_tokens, return_fc=return_fc)
+    def __init__(self, cfg, dictionary, embed_tokens):
+        super().__init__(cfg, dictionary, embed_tokens)
         self.placement = placement_of(cfg, "encoder")
         build = partial(
             cfg.norms.build, "encoder", cfg.encoder.embed_dim, cfg.encoder.attention_heads
@@ -77,7 +77,7 @@ class TransformerPNEncoder(LayerStack, TransformerEncoderBase):
 
     def build_encoder_layer(self, cfg):
         self.built = getattr(self, "built", 0) + 1  # fairseq builds layer after layer
-        return wrap_layer(TransformerPNEncoderLayer(cfg, self.return_fc, self.built), cfg)
+        return wrap_layer(TransformerPNEncoderLayer(cfg, self.built), cfg)
 
     def forward_scriptable(
         self, src_tokens, src_lengths=None, return_all_hiddens=False, token_embeddings=None
@@ -98,11 +98,10 @@ class TransformerPNEncoder(LayerStack, TransformerEncoderBase):
 
         states, fc_results = [x] if return_all_hiddens else [], []
         for layer in self.layers:
-            output = layer(x, encoder_padding_mask=mask)
-            x, fc_result = output if isinstance(output, tuple) else (output, None)
+            x = layer(x, encoder_padding_mask=mask)
             if return_all_hiddens:
                 states.append(x)
-                fc_results.append(fc_result)
+                fc_results.append(None)  # only fairseq's own layers return them
 
         lengths = padding.logical_not().sum(dim=1, dtype=torch.int32).reshape(-1, 1).contiguous()
         return {
@@ -121,10 +120,8 @@ class TransformerPNDecoder(LayerStack, TransformerDecoderBase):
     padding mask.
     """
 
-    def __init__(
-        self, cfg, dictionary, embed_tokens, no_encoder_attn: bool = False, output_projection=None
-    ):
-        super().__init__(cfg, dictionary, embed_tokens, no_encoder_attn, output_projection)
+    def __init__(self, cfg, dictionary, embed_tokens, no_encoder_attn: bool):
+        super().__init__(cfg, dictionary, embed_tokens, no_encoder_attn)
         #: Whether a linear projection to the vocabulary, shared with nothing, follows the norm
         #: after the last layer.
         self.last_norm_folds = (
@@ -202,6 +199,7 @@ class TransformerPNDecoder(LayerStack, TransformerDecoderBase):
             causal = self.layer_input(self.buffered_future_mask(x))
         attention, inner_states = None, [x]
         for index, layer in enumerate(self.layers):
+            aligns = index == alignment_layer
             x, layer_attention, _ = layer(
                 x,
                 memory,
@@ -209,11 +207,11 @@ class TransformerPNDecoder(LayerStack, TransformerDecoderBase):
                 incremental_state,
                 self_attn_mask=causal,
                 self_attn_padding_mask=mask,
-                need_attn=bool(index == alignment_layer),
-                need_head_weights=bool(index == alignment_layer),
+                need_attn=aligns,
+                need_head_weights=aligns,
             )
             inner_states.append(x)
-            if layer_attention is not None and index == alignment_layer:
+            if layer_attention is not None and aligns:
                 attention = layer_attention.float().to(x)
 
         if attention is not None:

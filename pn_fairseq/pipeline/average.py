@@ -222,13 +222,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _recalibrate(state: dict, output: Path, data: Path, batches: int) -> None:
     # averaging without recalibration needs no fairseq
     from pn_fairseq.models.recalibrate_checkpoint import ModelWithData
+    from pn_fairseq.norms import running_norms
 
     model = ModelWithData(state, f"the average ({output})", data)
-    if not model.num_norms:
+    norms = running_norms(model.model)
+    if not norms:
         print("nothing to recalibrate: the model has no running statistics")
         return
     print(f"validation loss before: {model.validate()}", flush=True)
     used = model.recalibrate(batches)
     model.store(state["model"])
-    print(f"recalibrated {model.num_norms} norms on {used} training batches", flush=True)
+    print(f"recalibrated {len(norms)} norms on {used} training batches", flush=True)
     print(f"validation loss after:  {model.validate()}", flush=True)
