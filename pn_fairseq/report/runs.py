@@ -344,9 +344,11 @@ def _data_of_fairseq(folder: Run, settings: dict[str, object]) -> dict[str, str]
         source, target = infer_languages(folder.bin)
     except UserError:
         source = target = ""
-    given = {"source": settings.get("task.source_lang"), "target": settings.get("task.target_lang")}
-    inferred = {"source": source, "target": target, "folder": str(folder.bin)}
-    return inferred | {name: value for name, value in given.items() if value is not None}
+    return {
+        "source": settings.get("task.source_lang") or source,
+        "target": settings.get("task.target_lang") or target,
+        "folder": str(folder.bin),
+    }
 
 
 def _read_starts(file: Path) -> tuple[list[dict], list[int] | None]:

@@ -9,7 +9,6 @@ estimated within blocks only, so that machines can be pooled.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -241,8 +240,11 @@ def families(frame: pandas.DataFrame, measure: str) -> tuple[list[Family], dict[
     measured = measured.assign(block=_blocks(measured))
     values = measured.groupby(["system", "block"], sort=False)[measure].mean()
     counts = values.groupby(level="system", sort=False).size()
-    losses = _means(measured, LOSS)
-    bleu = _means(measured, "tokenized")
+    # NaN where a measure is not known
+    known = measured.reindex(columns=["system", LOSS, "tokenized"])
+    means = known.groupby("system").mean()
+    losses = means[LOSS]
+    bleu = means["tokenized"]
     low = set()
     if measure != LOSS:  # a difference of scores would be one between two kinds of noise
         low = {system for system in counts.index if low_bleu(bleu[system])}
@@ -287,17 +289,8 @@ def families(frame: pandas.DataFrame, measure: str) -> tuple[list[Family], dict[
     return tested, untested
 
 
-def _means(measured: pandas.DataFrame, name: str) -> pandas.Series:
-    """System -> the mean of a measure; NaN where it is not known."""
-    if name not in measured:
-        return pandas.Series(math.nan, measured["system"].unique())
-    return measured.groupby("system")[name].mean()
-
-
 def _blocks(measured: pandas.DataFrame) -> list[tuple]:
     """(machine, seed) of each run; a run whose seed is not known has one of its own."""
-    seeds = list(measured["seed"].astype(object))
-    for number, known in enumerate(measured["seed"].notna()):
-        if not known:
-            seeds[number] = f"run {number}"
-    return list(zip(measured["machine"], seeds, strict=True))
+    seeds = measured["seed"].astype(object)
+    of_runs = [f"run {number}" for number in range(len(seeds))]
+    return list(zip(measured["machine"], seeds.where(seeds.notna(), of_runs), strict=True))

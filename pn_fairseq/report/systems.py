@@ -309,21 +309,14 @@ def _mini_batches_that_count(runs: Iterable[ReportedRun]) -> set[tuple[str, str]
     """(norm, setting) of the sizes of mini-batches in which the runs of a norm with statistics of
     the batch differ.
     """
-    labels = norm_labels()
-    with_statistics = set()
-    for name, entry in norms.NORMS.items():
-        if issubclass(entry.cls, norms.RunningNorm):
-            with_statistics.add(labels[name])
+    names = {label: name for name, label in norm_labels().items()}
     sizes: dict[tuple[str, str], set] = {}
     for run in runs:
         norm, _ = norm_and_size(run)
-        for name in _BATCH:
-            sizes.setdefault((norm, name), set()).add(run.get(name))
-    counting = set()
-    for (norm, name), found in sizes.items():
-        if norm in with_statistics and len(found) > 1:
-            counting.add((norm, name))
-    return counting
+        if norm in names and issubclass(norms.NORMS[names[norm]].cls, norms.RunningNorm):
+            for name in _BATCH:
+                sizes.setdefault((norm, name), set()).add(run.get(name))
+    return {of_norm for of_norm, found in sizes.items() if len(found) > 1}
 
 
 def _details(systems: Sequence[Settings]) -> list[list[str]]:
