@@ -79,7 +79,7 @@ class Perplexity:
                 f"{self.batch_perplexity:.2f}"
             )
         lines.append(f"signature:      {self.signature}")
-        return "".join(f"{line}\n" for line in lines)
+        return "\n".join(lines)
 
 
 def result_file(run: Path, subset: str, context: int = 0) -> Path:
@@ -274,6 +274,4 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"'{args.run}' is not the run of a language model (task {run.get('task._name')})"
         )
     (checkpoint,) = run.checkpoint_files(args.checkpoint and [args.checkpoint], "evaluate-lm")
-    print(
-        evaluate(run, checkpoint, args.subset, args.context_window, args.norm_module).text(), end=""
-    )
+    print(evaluate(run, checkpoint, args.subset, args.context_window, args.norm_module).text())

@@ -100,23 +100,26 @@ def make_bin(
         # at commas.
         command = ["-P", "-m", "fairseq_cli.preprocess", *flags, "--workers", workers]
         command += ["--destdir", partial.relative_to(folder)]
-        # A session of its own, so that its worker processes are ended with it. It inherits the lock
-        # of DEST (close_fds), and the next preparation waits for one that outlived a kill -9.
-        options = {
-            "cwd": folder,
-            "close_fds": False,
-            "start_new_session": True,
-            "text": True,
-            "errors": "replace",
-        }
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         unblock = functools.partial(signal.pthread_sigmask, signal.SIG_SETMASK, before)
         try:
             # A signal waits until the process is known here: one that nobody ends would go on
             # writing.
             signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
-            pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-            process = programs.start_python(*command, preexec_fn=unblock, **pipes, **options)
+            # A session of its own, so that its worker processes are ended with it. It inherits the
+            # lock of DEST (close_fds), and the next preparation waits for one that outlived a
+            # kill -9.
+            process = programs.start_python(
+                *command,
+                cwd=folder,
+                preexec_fn=unblock,
+                close_fds=False,
+                start_new_session=True,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+            )
             unblock()
             messages = process.communicate()[1].splitlines()
         except BaseException:
