@@ -222,8 +222,7 @@ def _differences(valid: Curves, baselines: Mapping[str, str]) -> tuple[str, Curv
     name = "the LN that differs least"
     if len(controls) == 1:
         (name,) = controls
-        if name in valid:
-            minus[name] = difference(valid[name], valid[name])
+        baselines = {name: name, **baselines}
     for label, ln in baselines.items():
         # A baseline may have one of its own, in another picture: LN with other initial weights, and
         # LN.

@@ -231,13 +231,12 @@ def _check_subset(paths: Sequence[Path], subset: str) -> None:
     """Refuse a subset on which no run has results, unless it is ``test``, whose report then says
     why.
     """
-    known: dict[str, None] = {}
+    results: set[str] = set()
     for path in paths:
-        results = [file.parent.name for file in path.glob("generate/*/hyp.tok")]
-        results += [file.parent.name for file in path.glob(f"generate/*/{measures.FILE}")]
-        results += [file.stem for file in path.glob("evaluate_lm/*.json")]
-        known |= dict.fromkeys(sorted(results))
-    known = [name for name in known if not re.search(r"-context\d+$", name)]
+        results |= {file.parent.name for file in path.glob("generate/*/hyp.tok")}
+        results |= {file.parent.name for file in path.glob(f"generate/*/{measures.FILE}")}
+        results |= {file.stem for file in path.glob("evaluate_lm/*.json")}
+    known = sorted(name for name in results if not re.search(r"-context\d+$", name))
     if subset != "test" and subset not in known:
         raise UserError(f"--subset: no run has results; {unknown('subset', subset, known)}")
 

@@ -84,15 +84,15 @@ class Design:
         for block in blocks[1:]:
             columns.append([other == block for other in block_of_run])
         matrix = np.array(columns, dtype=float).T
-        self._inverse = np.linalg.pinv(matrix)
+        inverse = np.linalg.pinv(matrix)
         self.runs = len(runs)
-        self._residual = np.eye(self.runs) - matrix @ self._inverse
+        self._residual = np.eye(self.runs) - matrix @ inverse
         self.degrees = self.runs - int(np.linalg.matrix_rank(matrix))
         contrasts = np.eye(matrix.shape[1])[1 : 1 + len(names)]
-        projected = contrasts @ self._inverse @ matrix
+        projected = contrasts @ inverse @ matrix
         estimable = np.isclose(projected, contrasts, atol=1e-8).all(axis=1)
         self.systems = [name for name, known in zip(names, estimable, strict=True) if known]
-        self._contrasts = contrasts[estimable] @ self._inverse
+        self._contrasts = contrasts[estimable] @ inverse
         covariance = self._contrasts @ self._contrasts.T
         self.errors = np.sqrt(np.diag(covariance))
         self._correlation = covariance / np.outer(self.errors, self.errors)
