@@ -1,8 +1,8 @@
 """Power Normalization and its relatives for fairseq's transformers.
 
 The directory of this package is what ``fairseq-train --user-dir`` takes; ``pn --user-dir`` prints
-it. Importing it loads neither torch nor fairseq and changes nothing. Where fairseq is already in
-use, it loads :mod:`pn_fairseq.models` there.
+it. Importing it loads neither torch nor fairseq and changes nothing, unless fairseq is already in
+use: then it also loads :mod:`pn_fairseq.models`.
 """
 
 import sys

@@ -89,14 +89,14 @@ VERBS = {verb: line for group in COMMANDS.values() for verb, line in group.items
 COMPUTING = ("evaluate-lm", "generate", "reproduce", "train", "translate")
 #: Verbs that continue where they were interrupted.
 RESUMING = ("evaluate-lm", "generate", "prepare", "reproduce", "train")
-#: Options with which a verb only says something.
+#: Options with which a verb only prints or checks something.
 TALKING = {"-h", "--help", "--check", "--dry-run"}
 
-#: Variables that a process has to be started with. Python takes text as UTF-8 in every locale.
-#: glibc gives large blocks back to the system at once, and the page faults then take longer than
-#: the arithmetic: an update of a small model took 0.63 instead of 0.26 seconds on 2 cores. A thread
-#: of OpenMP that waits for the others would spin, and beside another busy process training took
-#: twice as long (docs/speed.md).
+#: Variables that a process has to be started with. With the first, Python reads text as UTF-8 in
+#: every locale. Without the next two, glibc returns large blocks to the system at once, and the
+#: page faults then take longer than the arithmetic: an update of a small model took 0.63 instead of
+#: 0.26 seconds on 2 cores. Without the last, an OpenMP thread that waits for the others spins, and
+#: beside another busy process training took twice as long (docs/speed.md).
 ENVIRONMENT = {
     "PYTHONUTF8": "1",
     "MALLOC_MMAP_THRESHOLD_": "1000000000",
@@ -112,11 +112,11 @@ def main() -> NoReturn:
     handle_signals()
     code = call(sys.argv[1:])
     # sys.exit would take the interpreter down beneath the daemon thread in which fairseq loads
-    # batches. Where that thread returns from torch then, the process aborts: "terminate called
+    # batches. If that thread then returns from torch, the process aborts: "terminate called
     # without an active exception".
     atexit._run_exitfuncs()
     # What was printed before an interruption, or by atexit, may still wait in the buffer. `call`
-    # has told of a pipe that is closed and of a disk that is full.
+    # has already reported a closed pipe or a full disk.
     with suppress(OSError):
         sys.stdout.flush()
     os._exit(code)

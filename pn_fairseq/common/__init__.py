@@ -1,1 +1,1 @@
-"""What several floors use: messages, files, checkpoints, the file of ``--norm-probe``."""
+"""What several layers use: messages, files, checkpoints, the file of ``--norm-probe``."""

@@ -1,5 +1,5 @@
-"""The files of fairseq checkpoints: whether one can be read or written, and which a ``--save-dir``
-has. Without torch, so that a misspelt path is refused at once.
+"""The files of fairseq checkpoints: whether one can be read or written, and which ones a
+``--save-dir`` contains. Needs no torch, so that a misspelt path is refused at once.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def check_output_path(path: str | os.PathLike, inputs: Sequence[Path] = ()) -> N
 
 
 def _is_of_training(folder: Path, inputs: Sequence[Path]) -> bool:
-    """Whether a training has its checkpoints in ``folder``: one that wrote one of the inputs, or
-    one whose settings are beside it.
+    """Whether ``folder`` contains the checkpoints of a training run: one that wrote one of the
+    inputs, or one whose settings are beside the folder.
     """
     if any(one.exists() and one.absolute().parent.samefile(folder) for one in inputs):
         return True

@@ -48,9 +48,9 @@ def allow_fairseq_checkpoints() -> None:
     """Let ``torch.load(weights_only=True)``, the default from torch 2.6 on, read fairseq's
     checkpoints.
 
-    Allowed are ``argparse.Namespace`` (the model's arguments inside ``cfg``) and the pieces a NumPy
-    number or an array of numbers is pickled as (the n-gram counts that ``--eval-bleu`` leaves among
-    the metrics). None of them runs code from the file. Calling it again changes nothing.
+    It allows ``argparse.Namespace`` (the model's arguments inside ``cfg``) and the pieces as which
+    NumPy numbers and arrays of numbers are pickled (the n-gram counts that ``--eval-bleu`` leaves
+    among the metrics). None of them runs code from the file. Calling it again changes nothing.
     """
     allowed = [argparse.Namespace, np.ndarray, np.dtype]
     # Loading an array also restores its dtype, whose class torch looks up.
@@ -85,7 +85,7 @@ def load_checkpoint(path: str | os.PathLike) -> dict:
     check_input_path(path)
     allow_fairseq_checkpoints()
     with readable(path), warnings.catch_warnings():
-        # Of no use next to the error that follows it.
+        # The warning adds nothing to the error that follows.
         warnings.filterwarnings("ignore", message="Detected pickle protocol")
         state = torch.load(os.fspath(path), map_location="cpu", weights_only=True)
     _check_state(path, state)

@@ -30,7 +30,7 @@ class UserError(Exception):
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Fills a text of one line, and leaves the lines of a longer one."""
+    """Wraps one-line text, and keeps the line breaks of longer text."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         formatter = (
@@ -160,7 +160,7 @@ class ArgumentParser(argparse.ArgumentParser):
         return did_you_mean(option, self._option_string_actions)
 
     def _option_of_setting(self, setting: str, value: str) -> str:
-        """The option that a setting of pn train is here."""
+        """The option of this program that corresponds to a setting of pn train."""
         option = f"--{setting.rpartition('.')[2].replace('_', '-')}"
         option = FAIRSEQ.get(option, option)
         if option in self._option_string_actions:
@@ -168,7 +168,7 @@ class ArgumentParser(argparse.ArgumentParser):
         return ", a setting of 'pn train'"
 
     def _ours(self) -> list[str]:
-        """The words that mean the same as the options of fairseq among the words."""
+        """The equivalents here of fairseq's options among the words of the command line."""
         words = []
         for option in (word.partition("=")[0] for word in self._words):
             ours = FAIRSEQ.get(option)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 
 class Unavailable(RuntimeError):
-    """An implementation of the kernels was asked for that cannot run here; the message says why
-    and what to do.
+    """A requested implementation of the kernels cannot run here; the message says why and what to
+    do.
     """
 
 
@@ -94,7 +94,7 @@ def error_chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 class NotFiniteError(FloatingPointError):
-    """A training ended because its loss or its gradients are NaN or infinite.
+    """A training run ended because its loss or its gradients are NaN or infinite.
 
     Args:
         update: the number of the optimizer update, from 1.

@@ -148,7 +148,7 @@ def check_no_writer(output: Path) -> None:
 
 
 def check_can_be_folder(path: Path, option: str) -> None:
-    """Refuse a path of a folder to write into that is a file, or is inside of one."""
+    """Refuse an output folder whose path is a file, or lies inside a file."""
     for place in (path, *path.parents):
         if place.is_dir():
             return
@@ -172,7 +172,7 @@ def check_folders(paths: Iterable[Path], option: str = "") -> None:
 
 
 def check_file(path: Path, option: str, endings: Iterable[str] = ()) -> None:
-    """Refuse a path that ``option`` names and that is a folder, or does not exist, also with one of
+    """Refuse a path that ``option`` names if it is a folder, or does not exist even with one of
     these endings.
     """
     if path.is_dir():
@@ -210,8 +210,8 @@ def write_lines(path: Path, lines: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def scratch_folder(path: Path) -> Iterator[Path]:
-    """A new folder ``path`` that is removed when the block ends, like one that a killed process
-    has left there.
+    """A new folder ``path``, which is removed when the block ends; one that a killed process has
+    left there is removed first.
     """
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
@@ -255,8 +255,8 @@ def short_names(paths: Sequence[Path]) -> list[str]:
 
 
 def read_settings(path: Path | str) -> dict[str, str]:
-    """Read a ``settings`` file: one ``name=value`` a line, or a checksum and the name of a file
-    as of sha256sum.
+    """Read a ``settings`` file: one ``name=value`` per line, or a checksum and the name of a file
+    as sha256sum prints them.
     """
     try:
         lines = Path(path).read_text("utf-8").splitlines()

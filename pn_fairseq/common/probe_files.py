@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from pn_fairseq.common.files import atomic_write
 
-#: Vectors over channels of which the table has (1/d) * L1 and (1/d) * L2.
+#: Vectors over channels for which the table contains (1/d) * L1 and (1/d) * L2.
 VECTORS = (
     "mu_distance",
     "sigma2_distance",
@@ -69,8 +69,7 @@ def open_probe(folder: Path, update: int, training: str) -> None:
         training: names the run; one that starts again replaces only its own file.
 
     Raises:
-        ValueError: ``folder`` is something else than a new file of ``--norm-probe``, or one of this
-            run.
+        ValueError: ``folder`` is neither a new file of ``--norm-probe`` nor one of this run.
         OSError: it cannot be made.
     """
     advice = "give a new folder, or that of the same training"

@@ -3,8 +3,8 @@
 :func:`apply` runs when ``pn_fairseq.models`` is imported, as ``--user-dir`` does, and changes
 functions of fairseq for the rest of the process. Each function of fairseq is replaced in one place,
 which lists what happens in which order. ``PN_FAIRSEQ_NO_PATCHES=1`` turns all patches off. A patch
-whose function takes other arguments than in the fairseq that it was written for is left out with a
-warning. ``pn info`` lists them.
+is left out, with a warning, if its function takes different arguments from those in the fairseq
+that it was written for. ``pn info`` lists them.
 """
 
 import ast

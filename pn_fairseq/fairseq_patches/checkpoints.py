@@ -2,21 +2,21 @@
 ``--patience``.
 
 Reading: from torch 2.6 on, ``torch.load`` refuses everything except tensors and plain containers,
-and with that the settings in a checkpoint, also in the copies that rank 0 sends to the other ranks;
-its message advises to execute what the file holds. ``torch.load`` compares no checksums: fairseq
+and therefore the settings in a checkpoint, even in the copies that rank 0 sends to the other ranks;
+its message advises executing what the file holds. ``torch.load`` compares no checksums: fairseq
 decodes with a weight that has a flipped bit. About weights that do not fit a model, or a run that
 continues from the weights of a folded model, fairseq says that architectures differ.
 
 Writing: fairseq writes the first file of a save under another name and renames it, but copies it in
 place to ``checkpoint_best.pt`` and ``checkpoint_last.pt``. A run whose copy was cut off cannot be
-resumed. Here a copy is also written under another name and then renamed. Where the update of a save
-is the last one of an epoch, fairseq writes no file of the update (fairseq issue 2230): without
-epoch checkpoints the save is lost, and an average lacks its newest model. Here every save by
-updates has its file.
+resumed. Here a copy is also written under another name and then renamed. If a save falls on the
+last update of an epoch, fairseq writes no file for that update (fairseq issue 2230): without epoch
+checkpoints the save is lost, and an average lacks its newest model. Here every save by updates
+writes its file.
 
 Resuming: fairseq saves the place in an epoch as a number of batches of one rank. With another
-number of ranks, another ``update_freq`` or another ``max_tokens`` that number is another place:
-sentences would be skipped or repeated. fairseq counts the validations without improvement in
+number of ranks, another ``update_freq`` or another ``max_tokens`` that number denotes another
+place: sentences would be skipped or repeated. fairseq counts the validations without improvement in
 attributes of a function, which no checkpoint holds (fairseq issue 3531): a run that is interrupted
 more often than the patience allows never stops early.
 """
@@ -155,8 +155,8 @@ def load(original, trainer, filename, reset_optimizer=False, *args, reset_meters
             raise
     saved = (extra_state or {}).get(KEY, {})
     stopping = early_stopping_function()
-    # A new training from these weights has another best loss. fairseq resets its own best loss by
-    # the same rule.
+    # A new training run from these weights has its own best loss. fairseq resets its own best loss
+    # by the same rule.
     if "early_stopping" in saved and stopping and not reset_optimizer and not reset_meters:
         stopping.best = saved["early_stopping"]["best"]
         stopping.num_runs = saved["early_stopping"]["num_runs"]
@@ -173,7 +173,7 @@ def load_and_check(original, cfg, trainer, **kwargs):
     extra_state, epoch_itr = original(cfg, trainer, **kwargs)
     optimization, lr = trainer.cfg.optimization, trainer.get_lr()
     epoch = epoch_itr.next_epoch_idx
-    # a checkpoint of the run itself may lie behind the last epoch: the run has ended
+    # a checkpoint of the run itself may lie past the last epoch: the run has ended
     elsewhere = os.path.dirname(os.path.abspath(cfg.restore_file)) != os.path.abspath(cfg.save_dir)
     with one_line_errors(ValueError):
         if trainer.get_num_updates() == 0 and lr <= optimization.stop_min_lr:
@@ -234,7 +234,7 @@ def in_other_batches(extra_state: dict, before: dict, cfg) -> dict:
     if not iterator["iterations_in_epoch"] or before == now:
         return extra_state
     batches_done = convert(iterator["iterations_in_epoch"], before, now)
-    # Rounding can give a place behind the end. fairseq takes that for the end of the epoch in
+    # Rounding can give a place past the end. fairseq takes that for the end of the epoch in
     # version 1 only.
     return {
         **extra_state,

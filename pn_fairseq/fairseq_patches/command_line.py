@@ -2,8 +2,8 @@
 without a TPU.
 
 fairseq's help lists no architecture, and is printed before the flags of the model that ``--arch``
-names are added. To a typo in ``--arch`` fairseq answers with all architectures. It takes ``--bf16``
-for TPUs only (fairseq issue 4696).
+names are added. fairseq answers a typo in ``--arch`` with all architectures, and accepts ``--bf16``
+on TPUs only (fairseq issue 4696).
 """
 
 import importlib.util

@@ -3,8 +3,8 @@
 fairseq shows a traceback, or hides the reason behind "Cannot load model parameters from
 checkpoint". The mistakes: settings that a model refuses, a model folded by pn fold in training,
 kernels that cannot run on the device, an adaptive softmax without its criterion, a choice of
-checkpoints by a BLEU that is not computed. A setting with which nothing is trained is another:
-fairseq ends with exit code 0.
+checkpoints by a BLEU that is not computed. Another is a setting with which nothing is trained:
+fairseq then ends with exit code 0.
 """
 
 import torch

@@ -8,8 +8,8 @@ from omegaconf import OmegaConf, open_dict
 
 
 def writable(settings) -> AbstractContextManager:
-    """In this block the settings of a model accept keys that they do not have, also a node of
-    hydra's.
+    """In this block the settings of a model, even a node of hydra's, accept keys that they do not
+    declare.
     """
     return open_dict(settings) if OmegaConf.is_config(settings) else nullcontext()
 

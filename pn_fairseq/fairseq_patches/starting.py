@@ -75,9 +75,7 @@ distributed_fairseq_model.DistributedDataParallel = distributed_data_parallel
 
 @patch(initialize, "add_defaults", "cfg")
 def begin(original, cfg):
-    """A training calls this before everything else that needs settings, also in each job of a
-    sweep.
-    """
+    """Training calls this before anything else that needs settings, in each job of a sweep too."""
     original(cfg)
     forget_earlier_job()
     with one_line_errors(OSError, ValueError, ArgumentTypeError):

@@ -4,13 +4,13 @@ finite is explained.
 fairseq tells the task, and not the model, that a rank has run out of data: the rank repeats an old
 batch and multiplies its loss by 0, so that it takes part in the collective calls. fairseq tells the
 model the number of the update before each of its batches, but not which batch is the last one, nor
-whether the update was skipped. And on a CPU it creates the gradient norm of a step that it skips,
-because fp16 overflowed, on a GPU.
+whether the update was skipped. And if it skips a step on a CPU because fp16 overflowed, it creates
+that step's gradient norm on a GPU.
 
 Norms that are not synchronized have other statistics on each rank. fairseq validates each rank's
 share of the data with that rank's own buffers, and saves the buffers of rank 0; here running
-statistics are averaged over the ranks before. ``--no-average-norm-stats`` turns the averaging off
-for a model.
+statistics are averaged over the ranks beforehand. ``--no-average-norm-stats`` turns the averaging
+off for a model.
 
 After a number that is not finite, fairseq repeats the update with hooks that log the first module
 whose output is NaN or infinite. Its hooks on the backward pass end in ``StopIteration`` on a module

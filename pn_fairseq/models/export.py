@@ -46,8 +46,8 @@ class Positions(nn.Module):
 
 
 class EncoderGraph(nn.Module):
-    """The encoder, and the keys and values that the attention of each decoder layer makes of its
-    output.
+    """The encoder, and the keys and values that the attention of each decoder layer computes from
+    its output.
     """
 
     def __init__(self, model: TransformerPNModel):
@@ -114,12 +114,12 @@ class DecoderGraph(nn.Module):
 
 
 def exportable(state: dict, name: str) -> tuple[TransformerPNModel, TransformerPNModel, str]:
-    """The model of the checkpoint ``state``, the same with positions from a table and folded norms,
-    a line about these.
+    """The model of the checkpoint ``state``, the same model with positions from a table and folded
+    norms, and a line about these norms.
 
     Raises:
-        CheckpointError: it is not a checkpoint of ``transformer_pn``, or has something that the
-            graphs have not.
+        CheckpointError: it is not a checkpoint of ``transformer_pn``, or uses something that the
+            graphs do not support.
     """
     model = _without_checkpointing(state, name)
     if not isinstance(model, TransformerPNModel):
@@ -175,8 +175,8 @@ def export_graphs(model: TransformerPNModel) -> tuple[ExportedProgram, ExportedP
 def save_onnx(
     encoder: ExportedProgram, decoder: ExportedProgram, folder: Path
 ) -> tuple[Callable, Callable]:
-    """Write ``encoder.onnx`` and ``decoder.onnx``; both as onnxruntime computes them, functions
-    of tensors.
+    """Write ``encoder.onnx`` and ``decoder.onnx``; return both as functions of tensors that
+    onnxruntime computes.
     """
     import onnxruntime
 
@@ -203,7 +203,9 @@ def save_onnx(
 def save_pt2(
     encoder: ExportedProgram, decoder: ExportedProgram, folder: Path
 ) -> tuple[Callable, Callable]:
-    """Write ``encoder.pt2`` and ``decoder.pt2``; both as torch loads them, functions of tensors."""
+    """Write ``encoder.pt2`` and ``decoder.pt2``; return both, as torch loads them, as functions of
+    tensors.
+    """
     files = folder / "encoder.pt2", folder / "decoder.pt2"
     for file, program in zip(files, (encoder, decoder), strict=True):
         torch.export.save(program, file)

@@ -24,8 +24,8 @@ from pn_fairseq.norms.conversion.convert import named_norms
 from pn_fairseq.norms.core.base import ChannelNorm, RunningNorm
 from pn_fairseq.norms.fold import folded_linear
 
-#: Accepted difference of logits, as part of the largest logit. Folding in exact arithmetic would
-#: change none.
+#: Accepted difference of logits, as a fraction of the largest logit. In exact arithmetic, folding
+#: would change no logit.
 TOLERANCE = 1e-4
 
 #: Norm of a layer -> the projections of the layer that read it; nothing else does, in a pre-norm
@@ -129,7 +129,7 @@ def compare(model: nn.Module, other: nn.Module) -> Difference:
 
     def draw(dictionary) -> tuple[Tensor, Tensor]:
         size = len(dictionary)
-        first_word = min(4, size - 1)  # behind the special symbols
+        first_word = min(4, size - 1)  # after the special symbols
         tokens = torch.randint(first_word, size, (sentences, length), generator=generator)
         lengths = torch.randint(1, length + 1, (sentences, 1), generator=generator)
         lengths[0] = length

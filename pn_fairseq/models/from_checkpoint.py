@@ -126,7 +126,7 @@ def model_of(settings: Namespace | DictConfig, weights: dict[str, Tensor], name:
 def empty_model(
     settings: Namespace | DictConfig, weights: dict[str, Tensor], name: str
 ) -> nn.Module:
-    """The model for ``weights``, which it does not have yet; arguments and errors as of
+    """The model for ``weights``, which are not loaded yet; arguments and errors as of
     :func:`model_of`.
     """
     try:

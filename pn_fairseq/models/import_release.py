@@ -124,9 +124,11 @@ def _convert_settings(state: dict, name: str, alpha_fwd: float, alpha_bwd: float
 
 
 def _remove_loss_scale(state: dict, name: str) -> None:
-    """Divide ``ema_gz``, which the release makes of scaled gradients, by the loss scale of fp16.
+    """Divide ``ema_gz``, which the release computes from scaled gradients, by the loss scale of
+    fp16.
 
-    A warning says so where the file does not have the scale, as without the optimizer's state.
+    A warning reports a file that does not contain the scale, as when the optimizer's state is
+    missing.
     """
     kept = [
         value for key, value in state["model"].items() if key.endswith(".ema_gz") and value.any()

@@ -23,9 +23,7 @@ class InnerMasks(Scope):
 
 
 class NormedInput(nn.Module):
-    """``linear`` after ``norm`` of x (T, B, C), in a module around which :func:`inner_masks`
-    holds.
-    """
+    """``linear`` after ``norm`` of x (T, B, C), in a module run inside :func:`inner_masks`."""
 
     def __init__(self, norm: nn.Module, linear: nn.Module):
         super().__init__()

@@ -26,7 +26,7 @@ from pn_fairseq.norms.conversion.convert import named_norms
 from pn_fairseq.norms.conversion.converted import ConvertedNorm
 from pn_fairseq.norms.core.distributed import all_reduce_sum, world_size
 
-#: Updates whose batches the probe averages for the statistics that a norm has no running ones of,
+#: Updates whose batches the probe averages for statistics of which a norm keeps no running average,
 #: and the decay.
 WINDOW = 10
 ALPHA = 0.9
@@ -148,7 +148,8 @@ class NormProbe:
     # What the trainer calls (pn_fairseq.fairseq_patches.training).
 
     def begin(self, completed: int, criterion: nn.Module, training: str) -> None:
-        """Before an update, ``completed`` of which are done; ``criterion`` computes its losses.
+        """Called before an update, when ``completed`` updates are done; ``criterion`` computes its
+        losses.
 
         Args:
             training: names the run, by the folder of its checkpoints.
@@ -249,8 +250,8 @@ class NormProbe:
         probe_files.write_update(self.folder, update, rows, self._training)
 
     def _flat(self, forward: _Forward, device) -> Tensor:
-        """Whether the batch counts, its sample size, loss and loss scale; the sums of all norms,
-        0 without a run.
+        """Whether the batch counts, its sample size, loss and loss scale; the sums of all norms, 0
+        for a norm that did not run.
         """
         scale = 0.0 if forward.scale is None else forward.scale
         counts = float(scale != 0)
@@ -266,8 +267,8 @@ class NormProbe:
         return torch.cat(parts)
 
     def _rows(self, name, norm, forwards, sums, scalars, window: list[int]) -> list[dict]:
-        """The rows of one norm; ``sums`` and ``scalars`` begin with the forwards of the updates
-        before, as many as ``window`` says of each.
+        """The rows of one norm; ``sums`` and ``scalars`` begin with the forwards of earlier
+        updates; ``window`` gives their number for each update.
         """
         past = sum(window)
         decay = norm.alpha_fwd if isinstance(norm, RunningNorm) else ALPHA
@@ -343,7 +344,7 @@ def quantities(batch, state: dict, average: dict, eps: float, sample_size: float
 def _at_gradient(
     forward: _Forward, name: str, norm: ChannelNorm, x: Tensor, mask: Tensor | None, dy: Tensor
 ) -> None:
-    """Add the sums of one use of a norm to ``forward``, as the gradient of its y is known.
+    """Add the sums of one use of a norm to ``forward``, once the gradient of its y is known.
 
     Changes no gradient.
     """

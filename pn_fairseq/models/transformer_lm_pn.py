@@ -34,7 +34,7 @@ def bands(name: str, cutoff: str, largest: int) -> list[int]:
     ``largest``.
 
     Raises:
-        ValueError: ``cutoff``, the setting ``name``, has others.
+        ValueError: ``cutoff``, the setting ``name``, contains anything else.
     """
     ends = []
     for end in cutoff.strip("[] ").split(","):

@@ -253,7 +253,7 @@ def test_no_value_is_read_in_a_training_step(case, masked, counted):
             values = x * float("inf") if step == 3 else x
             inputs = values.detach().requires_grad_()
             norm(inputs, mask if masked else None).backward(dy)
-    # One that is not told the number of updates may look once whether its own steps have ended a
+    # One that is not told the number of updates may check once whether its own steps have ended a
     # warm-up.
     assert len(reads.operations) <= (not counted), (
         f"a training step reads values, for which a GPU waits (use torch.where): {reads.operations}"
