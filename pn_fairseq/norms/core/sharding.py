@@ -29,8 +29,9 @@ def register() -> None:
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.experimental import register_sharding
 
-    # Of the tokens, with so many dimensions in front of those of x; a gradient of parameters; or
-    # empty.
+    # Operator -> its results. A number: the result is for each token, and so many dimensions
+    # precede those of x. Partial: a gradient of parameters, to be summed over the ranks.
+    # Replicate: an empty tensor.
     results_of = {
         "normalize": (0, 0, Replicate, Replicate),
         "gradient": (0, Partial, Partial),

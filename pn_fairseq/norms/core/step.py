@@ -115,7 +115,7 @@ class Step:
             self.forward.counts = False
 
     def times_weight(self, factor: Tensor) -> Tensor:
-        """factor * weight, (C,)."""
+        """``factor`` times the weight of the norm, if it has one, (C,)."""
         return factor if self.weight is None else factor * self.weight
 
     # The forward.
