@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pn_fairseq import kernels
-from pn_fairseq.common import probe_files
 from pn_fairseq.common.errors import one_line_errors
 from pn_fairseq.fairseq_patches import SWITCH, patches_enabled
+from pn_fairseq.models import probe_files
 from pn_fairseq.norms import NORMS, ChannelNorm, RunningNorm
 from pn_fairseq.norms.conversion.convert import named_norms
 from pn_fairseq.norms.conversion.converted import ConvertedNorm
@@ -96,7 +96,7 @@ class NormProbe:
 
     Args:
         model: the model whose norms are recorded.
-        folder: see :mod:`pn_fairseq.common.probe_files`.
+        folder: see :mod:`pn_fairseq.models.probe_files`.
         interval: updates.
         layers: shell patterns of module names, separated by commas; None: the norms of the encoder,
             or all in a model without one.
@@ -155,7 +155,7 @@ class NormProbe:
             training: names the run, by the folder of its checkpoints.
 
         Raises:
-            ValueError, OSError: see :func:`pn_fairseq.common.probe_files.open_probe`.
+            ValueError, OSError: see :func:`pn_fairseq.models.probe_files.open_probe`.
         """
         self._stop()
         if self._last is None and _first_rank():

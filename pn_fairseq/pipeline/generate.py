@@ -22,7 +22,6 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
-from pn_fairseq.common import programs
 from pn_fairseq.common.command import (
     ArgumentParser,
     NothingSaved,
@@ -33,7 +32,7 @@ from pn_fairseq.common.command import (
     why_it_failed,
 )
 from pn_fairseq.common.files import PACKAGE, atomic_folder, only_writer, write_lines, write_settings
-from pn_fairseq.pipeline import RUN_HELP, SUBSET_HELP, add_norm_module, outdated, stamp
+from pn_fairseq.pipeline import RUN_HELP, SUBSET_HELP, add_norm_module, outdated, programs, stamp
 from pn_fairseq.pipeline.data.binarize import lengths
 from pn_fairseq.pipeline.data.binarize import sentences as sentences_in
 from pn_fairseq.pipeline.data.parallel import progress

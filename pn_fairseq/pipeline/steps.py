@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pn_fairseq.common import programs
 from pn_fairseq.common.command import UserError, absolute, say, shown, why_it_failed
 from pn_fairseq.common.errors import unknown
 from pn_fairseq.common.files import (
@@ -26,7 +25,7 @@ from pn_fairseq.common.files import (
     find_yaml,
     only_writer,
 )
-from pn_fairseq.pipeline import outdated, stamp
+from pn_fairseq.pipeline import outdated, programs, stamp
 from pn_fairseq.pipeline.data.experiment import Experiment
 from pn_fairseq.pipeline.data.recipes import RECIPES, command_name, load
 from pn_fairseq.pipeline.data.settings import check_not_inside, check_prepared, is_prepared

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pandas
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from pn_fairseq.common.checkpoint_files import LAST
 from pn_fairseq.common.command import ArgumentParser, UserError, did_you_mean
@@ -81,6 +83,20 @@ class Subject:
     spectrum: np.ndarray | None = None
 
 
+def read_probe(folder: Path) -> pandas.DataFrame:
+    """The rows of a file of ``--norm-probe``, in the order of their updates.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    # not the folder as a whole: a run that was killed may have left a part of a file in it
+    files = sorted(folder.glob("update-*.parquet"))
+    try:
+        return pq.ParquetDataset(files).read().to_pandas()
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{folder} cannot be read: {str(error).splitlines()[0]}") from error
+
+
 def series_of(probe: pandas.DataFrame, norm: str, updates: int) -> pandas.DataFrame:
     """The rows of a norm, one for each forward, with the ``fifth`` of the run's ``updates``."""
     series = probe[(probe["norm"] == norm) & probe["forward"].notna()]
@@ -109,12 +125,7 @@ def read_subject(run: ReportedRun, label: str, line: str, norm: str | None = Non
 
 
 def _read_probe_of(run: ReportedRun, norm: str | None, subject: Subject) -> None:
-    from pn_fairseq.common.probe_files import read_probe
-
-    try:
-        subject.probe = read_probe(run.probe)
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    subject.probe = read_probe(run.probe)
     known = list(subject.probe["norm"].unique())
     if norm is not None and norm not in known:
         hint = did_you_mean(norm, known)

@@ -12,7 +12,6 @@ import torch
 from PIL import Image
 from torch import nn
 
-from pn_fairseq.common.probe_files import read_probe
 from pn_fairseq.report import figures
 
 from .programs import load, refused
@@ -98,7 +97,7 @@ def test_the_first_norm_is_recorded(cifar, tmp_path, monkeypatch):
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *_, **__: None)
     images.main(f"{cifar} --norms batch --epochs 5 --output {tmp_path / 'runs'}".split())
     run = tmp_path / "runs/resnet20_5epochs_batch_seed1"
-    records = read_probe(run / "norm_probe")
+    records = figures.read_probe(run / "norm_probe")
     assert list(records["update"]) == [2, 4]
     assert set(records["norm"]) == {"1"}
     assert set(records["tokens"]) == {24 * 32 * 32}

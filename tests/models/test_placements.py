@@ -14,12 +14,12 @@ from fairseq.models.transformer import TransformerModel
 
 from benchmarks.models import arch_args, make_task
 from pn_fairseq.common.checkpoints import CheckpointError
-from pn_fairseq.common.probe_files import read_probe
 from pn_fairseq.models.fold_checkpoint import fold_checkpoint
 from pn_fairseq.models.norm_probe import NormProbe
 from pn_fairseq.models.placements import PLACEMENTS, register_placement
 from pn_fairseq.norms import recalibrating, running_norms
 from pn_fairseq.norms.core.base import ChannelNorm
+from pn_fairseq.report.figures import read_probe
 from pn_fairseq.testing.helpers import assert_close
 
 from .helpers import assert_same_training, both_sides, build, loss_of, padded_batch

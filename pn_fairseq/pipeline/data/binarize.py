@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from pn_fairseq.common import programs
 from pn_fairseq.common.command import UserError, say, why_it_failed
 from pn_fairseq.common.files import atomic_folder, count_lines
+from pn_fairseq.pipeline import programs
 
 SPLITS = ("train", "valid", "test")
 #: What to do about a :func:`fault`.

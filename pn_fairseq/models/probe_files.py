@@ -1,5 +1,4 @@
-"""The file of ``--norm-probe``: a folder of Parquet files, one for every recorded update. Without
-torch.
+"""The file of ``--norm-probe``: a folder of Parquet files, one for every recorded update.
 
 ``pandas.read_parquet(FILE)`` and every other reader of Parquet takes the folder as one table. A
 file is written as a whole and named after its update, so that a run that is killed and resumed has
@@ -103,18 +102,3 @@ def write_update(folder: Path, update: int, rows: list[dict], training: str) -> 
     table = pa.Table.from_pylist(rows, SCHEMA).replace_schema_metadata({_TRAINING: training})
     with atomic_write(folder / _NAME.format(update)) as file:
         pq.write_table(table, file, compression="zstd")
-
-
-def read_probe(folder: Path | str):
-    """The rows as a pandas DataFrame, in the order of their updates.
-
-    Raises:
-        ValueError: it cannot be read, or is not a file of ``--norm-probe``.
-    """
-    files = sorted(Path(folder).glob("update-*.parquet"))
-    if not files:
-        raise ValueError(f"{folder} has no update-*.parquet: it is not a file of --norm-probe")
-    try:
-        return pa.concat_tables([pq.read_table(file, schema=SCHEMA) for file in files]).to_pandas()
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{folder} cannot be read: {str(error).splitlines()[0]}") from error
