@@ -40,7 +40,7 @@ from benchmarks.gpu_sections import (
 from benchmarks.table import markdown_table
 from pn_fairseq.common import command
 from pn_fairseq.common.files import atomic_write
-from pn_fairseq.pipeline.machine import describe
+from pn_fairseq.pipeline.machine import describe_machine
 
 TOOL = "benchmarks.gpu"
 #: A process begins as a copy of one that has imported what takes seconds and has used no GPU.
@@ -382,7 +382,7 @@ def main(argv: list[str] | None = None) -> int:
             "torch sees no GPU; --tiny is a dry run of all sections on the CPU, with small sizes"
         )
     command.handle_signals()
-    machine = {**describe(), "triton": triton_version(), "tiny": args.tiny}
+    machine = {**describe_machine(), "triton": triton_version(), "tiny": args.tiny}
     if machine["git_commit"] is None:
         machine["git_commit"] = args.commit
     results = measure_all(args, machine)

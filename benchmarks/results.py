@@ -14,7 +14,7 @@ import pandas
 
 from pn_fairseq.common.checkpoints import CheckpointError, check_output_path
 from pn_fairseq.common.files import atomic_write
-from pn_fairseq.pipeline.machine import describe
+from pn_fairseq.pipeline.machine import describe_machine
 
 
 def in_turns(
@@ -123,7 +123,7 @@ def write_csv(path: Path, rows: list[dict]) -> None:
     """Write ``rows``, which have the same keys, each with the date (UTC), the versions and the
     machine.
     """
-    where = describe()
+    where = describe_machine()
     where["gpus"] = ", ".join(where["gpus"])
     date = datetime.now(UTC).isoformat(timespec="seconds")
     frame = pandas.DataFrame(rows, dtype=object).assign(date=date, **where)

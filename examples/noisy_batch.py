@@ -17,7 +17,9 @@ from pn_fairseq.norms import MaskedBatchNorm, register_norm
 SHIFT, SCALE, SHIFT_RANGE, SCALE_DEVIATION = 0.5, 1.25, 0.1, 0.1
 
 
-@register_norm("noisy-batch", "noisybn", "batch normalization with noise (noisy BN), an example")
+@register_norm(
+    "noisy-batch", "noisybn", "batch normalization with noise, an example", label="noisy BN"
+)
 class NoisyBatchNorm(MaskedBatchNorm):
     r"""y = s BN(x) + m in training, and BN(x) in evaluation.
 

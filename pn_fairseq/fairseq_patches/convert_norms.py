@@ -25,7 +25,7 @@ from pn_fairseq.fairseq_patches.diagnostics_log import DiagnosticsLog, dashboard
 from pn_fairseq.fairseq_patches.run_settings import learning_rate_warmup, writable
 from pn_fairseq.norms import RunningNorm, build_norm, convert_norms, running_norms
 from pn_fairseq.norms.conversion.convert import convert
-from pn_fairseq.norms.conversion.converted import ConvertedNorm
+from pn_fairseq.norms.conversion.converted_norm import ConvertedNorm
 from pn_fairseq.norms.masks.padding import current_backward, padding
 from pn_fairseq.norms.options import read_pairs, typed
 from pn_fairseq.norms.registry import Circumstances, check_option, find_norm
@@ -37,7 +37,7 @@ SETTINGS = ("convert_norms", "norm_ignore_mask")
 OWN_KEYS = ("layout", "skip", "zero_padding")
 
 
-def padding_of(index: int, tokens):
+def is_padding(index: int, tokens):
     """The mask of a batch of token ids (B, T), where ``index`` is padding; speech features have
     none here.
     """
@@ -211,9 +211,9 @@ def masks(task) -> dict:
         except (AttributeError, NotImplementedError, KeyError):
             continue
         if hasattr(dictionary, "pad"):
-            mask = partial(padding_of, dictionary.pad())
+            mask = partial(is_padding, dictionary.pad())
             return {**arguments, "prev_output_tokens": mask, "src_tokens": mask}
-    return {**arguments, "src_tokens": partial(padding_of, 1)}
+    return {**arguments, "src_tokens": partial(is_padding, 1)}
 
 
 def without_mask(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

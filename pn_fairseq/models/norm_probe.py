@@ -23,7 +23,7 @@ from pn_fairseq.fairseq_patches import SWITCH, patches_enabled
 from pn_fairseq.models import probe_files
 from pn_fairseq.norms import NORMS, ChannelNorm, RunningNorm
 from pn_fairseq.norms.conversion.convert import named_norms
-from pn_fairseq.norms.conversion.converted import ConvertedNorm
+from pn_fairseq.norms.conversion.converted_norm import ConvertedNorm
 from pn_fairseq.norms.core.distributed import all_reduce_sum, world_size
 
 #: Updates whose batches the probe averages for statistics of which a norm keeps no running average,

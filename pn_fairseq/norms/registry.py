@@ -105,7 +105,7 @@ class NormEntry:
     Attributes:
         cls: the module class.
         short: the abbreviation in architecture names, as in ``transformer_pn_iwslt``.
-        title: one line for help texts and tables.
+        title: one line for help texts.
         variants: variant -> the class that replaces ``cls`` in it, with the same constructor
             arguments.
         defaults: argument -> its default in a transformer, where that is neither the one of
@@ -115,6 +115,7 @@ class NormEntry:
             whatever the other norms get.
         converted_defaults: argument -> its default in a model that :func:`.convert_norms` changes,
             where that is not the constructor's.
+        label: the name in tables and legends; if none is given, the abbreviation in capitals.
     """
 
     cls: type[ChannelNorm]
@@ -125,6 +126,11 @@ class NormEntry:
     variant_defaults: dict[str, dict[str, object]] = field(default_factory=dict)
     variant_last: dict[str, dict[str, object]] = field(default_factory=dict)
     converted_defaults: dict[str, object] = field(default_factory=dict)
+    label: str = ""
+
+    def __post_init__(self):
+        if not self.label:
+            object.__setattr__(self, "label", self.short.upper())
 
     def variant(self, name: str) -> type[ChannelNorm]:
         """The class of this norm in one of :data:`VARIANTS`: ``cls`` unless it has another one
@@ -208,24 +214,25 @@ def _first_sentence(text: str) -> str:
 
 #: Name -> norm. Sources: the classes' docstrings.
 NORMS: dict[str, NormEntry] = {
-    "layer": NormEntry(LayerNorm, "ln", "layer normalization (LN)"),
+    "layer": NormEntry(LayerNorm, "ln", "layer normalization"),
     "batch": NormEntry(
         MaskedBatchNorm,
         "bn",
-        "batch normalization over real tokens (BN)",
+        "batch normalization over real tokens",
         variants={"release": MaskedBatchNormRelease},
         variant_defaults={"release": {"layer_scale_groups": 1, "sync": False}},
     ),
     "power-v": NormEntry(
         PowerNormV,
         "pnv",
-        "power normalization with batch statistics (PN-V)",
+        "power normalization with batch statistics",
         defaults={"layer_scale_groups": HEADS},
+        label="PN-V",
     ),
     "power": NormEntry(
         PowerNorm,
         "pn",
-        "power normalization with running statistics (PN)",
+        "power normalization with running statistics",
         variants={"release": PowerNormRelease},
         defaults={
             "layer_scale_groups": HEADS,
@@ -237,45 +244,51 @@ NORMS: dict[str, NormEntry] = {
     "batch-renorm": NormEntry(
         BatchRenorm,
         "brn",
-        "batch renormalization (BRN)",
+        "batch renormalization",
         defaults={"renorm_updates": part_of_run(0.3)},
     ),
-    "mabn": NormEntry(MovingAverageBatchNorm, "mabn", "moving average batch normalization (MABN)"),
+    "mabn": NormEntry(MovingAverageBatchNorm, "mabn", "moving average batch normalization"),
     "unified": NormEntry(
-        UnifiedNorm, "un", "unified normalization (UN)", variants={"release": UnifiedNormRelease}
+        UnifiedNorm, "un", "unified normalization", variants={"release": UnifiedNormRelease}
     ),
     "batch-reg": NormEntry(
         RegularizedBatchNorm,
         "rbn",
-        "regularized batch normalization (RBN)",
+        "regularized batch normalization",
         variants={"release": RegularizedBatchNormRelease},
     ),
     "prep-batch": NormEntry(
         ProgressiveBatchNorm,
         "prepbn",
-        "layer normalization that fades into re-parameterized BN (PRepBN)",
+        "layer normalization that fades into re-parameterized BN",
         defaults={"fade_updates": part_of_run(0.8)},
+        label="PRepBN",
     ),
-    "none": NormEntry(NoNorm, "none", "no normalization (none)"),
+    "none": NormEntry(NoNorm, "none", "no normalization", label="none"),
     "layer-simple": NormEntry(
-        LayerNormSimple, "lns", "layer normalization without gain and bias (LN-simple)"
+        LayerNormSimple, "lns", "layer normalization without gain and bias", label="LN-simple"
     ),
     "detach": NormEntry(
-        DetachNorm, "dn", "LN-simple without the gradient of mean or deviation (DetachNorm)"
+        DetachNorm, "dn", "LN-simple without the gradient of mean or deviation", label="DetachNorm"
     ),
     "ada": NormEntry(
-        AdaNorm, "ada", "adaptive normalization (AdaNorm)", variants={"release": AdaNormRelease}
+        AdaNorm,
+        "ada",
+        "adaptive normalization",
+        variants={"release": AdaNormRelease},
+        label="AdaNorm",
     ),
     "rms": NormEntry(
         RMSNorm,
         "rms",
-        "root mean square normalization (RMSNorm)",
+        "root mean square normalization",
         variants={"release": RMSNormRelease},
+        label="RMSNorm",
     ),
-    "scale": NormEntry(ScaleNorm, "sn", "a learned length for every token (ScaleNorm)"),
-    "group": NormEntry(GroupNorm, "gn", "layer normalization of groups of channels (GN)"),
-    "dyt": NormEntry(DynamicTanh, "dyt", "dynamic tanh in the place of a norm (DyT)"),
-    "derf": NormEntry(DynamicErf, "derf", "dynamic erf in the place of a norm (Derf)"),
+    "scale": NormEntry(ScaleNorm, "sn", "a learned length for every token", label="ScaleNorm"),
+    "group": NormEntry(GroupNorm, "gn", "layer normalization of groups of channels"),
+    "dyt": NormEntry(DynamicTanh, "dyt", "dynamic tanh in the place of a norm", label="DyT"),
+    "derf": NormEntry(DynamicErf, "derf", "dynamic erf in the place of a norm", label="Derf"),
 }
 
 #: As in the papers, or as in the code that their authors released where that computes something

@@ -15,7 +15,7 @@ def own_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def describe() -> dict:
+def describe_machine() -> dict:
     """Describe the software and the machine of this process, in plain values that JSON can hold.
 
     Returns:

@@ -21,7 +21,7 @@ and --decoder-norm-placement set where the norms are placed, and --qk-norm adds 
 (docs/placements.md)."""
 
 
-def describe(name: str) -> str:
+def describe_norm(name: str) -> str:
     """The options and flags of the norm ``name``, a line each, with the defaults in a transformer.
 
     Raises:
@@ -36,7 +36,7 @@ def describe(name: str) -> str:
     for option in flags:
         shared[f"{SHARED[option]} {_default(entry, option)}"] = description_of(entry.cls, option)
     width = max(map(len, [*own, *shared]))
-    lines = [f"{name}: {entry.title}", ""]
+    lines = [f"{name}: {entry.title} ({entry.label})", ""]
     lines.append("--norm-options:" if own else "--norm-options: none")
     lines += _table(own, width)
     lines += ["", "flags:", *_table(shared, width)]
@@ -80,12 +80,12 @@ def main(argv: list[str] | None = None) -> int:
         for path in filter(None, (args.norm_module or "").split(",")):
             load_norms(path)
         if args.name is not None:
-            print(describe(args.name))
+            print(describe_norm(args.name))
             return 0
     except ValueError as error:
         raise UserError(str(error)) from error
     width = max(map(len, NORMS))
     for name, entry in NORMS.items():
-        print(f"{name:{width}}  {entry.title}")
+        print(f"{name:{width}}  {entry.title} ({entry.label})")
     print("\npn norms NAME lists the options of a norm.")
     return 0

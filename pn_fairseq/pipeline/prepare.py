@@ -12,7 +12,7 @@ from types import ModuleType
 from pn_fairseq.common.command import ArgumentParser, UserError, absolute, say, say_next, whole
 from pn_fairseq.common.files import check_can_be_folder, check_file, check_folders, scratch_folder
 from pn_fairseq.pipeline.data import languages, pairs, settings, subwords, tokens
-from pn_fairseq.pipeline.data.preparation import Preparation, locked
+from pn_fairseq.pipeline.data.folder import DataFolder, locked
 from pn_fairseq.pipeline.data.recipes import RECIPES, load
 from pn_fairseq.pipeline.data.settings import LanguageModelSettings, Settings
 from pn_fairseq.pipeline.machine import own_cores
@@ -44,7 +44,7 @@ TOOLS = {
 }
 
 
-def options_of(recipe: ModuleType) -> dict[str, dict]:
+def options_of_recipe(recipe: ModuleType) -> dict[str, dict]:
     """The options of a recipe: flag -> arguments of add_argument."""
     options = recipe.OPTIONS
     return (
@@ -68,7 +68,7 @@ def _parser() -> ArgumentParser:
         corpus.add_argument(
             "--dest", type=absolute, metavar="DIR", help=dest, required=not recipe.CONFIG
         )
-        for flag, kind in options_of(recipe).items():
+        for flag, kind in options_of_recipe(recipe).items():
             corpus.add_argument(flag, **kind)
         check = "only check that DIR was not made with other settings"
         corpus.add_argument("--check", action="store_true", help=check)
@@ -116,7 +116,7 @@ def main(argv: list[str]) -> None:
             f"note: detokenized BLEU of {made_with.target} needs: pip install '{package}'",
         )
     given = {name: getattr(options, name, None) for name in ("moses", "mirror", "archive", "like")}
-    data = Preparation(dest, made_with, options.workers, **given)
+    data = DataFolder(dest, made_with, options.workers, **given)
     try:
         with locked(dest), scratch_folder(data.partial):
             recipe.prepare(data, options)

@@ -34,7 +34,7 @@ from pn_fairseq.common.files import CONFIGS, find_yaml, names_in, only_writer
 from pn_fairseq.pipeline.data.experiment import Experiment
 from pn_fairseq.pipeline.data.recipes import RECIPES
 from pn_fairseq.pipeline.data.settings import is_prepared
-from pn_fairseq.pipeline.prepare import options_of
+from pn_fairseq.pipeline.prepare import options_of_recipe
 from pn_fairseq.pipeline.runs import load_config
 from pn_fairseq.pipeline.steps import (
     PlannedRun,
@@ -165,7 +165,7 @@ def _parser(name: str, experiment: Experiment, preparation: Mapping[str, dict]) 
 
 def of_corpus(name: str, argv: Sequence[str]) -> int:
     """``pn reproduce NAME`` with the arguments ``argv``."""
-    options = options_of(RECIPES[name]) if is_corpus(name) else {}
+    options = options_of_recipe(RECIPES[name]) if is_corpus(name) else {}
     args = vars(_parser(name, find_experiment(name), options).parse_intermixed_args(argv))
     check_settings(args["settings"], list(argv), ("--norms", "--seeds", "--models"))
     for option in ("norms", "size"):

@@ -44,7 +44,7 @@ from pn_fairseq.common.files import (
 from pn_fairseq.pipeline import outdated, stamp
 from pn_fairseq.pipeline.data.settings import check_not_inside, check_prepared, is_prepared
 from pn_fairseq.pipeline.launch import RESUME, RankLayout, TrainingFailed, find_layout, torchrun
-from pn_fairseq.pipeline.machine import describe, own_cores
+from pn_fairseq.pipeline.machine import describe_machine, own_cores
 from pn_fairseq.pipeline.runs import Run, flat, load_config
 from pn_fairseq.pipeline.setting_roles import role_of
 
@@ -364,7 +364,7 @@ def begin(cfg, batches, layout: RankLayout, data: Path, run: Path, argv: list[st
         "command": argv,
         **dataclasses.asdict(batches),
         "ranks_of_this_machine": int(os.environ.get("LOCAL_WORLD_SIZE", 1)),  # torchrun sets it
-        **describe(),
+        **describe_machine(),
     }
     if not layout.gpu:
         record["gpus"] = []

@@ -48,7 +48,7 @@ def on_one_grid(curves: Sequence[Mapping[int, float]]) -> tuple[list[int], np.nd
     return grid, np.array(values)
 
 
-def difference(
+def difference_of_curves(
     curves: Sequence[Mapping[int, float]], baseline: Sequence[Mapping[int, float]]
 ) -> list[dict[int, float]]:
     """Each curve minus the mean of the baseline's, at the updates that the baseline has reached."""
@@ -227,7 +227,7 @@ def _differences(valid: Curves, baselines: Mapping[str, str]) -> tuple[str, Curv
         # A baseline may have one of its own, in another picture: LN with other initial weights, and
         # LN.
         if ln in valid:
-            minus[label] = difference(valid[label], valid[ln])
+            minus[label] = difference_of_curves(valid[label], valid[ln])
     return name, minus
 
 

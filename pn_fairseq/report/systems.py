@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,19 +36,10 @@ SEED = "common.seed"
 #: A label names at most so many settings; the table of the settings that differ has them all.
 _MOST_DETAILS = 4
 
-#: The settings that make a system, without the seed and how it was run, by name.
-Settings = dict[str, object]
-
 
 def norm_labels() -> dict[str, str]:
-    """Name of each norm -> its abbreviation, from the registry: the brackets at the end of its
-    title.
-    """
-    labels = {}
-    for name, entry in norms.NORMS.items():
-        brackets = re.search(r"\(([^()]+)\)$", entry.title)
-        labels[name] = brackets[1] if brackets else entry.short.upper()
-    return labels
+    """Name of each norm -> its label, in the order of the registry."""
+    return {name: entry.label for name, entry in norms.NORMS.items()}
 
 
 def norm_and_size(run: ReportedRun) -> tuple[str, str]:
@@ -92,7 +82,7 @@ def _batch(run: ReportedRun) -> dict[str, int]:
     return most
 
 
-def comparable(run: ReportedRun) -> Settings:
+def comparable(run: ReportedRun) -> dict[str, object]:
     """The settings by which a run differs from others, with norm, size and batch under names of
     their own.
     """
@@ -118,7 +108,7 @@ class CorpusRuns:
 
     data: dict[str, str] | None  # its settings; None if they are not known: a single run
     frame: pandas.DataFrame
-    settings: dict[str, Settings]  # by the label of the system
+    settings: dict[str, dict[str, object]]  # by the label of the system
     measures: dict[str, Measure]  # by name
 
     @property
@@ -271,7 +261,7 @@ def _corpus_runs(runs: Sequence[ReportedRun], batch_is_a_setting: bool = True) -
     measures = dict(own) | measures
     order = list(norm_labels().values())
     mini_batches = _mini_batches_that_count(runs) if batch_is_a_setting else []
-    systems: list[Settings] = []
+    systems: list[dict[str, object]] = []
     rows = []
     for run in runs:
         all_settings = comparable(run)
@@ -319,7 +309,7 @@ def _mini_batches_that_count(runs: Iterable[ReportedRun]) -> set[tuple[str, str]
     return {of_norm for of_norm, found in sizes.items() if len(found) > 1}
 
 
-def _details(systems: Sequence[Settings]) -> list[list[str]]:
+def _details(systems: Sequence[Mapping[str, object]]) -> list[list[str]]:
     """For each system the settings that differ from the most common value.
 
     Where no value is the most common, every value that is not the default is named; the size only
@@ -345,12 +335,14 @@ def _details(systems: Sequence[Settings]) -> list[list[str]]:
     return details
 
 
-def _several_sizes(norm: object, systems: Sequence[Settings]) -> bool:
+def _several_sizes(norm: object, systems: Sequence[Mapping[str, object]]) -> bool:
     sizes = {system[SIZE] for system in systems if system[NORM] == norm}
     return len(sizes) > 1
 
 
-def _label(number: int, systems: Sequence[Settings], details: Sequence[list[str]]) -> str:
+def _label(
+    number: int, systems: Sequence[Mapping[str, object]], details: Sequence[list[str]]
+) -> str:
     """The norm and the details; if they are many, the place among the systems of the norm, or their
     number.
     """

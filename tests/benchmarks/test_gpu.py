@@ -292,7 +292,7 @@ def test_mistakes(flags, message, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "measure", lambda *_: pytest.fail("measured"))
     (tmp_path / "file").touch()
     (tmp_path / "other").mkdir()
-    saved = {"machine": {**gpu.describe(), "torch": "1.0"}, "sections": {}}
+    saved = {"machine": {**gpu.describe_machine(), "torch": "1.0"}, "sections": {}}
     (tmp_path / "other/gpu.json").write_text(json.dumps(saved))
     assert gpu.command.run(gpu.TOOL, lambda: gpu.main(flags.split())) == 2
     (line,) = capsys.readouterr().err.splitlines()

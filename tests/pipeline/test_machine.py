@@ -14,7 +14,7 @@ from ..scripts_helpers import ROOT
 
 
 def test_description_is_of_this_machine_and_of_what_is_installed():
-    found = json.loads(json.dumps(machine.describe()))
+    found = json.loads(json.dumps(machine.describe_machine()))
     assert found["python"] == platform.python_version() == sys.version.split()[0]
     assert found["torch"] == torch.__version__ and found["pn_fairseq"] == pn_fairseq.__version__
     assert found["fairseq"] == f"fairseq-fixed {metadata.version('fairseq-fixed')}"
@@ -51,4 +51,4 @@ def test_commit_is_that_of_the_checkout_and_says_if_files_were_changed(tmp_path)
 
 def test_a_machine_without_git(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert machine.describe()["git_commit"] is None
+    assert machine.describe_machine()["git_commit"] is None

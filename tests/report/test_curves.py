@@ -3,7 +3,7 @@ import pandas
 
 from pn_fairseq.pipeline.training_log import Start, TrainingLog
 from pn_fairseq.report import curves
-from pn_fairseq.report.curves import difference, on_one_grid, style
+from pn_fairseq.report.curves import difference_of_curves, on_one_grid, style
 
 
 def test_curves_are_brought_to_one_grid():
@@ -17,8 +17,8 @@ def test_curves_are_brought_to_one_grid():
 
 def test_difference_from_the_mean_of_the_baseline():
     baseline = [{10: 4.0, 20: 3.0}, {10: 6.0, 20: 3.0}]
-    assert difference([{5: 9.0, 10: 4.5, 15: 4.0}], baseline) == [{10: -0.5, 15: 0.0}]
-    assert difference([{5: 9.0}], baseline) == difference([{5: 9.0}], []) == []
+    assert difference_of_curves([{5: 9.0, 10: 4.5, 15: 4.0}], baseline) == [{10: -0.5, 15: 0.0}]
+    assert difference_of_curves([{5: 9.0}], baseline) == difference_of_curves([{5: 9.0}], []) == []
 
 
 def draw(folder, systems, baselines):

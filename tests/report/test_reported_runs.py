@@ -419,8 +419,8 @@ def test_more_than_the_norm_differs(tmp_path):
 
 def test_norms_from_outside_the_package(tmp_path, monkeypatch):
     layer = norms.NORMS["layer"]
-    mine = dataclasses.replace(layer, short="mn", title="a norm without an abbreviation")
-    yours = dataclasses.replace(layer, short="yn", title="your norm (YOURS)")
+    mine = dataclasses.replace(layer, short="mn", label="")
+    yours = dataclasses.replace(layer, short="yn", label="YOURS")
     monkeypatch.setattr(norms, "NORMS", norms.NORMS | {"mine": mine, "yours": yours})
     runs = []
     for short in ("yn", "mn"):

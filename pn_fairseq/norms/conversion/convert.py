@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from pn_fairseq.norms.conversion.converted import Conversion, ConvertedNorm, replacement
+from pn_fairseq.norms.conversion.candidates import is_norm, norms_to_replace
+from pn_fairseq.norms.conversion.converted_norm import Conversion, ConvertedNorm, replacement
 from pn_fairseq.norms.conversion.future_tokens import warn_of_future_tokens
 from pn_fairseq.norms.conversion.mask_arguments import (
     add_argument_hooks,
     arguments_with_mask,
     mask_forms,
 )
-from pn_fairseq.norms.conversion.replaceable import is_norm, norms_to_replace
 from pn_fairseq.norms.core.channel import ChannelNorm
 from pn_fairseq.norms.masks.layouts import LAYOUTS
 from pn_fairseq.norms.masks.padding import ARGUMENT_FORMS, FORMS

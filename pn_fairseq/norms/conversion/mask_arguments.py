@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
 
-from pn_fairseq.norms.conversion.converted import Conversion, ConvertedNorm
+from pn_fairseq.norms.conversion.converted_norm import Conversion, ConvertedNorm
 from pn_fairseq.norms.core.base import RunningNorm
 from pn_fairseq.norms.core.compiled import find, handle_of, open_scopes, operator, ticket, ticket_of
 from pn_fairseq.norms.masks.padding import (

@@ -1,6 +1,6 @@
 """From published text to fairseq's binary data: ``pn prepare CORPUS``.
 
-``recipes/`` has one module for each corpus, ``preparation.py`` the steps that the recipes call in
+``recipes/`` has one module for each corpus, ``folder.py`` the steps that the recipes call in
 their order.
 
 Every step writes whole files or none and skips what is there, so that an interrupted preparation

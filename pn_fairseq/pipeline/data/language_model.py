@@ -16,8 +16,8 @@ from pn_fairseq.common.command import UserError
 from pn_fairseq.common.files import count_lines
 from pn_fairseq.pipeline.data import pairs, tokens
 from pn_fairseq.pipeline.data.binarize import SPLITS, make_bin, unknown_shares
+from pn_fairseq.pipeline.data.folder import DataFolder
 from pn_fairseq.pipeline.data.parallel import Work
-from pn_fairseq.pipeline.data.preparation import Preparation
 from pn_fairseq.pipeline.data.settings import LanguageModelSettings, Settings
 
 #: What a token can be, an option of recipes.
@@ -30,7 +30,7 @@ UNIT = {
 }
 
 
-def prepare(data: Preparation, texts: Sequence[Path], expect: Sequence[int] = ()) -> None:
+def prepare(data: DataFolder, texts: Sequence[Path], expect: Sequence[int] = ()) -> None:
     """Make the data of the files of train, valid and test, plain or .gz, in the folder of ``data``.
 
     Args:

@@ -8,7 +8,7 @@ from numpy import memmap
 
 from pn_fairseq.common.command import UserError
 from pn_fairseq.common.files import read_settings
-from pn_fairseq.pipeline.data.preparation import Preparation
+from pn_fairseq.pipeline.data.folder import DataFolder
 from pn_fairseq.pipeline.data.recipes import enwik8
 from pn_fairseq.pipeline.data.recipes.verses_lm import BOOKS, split_by_book
 
@@ -140,7 +140,7 @@ def test_enwik8_is_cut_by_numbers_of_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr(enwik8, "SHA256", "")
     splits = []
     monkeypatch.setattr(enwik8.language_model, "prepare", lambda data, texts: splits.extend(texts))
-    plan = Preparation(tmp_path / "data", enwik8.settings(None), archive=tmp_path)
+    plan = DataFolder(tmp_path / "data", enwik8.settings(None), archive=tmp_path)
     assert plan.settings.unit == "byte"
     text = bytes(range(256)) * 2
 

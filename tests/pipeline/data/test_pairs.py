@@ -7,6 +7,7 @@ import pytest
 
 from pn_fairseq.common.command import UserError
 from pn_fairseq.pipeline.data import pairs
+from pn_fairseq.pipeline.data.folder import DataFolder
 from pn_fairseq.pipeline.data.pairs import (
     as_is,
     segments,
@@ -14,7 +15,6 @@ from pn_fairseq.pipeline.data.pairs import (
     tokens,
     without_carriage_returns,
 )
-from pn_fairseq.pipeline.data.preparation import Preparation
 from pn_fairseq.pipeline.data.recipes.wmt14 import sacrebleus_segments
 from pn_fairseq.pipeline.data.settings import Settings
 
@@ -29,7 +29,7 @@ def write(folder: Path, **contents: bytes) -> tuple[Path, Path]:
 
 def take(reader: pairs.Reader, tmp_path: Path, de: bytes, en: bytes) -> tuple[list[str], list[str]]:
     with tempfile.TemporaryDirectory() as folder:
-        data = Preparation(Path(folder), Settings(source="de", target="en"))
+        data = DataFolder(Path(folder), Settings(source="de", target="en"))
         data.take(reader, "train", write(tmp_path, de=de, en=en))
         return tuple(lines(data.partial / f"text/train.{lang}") for lang in ("de", "en"))
 
@@ -131,7 +131,7 @@ def test_removed_pairs_and_counts(tmp_path):
                 if folder == "text":
                     text = text.replace(" ", "")
                 (tmp_path / f"{folder}/{split}.{lang}").write_text(text)
-    Preparation(tmp_path, Settings(source="de", target="en", clean=(1, 9, 1.5))).select()
+    DataFolder(tmp_path, Settings(source="de", target="en", clean=(1, 9, 1.5))).select()
     counts = "train.read=2 train.removed=1 train.removed.ratio=1 train=1 valid=2 test=2".split()
     for name, expected in (
         ("raw/train.de", ["ab"]),
@@ -151,5 +151,5 @@ def test_a_split_without_a_pair(tmp_path):
     settings = Settings(source="de", target="en", clean=(1, 9, 1.5), valid_every=6)
     message = "no sentence pair of valid is left .*train.read=5.*train=5, valid=0, test=5"
     with pytest.raises(UserError, match=message):
-        Preparation(tmp_path, settings).select()
+        DataFolder(tmp_path, settings).select()
     assert not (tmp_path / "counts.txt").exists()

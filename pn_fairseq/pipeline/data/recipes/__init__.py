@@ -17,7 +17,7 @@ a docstring
 ``settings(options)``
     what the data is made with, a ``Settings``; ``options`` has the values of all options
 ``prepare(data, options)``
-    the steps in their order: methods of ``Preparation``
+    the steps in their order: methods of ``DataFolder``
 ``folder(options)``
     if it depends on the options: the name of the data's folder in runs/data, instead of ``CONFIG``
 """

@@ -10,7 +10,7 @@ from pn_fairseq.common.command import UserError
 from pn_fairseq.pipeline.data import language_model
 from pn_fairseq.pipeline.data.binarize import SPLITS
 from pn_fairseq.pipeline.data.experiment import Experiment
-from pn_fairseq.pipeline.data.preparation import ARCHIVE, LanguageModelSettings, Preparation
+from pn_fairseq.pipeline.data.folder import ARCHIVE, DataFolder, LanguageModelSettings
 
 CONFIG = "enwik8_lm"
 REPRODUCE = Experiment(
@@ -28,7 +28,7 @@ def settings(options) -> LanguageModelSettings:
     return LanguageModelSettings(corpus="enwik8", unit="byte")
 
 
-def prepare(data: Preparation, options) -> None:
+def prepare(data: DataFolder, options) -> None:
     (file,) = data.published({URL: SHA256})
     (whole,) = data.unpack(file, ["enwik8"])
     size = whole.stat().st_size

@@ -12,8 +12,8 @@ Downloads IWSLT14 German-English and makes the data for `pn train iwslt14_de_en`
 """
 
 from pn_fairseq.pipeline.data.experiment import Experiment
+from pn_fairseq.pipeline.data.folder import ARCHIVE, DataFolder, Settings, bpe
 from pn_fairseq.pipeline.data.pairs import segments, strip_tags
-from pn_fairseq.pipeline.data.preparation import ARCHIVE, Preparation, Settings, bpe
 
 CONFIG = "iwslt14_de_en"
 REPRODUCE = Experiment(CONFIG, "iwslt")
@@ -39,7 +39,7 @@ def settings(options) -> Settings:
     )
 
 
-def prepare(data: Preparation, options) -> None:
+def prepare(data: DataFolder, options) -> None:
     # 1. The published text, one sentence per line: DEST/text.
     files = data.published({URL: ""})
     if files:

@@ -6,8 +6,8 @@ DIR/raw the detokenized text.
 """
 
 from pn_fairseq.pipeline.data.experiment import Experiment
+from pn_fairseq.pipeline.data.folder import ARCHIVE, DataFolder, Settings, bpe
 from pn_fairseq.pipeline.data.pairs import tokens
-from pn_fairseq.pipeline.data.preparation import ARCHIVE, Preparation, Settings, bpe
 from pn_fairseq.pipeline.data.settings import WITHOUT_FINAL_STOP
 
 CONFIG = "iwslt15_en_vi"
@@ -33,7 +33,7 @@ def settings(options) -> Settings:
     )
 
 
-def prepare(data: Preparation, options) -> None:
+def prepare(data: DataFolder, options) -> None:
     # 1. The published tokens, as they are (DEST/text/tokens): they were tokenized as Moses' scripts
     # do it, with ' as &apos; and so on, and published BLEU scores compare such tokens. sacreBLEU
     # and chrF need plain text (DEST/text): the nearest text is what the detokenizer of the

@@ -8,7 +8,7 @@ makers ask that it be used for research and education only, and it is not downlo
 """
 
 from pn_fairseq.pipeline.data.experiment import Experiment
-from pn_fairseq.pipeline.data.preparation import CORPUS, Preparation, Settings, bpe
+from pn_fairseq.pipeline.data.folder import CORPUS, DataFolder, Settings, bpe
 
 CONFIG = "multi30k_de_en"
 REPRODUCE = Experiment(CONFIG, "tiny")
@@ -26,6 +26,6 @@ def settings(options) -> Settings:
     return Settings(source="de", target="en", lower=True, bpe=options.bpe)
 
 
-def prepare(data: Preparation, options) -> None:
+def prepare(data: DataFolder, options) -> None:
     expect = (29000, 1014, 1000 if options.test in ("test2016", "test2017") else 0)
     data.prepare_folder(options.corpus, options.test, expect)

@@ -11,7 +11,7 @@ and 1,014 validation pairs, 1,000 in each test set.
 """
 
 from pn_fairseq.pipeline.data.experiment import Experiment
-from pn_fairseq.pipeline.data.preparation import CORPUS, Preparation, Settings
+from pn_fairseq.pipeline.data.folder import CORPUS, DataFolder, Settings
 from pn_fairseq.pipeline.data.settings import NONE
 
 CONFIG = "multi30k_en_de_tiny"
@@ -35,7 +35,7 @@ def settings(options) -> Settings:
     return Settings(source="en", target="de", lower=True, tokenizer=NONE, bpe=10000)
 
 
-def prepare(data: Preparation, options) -> None:
+def prepare(data: DataFolder, options) -> None:
     data.splits = [*CONTENT]
     texts = {}
     for subset, (names, _) in CONTENT.items():

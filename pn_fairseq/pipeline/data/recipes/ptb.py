@@ -8,7 +8,7 @@ Refuses text that does not contain 929,589 / 73,760 / 82,430 tokens, ends of lin
 
 from pn_fairseq.pipeline.data import language_model
 from pn_fairseq.pipeline.data.experiment import Experiment
-from pn_fairseq.pipeline.data.preparation import CORPUS, LanguageModelSettings, Preparation
+from pn_fairseq.pipeline.data.folder import CORPUS, DataFolder, LanguageModelSettings
 
 CONFIG = "ptb_lm"
 # The paper has layer-scale "in each model setting"; it would not change LN and GN, and PN-V and PN
@@ -25,5 +25,5 @@ def settings(options) -> LanguageModelSettings:
     return LanguageModelSettings(corpus="PTB")
 
 
-def prepare(data: Preparation, options) -> None:
+def prepare(data: DataFolder, options) -> None:
     language_model.prepare(data, [options.corpus / name for name in FILES], TOKENS)

@@ -16,7 +16,7 @@ from pathlib import Path
 from pn_fairseq.common.command import UserError, absolute, say, shown
 from pn_fairseq.pipeline.data import pairs, subwords
 from pn_fairseq.pipeline.data.binarize import SPLITS
-from pn_fairseq.pipeline.data.preparation import CORPUS, KEEP_CASE, Preparation, Settings, bpe
+from pn_fairseq.pipeline.data.folder import CORPUS, KEEP_CASE, DataFolder, Settings, bpe
 from pn_fairseq.pipeline.data.settings import MOSES, NONE, SACREMOSES, check_prepared, read
 
 CONFIG = ""
@@ -77,7 +77,7 @@ def patterns(file: Path) -> list[str]:
     return [line for line in lines if line]
 
 
-def settings_of(data: Path, option: str, options) -> Settings:
+def settings_of_prepared(data: Path, option: str, options) -> Settings:
     """The settings of prepared data, which ``option`` names; no other option may give others."""
     given = [f"--{name.replace('_', '-')}" for name in GIVEN if getattr(options, name)]
     if given:
@@ -102,7 +102,7 @@ def settings(options) -> Settings:
                 f"--test {options.test}: name it as its files, NAME.LANG, and other than train, "
                 "valid, test"
             )
-        return settings_of(options.dest, "--test", options)
+        return settings_of_prepared(options.dest, "--test", options)
     if options.like:
         if options.like == options.dest:
             raise UserError(
@@ -110,7 +110,9 @@ def settings(options) -> Settings:
                 "another --dest"
             )
         # How it was cleaned and what it is validated on are not the model's.
-        return replace(settings_of(options.like, "--like", options), clean=(), valid_every=0)
+        return replace(
+            settings_of_prepared(options.like, "--like", options), clean=(), valid_every=0
+        )
     if not (options.source and options.target):
         raise UserError("--source and --target are required (without --like)")
     if options.source == options.target:
@@ -150,7 +152,7 @@ def test_sets(folder: Path, dest: Path, languages: Sequence[str]) -> list[str]:
     return numbered
 
 
-def prepare(data: Preparation, options) -> None:
+def prepare(data: DataFolder, options) -> None:
     if options.test:
         data.splits = [options.test]
         data.add_test(options.corpus)

@@ -7,7 +7,7 @@ plain or .gz). A token in counts.txt is a word, or with --unit byte a byte, or t
 from pn_fairseq.common.command import UserError, whole
 from pn_fairseq.pipeline.data import language_model
 from pn_fairseq.pipeline.data.binarize import SPLITS
-from pn_fairseq.pipeline.data.preparation import CORPUS, LanguageModelSettings, Preparation
+from pn_fairseq.pipeline.data.folder import CORPUS, DataFolder, LanguageModelSettings
 from pn_fairseq.pipeline.data.settings import NONE, SACREMOSES
 
 CONFIG = ""
@@ -38,5 +38,5 @@ def settings(options) -> LanguageModelSettings:
     )
 
 
-def prepare(data: Preparation, options) -> None:
+def prepare(data: DataFolder, options) -> None:
     language_model.prepare(data, [options.corpus / f"{split}.txt" for split in SPLITS])

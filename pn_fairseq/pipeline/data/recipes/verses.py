@@ -9,7 +9,7 @@ from pathlib import Path
 from pn_fairseq.common.command import UserError
 from pn_fairseq.common.files import checksum, read_settings, shipped
 from pn_fairseq.pipeline.data.experiment import Experiment
-from pn_fairseq.pipeline.data.preparation import KEEP_CASE, Preparation, Settings, bpe
+from pn_fairseq.pipeline.data.folder import KEEP_CASE, DataFolder, Settings, bpe
 
 CONFIG = "verses_es_en"
 REPRODUCE = Experiment(CONFIG, "tiny", (1, 2))
@@ -29,5 +29,5 @@ def settings(options) -> Settings:
     return Settings(source="es", target="en", lower=not options.keep_case, bpe=options.bpe)
 
 
-def prepare(data: Preparation, options) -> None:
+def prepare(data: DataFolder, options) -> None:
     data.prepare_folder(corpus())

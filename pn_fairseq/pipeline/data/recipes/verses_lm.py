@@ -13,8 +13,8 @@ from pathlib import Path
 from pn_fairseq.pipeline.data import language_model
 from pn_fairseq.pipeline.data.binarize import SPLITS
 from pn_fairseq.pipeline.data.experiment import Experiment
+from pn_fairseq.pipeline.data.folder import DataFolder, LanguageModelSettings
 from pn_fairseq.pipeline.data.pairs import as_is
-from pn_fairseq.pipeline.data.preparation import LanguageModelSettings, Preparation
 from pn_fairseq.pipeline.data.recipes import verses
 from pn_fairseq.pipeline.data.settings import SACREMOSES
 
@@ -79,5 +79,5 @@ def settings(options) -> LanguageModelSettings:
     )
 
 
-def prepare(data: Preparation, options) -> None:
+def prepare(data: DataFolder, options) -> None:
     language_model.prepare(data, split_by_book(verses.corpus(), data.partial / "unpacked"))

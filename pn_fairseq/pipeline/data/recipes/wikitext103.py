@@ -7,7 +7,7 @@ lines included.
 
 from pn_fairseq.pipeline.data import language_model
 from pn_fairseq.pipeline.data.experiment import Experiment
-from pn_fairseq.pipeline.data.preparation import ARCHIVE, LanguageModelSettings, Preparation
+from pn_fairseq.pipeline.data.folder import ARCHIVE, DataFolder, LanguageModelSettings
 
 CONFIG = "wikitext103_lm"
 # Layer-scale as in ptb.py.
@@ -28,6 +28,6 @@ def settings(options) -> LanguageModelSettings:
     return LanguageModelSettings(corpus="WikiText-103")
 
 
-def prepare(data: Preparation, options) -> None:
+def prepare(data: DataFolder, options) -> None:
     (file,) = data.published({URL: SHA256})
     language_model.prepare(data, data.unpack(file, MEMBERS), TOKENS)

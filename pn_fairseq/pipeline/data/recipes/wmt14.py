@@ -16,8 +16,8 @@ the end.
 from functools import partial
 
 from pn_fairseq.pipeline.data.experiment import Experiment
+from pn_fairseq.pipeline.data.folder import ARCHIVE, DataFolder, Settings, bpe
 from pn_fairseq.pipeline.data.pairs import segments, without_carriage_returns
-from pn_fairseq.pipeline.data.preparation import ARCHIVE, Preparation, Settings, bpe
 
 CONFIG = "wmt14_en_de_big"
 REPRODUCE = Experiment(CONFIG, "wmt_en_de_big", (1,))
@@ -77,7 +77,7 @@ def settings(options) -> Settings:
     )
 
 
-def prepare(data: Preparation, options) -> None:
+def prepare(data: DataFolder, options) -> None:
     # 1. The published text, one sentence per line: DEST/text.
     files = data.published(dict.fromkeys(CONTENT, "") | {TEST: TEST_MD5})
     if files:

@@ -1,7 +1,7 @@
-"""The steps of a preparation, which the recipes call in their order.
+"""A folder of prepared data, and the steps that fill it, which the recipes call in their order.
 
-They fill the folders raw, tok, bpe and bin, which ``pn prepare CORPUS --help`` describes, with the
-same sentences, line by line, and write
+The steps fill the folders raw, tok, bpe and bin, which ``pn prepare CORPUS --help`` describes, with
+the same sentences, line by line, and write
   settings.txt  what it was made with, name=value, then the checksums of the text (settings.py)
   counts.txt    name=value: SPLIT, the pairs in it; after a cleaning train.read and train.removed
   removed.tsv   after a cleaning each removed pair: split, line in text/, reason, tokens of both
@@ -91,8 +91,8 @@ def locked(dest: Path) -> Iterator[None]:
 
 
 @dataclass
-class Preparation:
-    """The steps for the folder ``dest``.
+class DataFolder:
+    """The folder ``dest``, and the steps that fill it.
 
     Names of folders are folders in it; DEST/partial is removed at the end.
     """

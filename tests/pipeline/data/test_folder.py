@@ -14,7 +14,7 @@ from sentencepiece import SentencePieceProcessor
 
 from pn_fairseq.pipeline.data import languages, pairs, subwords, tokens
 from pn_fairseq.pipeline.data.binarize import SPLITS
-from pn_fairseq.pipeline.data.preparation import Preparation, locked
+from pn_fairseq.pipeline.data.folder import DataFolder, locked
 from pn_fairseq.pipeline.data.recipes import RECIPES
 from pn_fairseq.pipeline.data.settings import Settings, read
 from pn_fairseq.pipeline.data.suspicious import notes_on
@@ -152,7 +152,7 @@ def test_the_same_text_on_both_sides_is_said(tmp_path, capsys):
     for split, english in texts.items():
         (tmp_path / f"partial/text/{split}.es").write_text("uno\ndos\ntres\n")
         (tmp_path / f"partial/text/{split}.en").write_text(english)
-    Preparation(tmp_path, Settings(source="es", target="en"))._note_on_text()
+    DataFolder(tmp_path, Settings(source="es", target="en"))._note_on_text()
     said = capsys.readouterr().err.splitlines()
     same = "are the same on both sides"
     assert said == [
@@ -367,7 +367,7 @@ def test_what_detokenization_does_not_restore_is_said(text, needle, tmp_path, ca
     (tmp_path / "raw").mkdir()
     for lang, content in (("es", text * 3), ("en", "It\u2019s mine.\n")):
         (tmp_path / f"raw/valid.{lang}").write_text(content, "utf-8")
-    Preparation(tmp_path, Settings(source="es", target="en"), splits=["valid"]).tokenize(
+    DataFolder(tmp_path, Settings(source="es", target="en"), splits=["valid"]).tokenize(
         "raw", "tok"
     )
     said = capsys.readouterr().err

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from pn_fairseq.norms.conversion.converted import BATCH_NORMS, EPS_NAMES, eps_of, gain_of
+from pn_fairseq.norms.conversion.converted_norm import BATCH_NORMS, EPS_NAMES, eps_of, gain_of
 from pn_fairseq.norms.conversion.mask_arguments import parameters_of
 from pn_fairseq.norms.core.base import ChannelNorm
 from pn_fairseq.norms.masks.padding import ARGUMENT_FORMS, matches, patterns_of
