@@ -79,8 +79,9 @@ def markdown_table(
     header: Sequence[str], lines: Iterable[Sequence[str]], align: str = "---:"
 ) -> str:
     """A table with its first column aligned left, the others as ``align``."""
-    rows = [header, ["---"] + [align] * (len(header) - 1), *lines]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+    rows = [f"| {' | '.join(cells)} |" for cells in (header, *lines)]
+    rows.insert(1, "|---|" + f"{align}|" * (len(header) - 1))
+    return "\n".join(rows)
 
 
 def draw(rows: list[dict], output: Path) -> None:

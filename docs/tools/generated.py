@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pandas
 
+from benchmarks.table import markdown_table as table_of_lines
 from docs.tools.compilation import table_of_compiled_norms
 from docs.tools.frameworks import table_of_frameworks
 from docs.tools.invariances import table_of_invariances
@@ -67,11 +68,7 @@ def _listed(texts: Iterable[str]) -> str:
 
 def plain_table(rows: Sequence[dict[str, str]], rule: str = "---") -> str:
     """Rows as Markdown without spaces for alignment; ``rule``: of all columns but the first."""
-    titles = list(rows[0])
-    lines = [titles, *(list(row.values()) for row in rows)]
-    texts = [f"| {' | '.join(cells)} |" for cells in lines]
-    texts.insert(1, f"|---{f'|{rule}' * (len(titles) - 1)}|")
-    return "\n".join(texts)
+    return table_of_lines(list(rows[0]), [list(row.values()) for row in rows], rule)
 
 
 def _shape(tensor) -> str:

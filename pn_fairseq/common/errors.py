@@ -4,10 +4,13 @@ Without torch.
 """
 
 import difflib
+import importlib.util
 import sys
+import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 
 
 class Unavailable(RuntimeError):
@@ -82,6 +85,26 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
         f"unknown {kind} {name!r}{did_you_mean(name, known)}; there are "
         f"{', '.join(known) or 'none'}"
     )
+
+
+def run_file(file: Path, name: str) -> ModuleType:
+    """Run a user's Python file as the module ``name``.
+
+    Raises:
+        ValueError: it ends with an error; the message holds the line, the kind and the text.
+    """
+    spec = importlib.util.spec_from_file_location(name, file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [f"line {frame.lineno}: " for frame in frames if frame.filename == str(file)]
+        where = "".join(lines[-1:])  # none of a syntax error, whose text has it
+        raise ValueError(f"{where}{type(error).__name__}: {error}") from error
+    return module
 
 
 def error_chain(error: BaseException | None) -> Iterator[BaseException]:

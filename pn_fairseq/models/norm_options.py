@@ -294,8 +294,8 @@ class NormOptions:
                 default = entry.default(option, self.norm_variant)
                 if default is inspect.Parameter.empty:
                     raise ValueError(f"the norm {name} needs the norm option {option}")
-                value = self._default(entry, option)
-                if isinstance(default, FromRun) and value is not None:
+                value = default.value(self.run) if isinstance(default, FromRun) else None
+                if value is not None:
                     options[option] = value
         return options
 

@@ -4,7 +4,6 @@ Command-line choices, architectures, tests, benchmarks, reports and docs derive 
 """
 
 import html
-import importlib.util
 import inspect
 import re
 import sys
@@ -14,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from zlib import crc32
 
-from pn_fairseq.common.errors import did_you_mean
+from pn_fairseq.common.errors import did_you_mean, run_file
 from pn_fairseq.norms.batch import MaskedBatchNorm, MaskedBatchNormRelease
 from pn_fairseq.norms.batch_reg import RegularizedBatchNorm, RegularizedBatchNormRelease
 from pn_fairseq.norms.batch_renorm import BatchRenorm
@@ -341,16 +340,10 @@ def load_norms(path: str) -> None:
         )
     if file.suffix != ".py":
         raise ValueError(f"norm module {path!r} is no Python file, whose name ends in .py")
-    spec = importlib.util.spec_from_file_location(module_name, file)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[module_name]
-        raise ValueError(
-            f"norm module {path!r} cannot be imported: {type(error).__name__}: {error}"
-        ) from error
+        run_file(file, module_name)
+    except ValueError as error:
+        raise ValueError(f"norm module {path!r} cannot be imported: {error}") from error
 
 
 def find_norm(name: str) -> NormEntry:

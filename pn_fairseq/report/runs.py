@@ -40,8 +40,7 @@ class ReportedRun:
     settings_by_name: dict[str, object]  # all settings by dotted name; empty: not known
     # the settings of the prepared data and the checksums of its files when the run was trained
     data_settings: dict[str, str] | None
-    # the records of starts.jsonl, in order: ``world_size`` is the number of ranks, and each of the
-    # ``machines`` has its number of ``ranks``
+    # the records of starts.jsonl, in order; ``world_size`` is the number of ranks
     starts: list[dict]
     unreadable_starts: list[int] | None  # numbers of its lines; None: there is no starts.jsonl
     scores: Scores | None  # of a translation
@@ -449,10 +448,10 @@ def _problems_of_results(run: ReportedRun) -> list[str]:
         problems += outdated.of_result(
             str(file.relative_to(run.path)), stamp.stamp_of(file), averaged
         )
-    elif run.decoded is None:
+    elif run.decoded is None and not run.measured:
         lacking = "" if any(run.folder.checkpoints.glob("*.pt")) else ", and there is no checkpoint"
         problems.append(f"not decoded: there is no {name}{lacking}")
-    else:
+    elif run.decoded is not None:
         number = outdated.number_averaged(averaged)
         wanted = run.get("average_last")
         if wanted and number and number < wanted:

@@ -322,12 +322,6 @@ def machines_table(runs: Sequence[ReportedRun]) -> pandas.DataFrame:
 
 def _plain(value: object) -> str:
     """A value of starts.jsonl in words."""
-    if isinstance(value, dict):
-        parts = []
-        for name, part in value.items():
-            title = name.replace("_", " ")
-            parts.append(f"{title} {_plain(part)}" if part else f"no {title}")
-        return ", ".join(parts) or "none"
     if isinstance(value, list):  # eight times the same GPU
         parts = []
         for text, times in Counter(map(_plain, value)).items():

@@ -174,6 +174,7 @@ def test_a_subset_may_have_measures_of_a_file_alone(tmp_path):
     page = report(run, options=("--subset", "spoken"))
     assert page.systems["PN"]["COMET"] == "0.8000"
     assert page.says("Signature of COMET: wmt22-comet-da|x") and not page.says("detokenized")
+    assert not page.says("not decoded: ")
     page = report(run)
     sentence = "Of hypotheses detokenized by sacremoses and, for typographic quotation marks, by "
     sentence += "rules of this project (+quotes): detokenized BLEU, chrF2."

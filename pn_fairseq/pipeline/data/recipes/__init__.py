@@ -23,12 +23,11 @@ a docstring
 """
 
 import importlib
-import importlib.util
 import pkgutil
-import traceback
 from dataclasses import replace
 
 from pn_fairseq.common.command import UserError, absolute
+from pn_fairseq.common.errors import run_file
 
 #: Name of the corpus -> its recipe.
 RECIPES = {
@@ -48,15 +47,10 @@ def load(file: str) -> str:
             f"'{file}' has the name of another recipe, '{known.__file__}'; give the file another "
             "name"
         )
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    recipe = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(recipe)
-    except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [f"line {frame.lineno}: " for frame in frames if frame.filename == str(path)]
-        where = "".join(lines[-1:])  # none of a syntax error, whose text has it
-        raise UserError(f"{file}: {where}{type(error).__name__}: {error}") from error
+        recipe = run_file(path, f"pn_fairseq_recipe_{path.stem}")
+    except ValueError as error:
+        raise UserError(f"{file}: {error}") from error
     for name in ("__doc__", "CONFIG", "OPTIONS", "settings", "prepare"):
         if getattr(recipe, name, None) is None:
             raise UserError(f"{file} is no recipe: it has no {name} (docs/adding_a_corpus.md)")
