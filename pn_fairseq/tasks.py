@@ -1,18 +1,11 @@
 """Tasks of fairseq, registered on import."""
 
-from dataclasses import dataclass
-
 import numpy as np
 from fairseq.tasks import register_task
 from fairseq.tasks.translation import TranslationConfig, TranslationTask
 
 
-@dataclass
-class RandomBatchesConfig(TranslationConfig):
-    """The settings of fairseq's task ``translation``."""
-
-
-@register_task("translation_random_batches", dataclass=RandomBatchesConfig)
+@register_task("translation_random_batches", dataclass=TranslationConfig)
 class TranslationRandomBatches(TranslationTask):
     """Translation whose training batches hold random sentences.
 

@@ -152,17 +152,12 @@ class TensorizedDecoder(LayerStack, FairseqDecoder):
         else:
             self.output_bias = nn.Parameter(torch.zeros(len(dictionary)))
 
-    def forward(self, prev_output_tokens, encoder_out=None, features_only=False, **_):
-        """Logits, (B, T, V), and a dict as from fairseq's decoders; the features, (B, T, C), for an
-        adaptive softmax.
+    def extract_features(self, prev_output_tokens, encoder_out=None, **_):
+        """Features, (B, T, C), and a dict as from fairseq's decoders.
 
         Raises:
             ValueError: ``prev_output_tokens``, (B, T), has more than T_max positions.
         """
-        x = self.extract_features(prev_output_tokens)
-        return (x if features_only else self.output_layer(x)), {"attn": [None]}
-
-    def extract_features(self, prev_output_tokens: Tensor) -> Tensor:
         time = prev_output_tokens.size(1)
         if time > self.length:
             raise ValueError(
@@ -177,9 +172,10 @@ class TensorizedDecoder(LayerStack, FairseqDecoder):
             x = layer(x, positions, self.content_bias, self.position_bias, mask)
         if self.layer_norm is not None:
             x = self.layer_norm(x, mask)
-        return x.transpose(0, 1)
+        return x.transpose(0, 1), {"attn": [None]}
 
-    def output_layer(self, features: Tensor) -> Tensor:
+    def output_layer(self, features: Tensor, **_) -> Tensor:
+        """Logits, (B, T, V); an adaptive softmax takes the features as they are."""
         if self.adaptive_softmax is not None:
             return features
         return F.linear(features, self.embed_tokens.weight, self.output_bias)
