@@ -695,9 +695,14 @@ std::tuple<Tensor, Tensor> batch_step_(
 // Functions with a gradient made of the operators, which compute on any device: the autograd functions of ops.py, with a
 // third of their overhead on a few tokens.
 
+// An operator as a function that autograd does not look at: these functions have gradients of their own.
 template <class Function>
-c10::TypedOperatorHandle<Function> operator_of(const char* name, Function&) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Function>();
+auto operator_of(const char* name, Function&) {
+  const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Function>();
+  return [handle](auto&&... arguments) {
+    const at::AutoDispatchBelowAutograd unrecorded;
+    return handle.call(arguments...);
+  };
 }
 
 using torch::autograd::AutogradContext;
@@ -716,6 +721,7 @@ void refuse_second_derivative() {
 }
 
 Tensor row_of(const Tensor& sums, int64_t row, bool needed, const Tensor& like) {
+  const at::AutoDispatchBelowADInplaceOrView untracked;
   return needed ? sums.select(0, row).to(like.scalar_type()) : Tensor();
 }
 
@@ -737,7 +743,7 @@ struct Evaluate : torch::autograd::Function<Evaluate> {
       const Optional& moment, int64_t groups, double eps) {
     static const auto operation = operator_of("pn_fairseq::normalize", normalize);
     const Optional none;
-    const auto [y, inv_rms, _, __] = operation.call(x, weight, bias, mean, moment, none, none, groups, eps, false);
+    const auto [y, inv_rms, _, __] = operation(x, weight, bias, mean, moment, none, none, groups, eps, false);
     // The running statistics may change before the backward pass, which needs their values in this forward.
     const Tensor kept_mean = mean ? mean->clone() : Tensor(), kept = moment ? moment->clone() : Tensor();
     context->save_for_backward({x, or_nothing(weight), kept_mean, kept, inv_rms});
@@ -756,7 +762,7 @@ struct Evaluate : torch::autograd::Function<Evaluate> {
     const double eps = context->saved_data["eps"].toDouble();
     const auto needs = needed(context, {true, weight.defined(), context->saved_data["bias"].toBool()});
     const Optional none, mean = if_defined(saved[2]), moment = if_defined(saved[3]);
-    const auto [dx, sums, _] = operation.call(
+    const auto [dx, sums, _] = operation(
         gradients[0], x, none, if_defined(weight), mean, moment, none, none, none, none, inv_rms, groups, eps,
         needs[1] || needs[2]);
     return gradients_of(7, needs, dx, sums, weight);
@@ -769,7 +775,7 @@ struct Standardized : torch::autograd::Function<Standardized> {
       double square_factor, double eps_in_root, double eps_outside, double min_divisor, double gain, double gain_slope,
       bool through_mean, bool through_divisor) {
     static const auto operation = operator_of("pn_fairseq::standardize", standardize);
-    const auto [y, stats] = operation.call(
+    const auto [y, stats] = operation(
         x, weight, bias, groups, centered, square_factor, eps_in_root, eps_outside, min_divisor, gain, gain_slope);
     context->save_for_backward({x, or_nothing(weight), stats});
     context->saved_data["groups"] = groups;
@@ -788,7 +794,7 @@ struct Standardized : torch::autograd::Function<Standardized> {
     const Tensor &x = saved[0], &weight = saved[1], &stats = saved[2];
     auto& rest = context->saved_data;
     const auto needs = needed(context, {true, weight.defined(), rest["bias"].toBool()});
-    const auto [dx, sums] = operation.call(
+    const auto [dx, sums] = operation(
         gradients[0], x, if_defined(weight), stats, rest["groups"].toInt(), rest["gain"].toDouble(),
         rest["gain_slope"].toDouble(), rest["through_mean"].toBool(), rest["through_divisor"].toBool(), needs[1] || needs[2]);
     return gradients_of(13, needs, dx, sums, weight);
@@ -803,7 +809,7 @@ struct Squashed : torch::autograd::Function<Squashed> {
     context->save_for_backward({x, or_nothing(weight), alpha, or_nothing(shift)});
     context->saved_data["erf"] = erf;
     context->saved_data["bias"] = bias.has_value();
-    return operation.call(x, weight, bias, alpha, shift, erf);
+    return operation(x, weight, bias, alpha, shift, erf);
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
@@ -814,7 +820,7 @@ struct Squashed : torch::autograd::Function<Squashed> {
     auto& rest = context->saved_data;
     const auto needs = needed(context, {true, weight.defined(), rest["bias"].toBool(), true, shift.defined()});
     const auto [dx, sums, scalars] =
-        operation.call(gradients[0], x, if_defined(weight), alpha, if_defined(shift), rest["erf"].toBool());
+        operation(gradients[0], x, if_defined(weight), alpha, if_defined(shift), rest["erf"].toBool());
     variable_list result = gradients_of(6, needs, dx, sums, weight);
     for (int64_t row = 0; row < 2; ++row) result[3 + row] = row_of(scalars.unsqueeze(1), row, needs[3 + row], alpha);
     return result;
@@ -924,7 +930,7 @@ struct PowerTrain : torch::autograd::Function<PowerTrain> {
     static const auto operation = operator_of("pn_fairseq::normalize", normalize);
     const Optional none;
     const auto [y, inv_rms, batch_psi2, count] =
-        operation.call(x, weight, bias, none, read.psi2, padding, none, groups, eps, true);
+        operation(x, weight, bias, none, read.psi2, padding, none, groups, eps, true);
     norm.keep_in(context, x, weight, bias, padding, inv_rms, count, groups, eps);
     auto& kept = context->saved_data;
     kept["psi2"] = read.psi2;
@@ -940,7 +946,7 @@ struct PowerTrain : torch::autograd::Function<PowerTrain> {
     const Backward pass(context);
     auto& kept = context->saved_data;
     const auto [dx, sums] = move_once(context, [&](const std::vector<Tensor>& state, const Optional& diagnostics) {
-      return operation.call(
+      return operation(
           gradients[0], pass.x, pass.padding, pass.weight, kept["psi2"].toTensor(), kept["nu"].toTensor(), pass.loss_scale,
           pass.inv_rms, state[0], state[1], state[2], diagnostics, kept["batch_psi2"].toTensor(), kept["count"].toTensor(),
           kept["groups"].toInt(), kept["eps"].toDouble(), 0, kept["alpha_fwd"].toDouble(),
@@ -956,7 +962,7 @@ struct BatchTrain : torch::autograd::Function<BatchTrain> {
       const Norm& norm, int64_t groups, double eps, double alpha, bool unbiased) {
     static const auto operation = operator_of("pn_fairseq::batch_normalize", batch_normalize);
     const bool centered = norm.state.size() == 3;
-    const auto [y, inv_rms, mean, moment, count] = operation.call(x, weight, bias, padding, groups, eps, centered);
+    const auto [y, inv_rms, mean, moment, count] = operation(x, weight, bias, padding, groups, eps, centered);
     norm.keep_in(context, x, weight, bias, padding, inv_rms, count, groups, eps);
     auto& kept = context->saved_data;
     kept["mean"] = centered ? Optional(mean) : Optional();
@@ -972,7 +978,7 @@ struct BatchTrain : torch::autograd::Function<BatchTrain> {
     auto& kept = context->saved_data;
     const auto [dx, sums] = move_once(context, [&](const std::vector<Tensor>& state, const Optional& diagnostics) {
       const Optional running_mean = state.size() == 3 ? Optional(state[1]) : Optional();
-      return operation.call(
+      return operation(
           gradients[0], pass.x, pass.padding, pass.weight, kept["mean"].toOptional<Tensor>(), kept["moment"].toTensor(),
           kept["count"].toTensor(), pass.loss_scale, pass.inv_rms, state[0], running_mean, state.back(), diagnostics,
           kept["groups"].toInt(), kept["eps"].toDouble(), kept["alpha"].toDouble(), kept["unbiased"].toBool());
