@@ -65,7 +65,7 @@ def make_models(states: dict[str, dict]) -> dict[str, nn.Module]:
     for name, state in states.items():
         models[name] = model_of(model_settings_of(state, name), state["model"], name)
         if running_norms(models[name]):
-            folded, _, difference = fold_checkpoint(state, name)
+            folded, _, _, difference = fold_checkpoint(state, name)
             print(f"{name}{FOLDED}: {difference}", file=sys.stderr)
             models[name + FOLDED] = model_of(model_settings_of(folded, name), folded["model"], name)
     models[AGAIN] = copy.deepcopy(models[BASE])

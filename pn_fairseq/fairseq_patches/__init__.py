@@ -107,7 +107,7 @@ def patch(owner, name: str, parameters: str) -> Callable[[Callable], Callable]:
                 f"takes ({actual}) instead of ({parameters})",
                 stacklevel=2,
             )
-        elif patches_enabled():
+        elif patches_enabled():  # the pipeline imports some of these modules for their functions
 
             @functools.wraps(original)
             def function(*args, **kwargs):

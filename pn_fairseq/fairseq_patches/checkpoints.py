@@ -101,7 +101,7 @@ def write_files(original, cfg, trainer, epoch_itr, val_loss):
     interval = cfg.save_interval_updates
     lost = interval > 0 and trainer.get_num_updates() % interval == 0 and epoch_itr.end_of_epoch()
     of_epoch = not cfg.no_epoch_checkpoints and epoch_itr.epoch % cfg.save_interval == 0
-    # which allows one file for each save
+    # asynchronous writing allows one file for each save
     if not lost or (of_epoch and cfg.write_checkpoints_asynchronously):
         return original(cfg, trainer, epoch_itr, val_loss)
     within_epoch = SimpleNamespace(

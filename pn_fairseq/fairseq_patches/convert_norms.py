@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from pn_fairseq.common.command import checked
 from pn_fairseq.fairseq_patches import patch
 from pn_fairseq.fairseq_patches.diagnostics_log import DiagnosticsLog, dashboard_interval
-from pn_fairseq.fairseq_patches.run_settings import learning_rate_warmup, writable
+from pn_fairseq.fairseq_patches.run_settings import circumstances_of, writable
 from pn_fairseq.norms import RunningNorm, build_norm, convert_norms, running_norms
 from pn_fairseq.norms.conversion.convert import convert
 from pn_fairseq.norms.conversion.converted_norm import ConvertedNorm
 from pn_fairseq.norms.masks.padding import current_backward, padding
 from pn_fairseq.norms.options import read_pairs, typed
-from pn_fairseq.norms.registry import Circumstances, check_option, find_norm
+from pn_fairseq.norms.registry import FromRun, check_option, find_norm
 
 #: Settings of a model that are this patch's.
 SETTINGS = ("convert_norms", "norm_ignore_mask")
@@ -129,14 +129,15 @@ def build_model(original, cfg, task, from_checkpoint=False):
                 setattr(cfg, name, value)
     ignores = bool(given.get("norm_ignore_mask"))
     specifications = given.get("convert_norms") or []
-    run = Circumstances(warmup=learning_rate_warmup(cfg))
+    run = circumstances_of(cfg)
     for text in [specifications] if isinstance(specifications, str) else specifications:
         pattern, norm, chosen = parse(text)
         own = {key: chosen.pop(key) for key in OWN_KEYS if key in chosen}
         entry = find_norm(norm)
-        if "psi_warmup_updates" in entry.options:
-            default = entry.default_in(run, "psi_warmup_updates")
-            chosen.setdefault("psi_warmup_updates", default)
+        for option in entry.options:
+            default = entry.default(option)
+            if isinstance(default, FromRun) and default.value(run) is not None:
+                chosen.setdefault(option, default.value(run))
         try:
             convert(
                 model,
@@ -213,7 +214,8 @@ def masks(task) -> dict:
         if hasattr(dictionary, "pad"):
             mask = partial(is_padding, dictionary.pad())
             return {**arguments, "prev_output_tokens": mask, "src_tokens": mask}
-    return {**arguments, "src_tokens": partial(is_padding, 1)}
+    pad = 1  # of fairseq's dictionaries
+    return {**arguments, "src_tokens": partial(is_padding, pad)}
 
 
 def without_mask(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

@@ -6,6 +6,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 from omegaconf import OmegaConf, open_dict
 
+from pn_fairseq.norms.registry import Circumstances
+
 
 def writable(settings) -> AbstractContextManager:
     """In this block the settings of a model, even a node of hydra's, accept keys that they do not
@@ -36,3 +38,11 @@ def learning_rate_warmup(args) -> int:
         run_setting(args, "lr_scheduler", "warmup_updates")
         or run_setting(args, "lr_scheduler", "warmup_steps")
     )
+
+
+def circumstances_of(args) -> Circumstances:
+    """What the defaults of norms can depend on, but for the attention heads; ``args`` as in
+    :func:`run_setting`.
+    """
+    updates = int(run_setting(args, "optimization", "max_update"))
+    return Circumstances(warmup=learning_rate_warmup(args), updates=updates or None)

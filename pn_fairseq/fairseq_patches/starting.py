@@ -45,9 +45,8 @@ def call_main(original, cfg, main, **kwargs):
     settings, launched = cfg.distributed_training, launched_ranks()
     if launched > 1 and settings.distributed_init_method is None:
         settings.distributed_world_size = launched
-    if settings.distributed_world_size == 1 or not (
-        cfg.common.cpu or not torch.cuda.is_available()
-    ):
+    on_gpus = torch.cuda.is_available() and not cfg.common.cpu
+    if settings.distributed_world_size == 1 or on_gpus:
         return original(cfg, main, **kwargs)
     if settings.distributed_backend == "nccl":
         settings.distributed_backend = "gloo"

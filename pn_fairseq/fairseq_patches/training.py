@@ -44,8 +44,10 @@ def update(original, trainer, *args, **kwargs):
     compile_layers = getattr(trainer.get_model(), "compile_layers", None)
     if compile_layers is not None:
         compile_layers()
-    stay = mock.patch.object(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor)
-    with nullcontext() if trainer.cuda else stay, explained(trainer), probed(trainer):
+    where = nullcontext()
+    if not trainer.cuda:
+        where = mock.patch.object(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor)
+    with where, explained(trainer), probed(trainer):
         return original(trainer, *args, **kwargs)
 
 
@@ -161,7 +163,7 @@ def detect(original, detector, tensor, name, backward):
 
 @contextmanager
 def explained(trainer: Trainer) -> Iterator[None]:
-    """An update in which a number that is not finite ends in a :class:`NotFiniteError`.
+    """Raise NotFiniteError where an update meets a number that is not finite.
 
     After a FloatingPointError fairseq repeats the update with its NanDetector.
     """

@@ -4,7 +4,7 @@ reference.
 
 import torch
 
-from pn_fairseq.kernels.first_use import TOLERANCE, errors, samples
+from pn_fairseq.kernels.first_use import TOLERANCE, largest_differences, samples
 from pn_fairseq.kernels.ops import OPERATORS
 from pn_fairseq.kernels.selection import IMPLEMENTATIONS, available, using
 
@@ -26,7 +26,8 @@ def check() -> tuple[str, bool]:
         of_type = {}
         for dtype in TOLERANCE:
             with using(implementation):
-                of_type[dtype] = errors(torch.ops.pn_fairseq, samples(dtype, torch.device(device)))
+                calls = samples(dtype, torch.device(device))
+                of_type[dtype] = largest_differences(torch.ops.pn_fairseq, calls)
         for name in OPERATORS:
             numbers = ""
             off = []

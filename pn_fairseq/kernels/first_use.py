@@ -194,7 +194,7 @@ def difference(result: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> floa
     return worst
 
 
-def errors(module: ModuleType, calls: Iterable[tuple[str, tuple]]) -> dict[str, float]:
+def largest_differences(module: ModuleType, calls: Iterable[tuple[str, tuple]]) -> dict[str, float]:
     """Operator -> the largest :func:`difference` of what ``module`` and the reference compute."""
     worst: dict[str, float] = {}
     for name, arguments in calls:
@@ -204,7 +204,7 @@ def errors(module: ModuleType, calls: Iterable[tuple[str, tuple]]) -> dict[str, 
     return worst
 
 
-def first_use(module: ModuleType, dtype: torch.dtype, device: torch.device) -> str:
+def wrong_operators(module: ModuleType, dtype: torch.dtype, device: torch.device) -> str:
     """Which operators of ``module`` give wrong results on ``device``, in one line; empty if none
     does.
 
@@ -219,9 +219,9 @@ def first_use(module: ModuleType, dtype: torch.dtype, device: torch.device) -> s
     first_arguments: dict[str, tuple] = {}
     for name, arguments in samples(dtype, device):
         first_arguments.setdefault(name, arguments)
-    errors(module, first_arguments.items())
+    largest_differences(module, first_arguments.items())
     wrong = []
-    for name, error in errors(module, first_arguments.items()).items():
+    for name, error in largest_differences(module, first_arguments.items()).items():
         if error > TOLERANCE[dtype]:
             wrong.append(f"{name} by {error:.0e}")
     if wrong:

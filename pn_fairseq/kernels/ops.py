@@ -190,13 +190,11 @@ class _Standardize(torch.autograd.Function):
     """``standardize`` with its gradient."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, groups, *rest):
-        *divisor_and_gains, through_mean, through_divisor = rest
-        y, stats = standardize(x, weight, bias, groups, *divisor_and_gains)
+    def forward(ctx, x, weight, bias, groups, centered, *rest):
+        *divisor, gain, gain_slope, through_mean, through_divisor = rest
+        y, stats = standardize(x, weight, bias, groups, centered, *divisor, gain, gain_slope)
         ctx.save_for_backward(x, weight, stats)
-        centered = rest[0]
-        gains = rest[5:7]
-        ctx.rest = groups, *gains, centered and through_mean, through_divisor
+        ctx.rest = groups, gain, gain_slope, centered and through_mean, through_divisor
         return y
 
     @staticmethod

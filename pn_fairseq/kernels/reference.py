@@ -132,8 +132,9 @@ _ADDED_AT_ONCE = 512
 def _finite_sum(values: Tensor, tokens: Maybe = None) -> Maybe:
     """The sum over ``tokens`` (None: all), by products with 1 and 0, in half the time of ``sum``.
 
-    None: 0 * NaN has spoilt the sum, or may have; there are few values; or this is not eager mode
-    on a CPU: tracing cannot look at values, and autocast would round the products.
+    Returns None where this way does not serve: the sum is not finite (0 * NaN may have spoilt it),
+    the values are few, or this is not eager mode on a CPU: tracing cannot look at values, and
+    autocast would round the products.
     """
     traced = type(values) is not Tensor or torch.compiler.is_compiling()
     if traced or not values.is_cpu or values.numel() < 2**15:
@@ -247,18 +248,19 @@ def gradient_sums(
 def _gradient_sums(dy, centered, padding, corrected, weight, moment, loss_scale, eps) -> tuple:
     dy = dy.to(centered.dtype)
     real = _real(padding)
-    products = dy * centered
-    slope = _finite_sum(products)
-    if slope is None:
-        products = _only(products, _used(dy, padding, corrected), in_place=True)
-        slope = _sum_over_tokens(products)
-    over_all = slope, _sum_over_tokens(dy)
+    terms = dy * centered
+    sum_of_terms = _finite_sum(terms)
+    if sum_of_terms is None:
+        terms = _only(terms, _used(dy, padding, corrected), in_place=True)
+        sum_of_terms = _sum_over_tokens(terms)
+    over_all = sum_of_terms, _sum_over_tokens(dy)
     over_real = over_all
     if padding is not None:
-        over_real = _sum_over_tokens(products, real), _sum_over_tokens(dy, real)
+        over_real = _sum_over_tokens(terms, real), _sum_over_tokens(dy, real)
     factors = _factors(None, moment, eps, dy.dtype)
     parameters, products = (
-        torch.stack([_affine(slope, factors), shift]) for slope, shift in (over_all, over_real)
+        torch.stack([_affine(of_terms, factors), of_dy])
+        for of_terms, of_dy in (over_all, over_real)
     )
     products = _affine(products, weight)
     return parameters, products if loss_scale is None else products / loss_scale.to(dy.dtype)

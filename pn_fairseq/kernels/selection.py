@@ -12,7 +12,7 @@ from types import ModuleType
 import torch
 
 from pn_fairseq.common.errors import Unavailable
-from pn_fairseq.kernels.first_use import first_use
+from pn_fairseq.kernels.first_use import wrong_operators
 from pn_fairseq.kernels.ops import COMPILED, NAMESPACE, OPERATORS, warn_by_reference
 
 #: Environment variable that forces an implementation.
@@ -110,7 +110,7 @@ def _wrong_on(x: torch.Tensor) -> str:
     if torch.cuda.is_current_stream_capturing():  # nothing can be compared in a CUDA graph
         return ""
     try:
-        wrong = first_use(module, x.dtype, x.device)
+        wrong = wrong_operators(module, x.dtype, x.device)
     except Exception as error:  # what triton raises for a kernel that does not compile
         wrong = f"cannot launch a kernel ({_first_line(error)})"
     _compared[x.device] = f"the installed triton {wrong}" if wrong else ""

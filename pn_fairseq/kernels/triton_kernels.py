@@ -1074,12 +1074,12 @@ def window_update_(
         value, _ = _with_step(seen_lambda, number, own, seen, at, M, C)
         average += value / M
     average = tl.where(early | skip, own, average)
-    step = average
+    factor = average
     if nu is not None:
         old = _vector(seen_nu, at, 0.0, ACC)
         moved = ALPHA_BWD * old + (1.0 - ALPHA_BWD) * average
-        step = tl.where(skip, own, moved)
-    tl.store(correction + channel, step, mask=inside)
+        factor = tl.where(skip, own, moved)
+    tl.store(correction + channel, factor, mask=inside)
     batch = _vector(batch_psi2, at, 1.0, ACC)
     used = _vector(psi2, at, 1.0, ACC)
     finite = _finite(used) & _finite(average)

@@ -129,9 +129,10 @@ def _launch(
     flags: dict,
     *compiled_for,
 ) -> None:
-    """Launch the kernel ``name``. ``compiled_for`` tells ``constants`` and whatever else it is
-    compiled for. Triton compiles other code for a number that is 1 or a multiple of 16: each of
-    ``numbers`` is in ``do_not_specialize`` of the kernel, or in ``compiled_for``.
+    """Launch the kernel ``name``. ``compiled_for``: the values that determine ``constants`` and
+    whatever else the kernel is compiled for. Triton compiles other code for a number that is 1 or a
+    multiple of 16: each of ``numbers`` is in ``do_not_specialize`` of the kernel, or in
+    ``compiled_for``.
 
     Triton itself takes 25 us to see that a kernel is compiled, most of it to look at each argument.
     It compiles other code for a tensor whose memory is not aligned, so only what is aligned is

@@ -134,8 +134,7 @@ def exportable(state: dict, name: str) -> tuple[TransformerPNModel, TransformerP
     if option:
         raise CheckpointError(f"{name}: a model that was trained with {option} cannot be exported")
     try:
-        state, outcomes, _ = fold_checkpoint(state, name)
-        number = sum("folded into" in outcome for outcome in outcomes)
+        state, outcomes, number, _ = fold_checkpoint(state, name)
         line = f"{number} of {len(outcomes)} norms folded"
     except CheckpointError as reason:
         line = f"no norms folded: {reason}"

@@ -153,7 +153,7 @@ def compare(model: nn.Module, other: nn.Module) -> Difference:
     )
 
 
-def fold_checkpoint(state: dict, name: str) -> tuple[dict, list[str], Difference]:
+def fold_checkpoint(state: dict, name: str) -> tuple[dict, list[str], int, Difference]:
     """The checkpoint ``state`` with its norms folded, for decoding.
 
     Folded weights are computed in float64 and stored in float32 (or what is wider), also in a
@@ -166,8 +166,8 @@ def fold_checkpoint(state: dict, name: str) -> tuple[dict, list[str], Difference
         name: of the checkpoint in error messages.
 
     Returns:
-        The new checkpoint, one line for each norm, and the difference between the logits of the two
-        models.
+        The new checkpoint, one line for each norm, how many of the norms are folded, and the
+        difference between the logits of the two models.
 
     Raises:
         CheckpointError: it is not a checkpoint of ``transformer_pn``, was folded already, has
@@ -176,8 +176,8 @@ def fold_checkpoint(state: dict, name: str) -> tuple[dict, list[str], Difference
     """
     settings = model_settings_of(state, name)
     _check(settings, state, name)
-    file = state["model"]
-    model = model_of(settings, file, name)
+    stored = state["model"]
+    model = model_of(settings, stored, name)
     for side in ("encoder", "decoder"):
         if not getattr(model, side).placement.folds:
             placement = getattr(settings, f"{side}_norm_placement")
@@ -197,10 +197,10 @@ def fold_checkpoint(state: dict, name: str) -> tuple[dict, list[str], Difference
     weights = {}
     for key, value in model.state_dict().items():
         if key not in gone:
-            weights[key] = file.get(key, value)
+            weights[key] = stored.get(key, value)
     for key, value in folded.items():
-        stored = file[key].dtype if key in file else torch.float32
-        weights[key] = value.to(torch.promote_types(stored, torch.float32))
+        dtype = stored[key].dtype if key in stored else torch.float32
+        weights[key] = value.to(torch.promote_types(dtype, torch.float32))
     weights[FOLDED_MARK] = torch.ones((), dtype=torch.int64)
     other = model_of(changed(settings, **{FOLDED_MARK: True}), weights, name)
     difference = compare(model, other)
@@ -210,7 +210,7 @@ def fold_checkpoint(state: dict, name: str) -> tuple[dict, list[str], Difference
             "largest logit is accepted"
         )
     outcomes = [_outcome(key, norm, after.get(key)) for key, norm in norms.items()]
-    return _new_state(state, weights), outcomes, difference
+    return _new_state(state, weights), outcomes, len(after), difference
 
 
 def _check(settings, state: dict, name: str) -> None:

@@ -207,7 +207,7 @@ def _convert_weights(
         elif old.endswith(".version") and value.item() < 3:
             raise CheckpointError(f"{name}: {old} is {value.item():g}; the release writes 3")
         weights[ours] = value
-    _check_ties(model, weights, name_in_file, name)
+    _tie_shared(model, weights, name_in_file, name)
     return weights
 
 
@@ -233,10 +233,14 @@ def _release_shape(ours: str, old: str, shape: torch.Size) -> tuple[int, ...]:
     return (1, shape[0], 1, 1) if len(shape) else (1,)
 
 
-def _check_ties(
+def _tie_shared(
     model: nn.Module, weights: dict[str, Tensor], theirs: dict[str, str], name: str
 ) -> None:
-    """What the model shares has to be the same in the file."""
+    """Make tensors one where the model shares a parameter.
+
+    Raises:
+        CheckpointError: they differ in the file.
+    """
     first: dict[int, str] = {}
     for key, parameter in model.named_parameters(remove_duplicate=False):
         shared = first.setdefault(id(parameter), key)

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from pn_fairseq.common.command import checked
 from pn_fairseq.fairseq_patches.diagnostics_log import dashboard_interval
-from pn_fairseq.fairseq_patches.run_settings import learning_rate_warmup, run_setting, writable
+from pn_fairseq.fairseq_patches.run_settings import circumstances_of, writable
 from pn_fairseq.models.placements import PLACEMENTS, find_placement
 from pn_fairseq.norms import (
     NORMS,
@@ -212,8 +212,7 @@ class NormOptions:
         Raises:
             ValueError: a norm or an option of norms is unknown, or a value does not fit.
         """
-        max_update = int(run_setting(args, "optimization", "max_update"))
-        run = Circumstances(warmup=learning_rate_warmup(args), updates=max_update or None)
+        run = circumstances_of(args)
         given = {}
         for option in fields(cls):
             value = safe_getattr(args, option.name)
@@ -334,7 +333,7 @@ class NormOptions:
         num_features: int,
         heads: int,
         groups: int | None,
-        last: bool = False,
+        last_of_encoder: bool = False,
         folds: bool = True,
     ) -> ChannelNorm | LayerScale:
         entry = find_norm(name)
@@ -344,7 +343,7 @@ class NormOptions:
         given["layer_scale_groups"] = groups
         given["sync"] = None if self.norm_sync == "auto" else self.norm_sync == "on"
         given |= options_of(name, self.norm_options or {})
-        if last:
+        if last_of_encoder:
             given |= entry.variant_last.get(self.norm_variant, {})
         options = {}
         for option in entry.options:

@@ -6,6 +6,7 @@ times there are no hooks.
 """
 
 import fnmatch
+import inspect
 from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
@@ -135,10 +136,8 @@ class NormProbe:
         self._last: int | None = None
         self._training = ""
 
-    def check(self) -> None:
-        """Raises:
-        ValueError: fairseq's trainer does not call the probe.
-        """
+    def refuse_without_patches(self) -> None:
+        """Raise ValueError if fairseq's trainer does not call the probe."""
         with one_line_errors(ValueError):
             if not patches_enabled():
                 raise ValueError(
@@ -218,8 +217,8 @@ class NormProbe:
         if not y.requires_grad:
             return
         forward = self._forwards[-1]
-        x, mask = (*args, *kwargs.values(), None)[:2]
-        x = _channels_last(norm, x)
+        given = inspect.signature(norm.forward).bind(*args, **kwargs).arguments
+        x, mask = _channels_last(norm, given["x"]), given.get("padding_mask")
         if forward.recorded and name not in forward.states:
             forward.states[name] = _state(norm)
         # Once per backward, however often a forward is recomputed; and the loss scale is known
@@ -284,11 +283,11 @@ class NormProbe:
                 before = np.add.reduceat(before, np.cumsum([0, *window[:-1]]))
             batches.append((None, state, before, sums[past:].sum(0), scalars[past:].sum(0)))
         rows = []
-        for index, state, before, batch, (counts, sample_size, loss, scale) in batches:
-            if state is None or not batch[0] or not sample_size:
+        for index, own_state, earlier, batch, (counts, sample_size, loss, scale) in batches:
+            if own_state is None or not batch[0] or not sample_size:
                 continue  # layer-drop, or no real token
-            state = {key: _numpy(value) for key, value in state.items()}
-            row = quantities(batch, state, _average(before, decay), norm.eps, sample_size)
+            kept = {key: _numpy(value) for key, value in own_state.items()}
+            row = quantities(batch, kept, _average(earlier, decay), norm.eps, sample_size)
             row["forward"], row["norm"] = index, name
             row["kind"], row["channels"] = _kind(norm), norm.num_features
             row["sample_size"], row["loss"] = sample_size, loss / sample_size

@@ -82,5 +82,5 @@ class NormedModel:
 
     def set_num_updates(self, num_updates: int) -> None:
         if self.norm_probe is not None:
-            self.norm_probe.check()
+            self.norm_probe.refuse_without_patches()
         super().set_num_updates(num_updates)

@@ -80,15 +80,17 @@ def fold_norms(model: nn.Module, *args, **kwargs) -> list[tuple[str, str]]:
     takers: dict[int, list[nn.Module]] = {}
     kept: list[Tensor] = []  # so that no two tensors have one id
 
-    def watch(module: nn.Module, given: tuple, output: Tensor) -> None:
-        kept.extend((given[0], output))
+    def watch(module: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> None:
+        given = next(iter((*args, *kwargs.values())))
+        kept.extend((given, output))
         if isinstance(module, RunningNorm):
-            inputs[module] = makers.get(id(given[0])), output
+            inputs[module] = makers.get(id(given)), output
         else:
             makers[id(output)] = module
-            takers.setdefault(id(given[0]), []).append(module)
+            takers.setdefault(id(given), []).append(module)
 
-    hooks = [module.register_forward_hook(watch) for module in (*maps, *norms)]
+    watched = (*maps, *norms)
+    hooks = [module.register_forward_hook(watch, with_kwargs=True) for module in watched]
     try:
         expected = tensors_of(model(*args, **kwargs))
     finally:

@@ -90,7 +90,7 @@ class PowerNorm(RunningNorm):
         self._begin_warmup()
 
     def _begin_warmup(self) -> None:
-        """With no step in the state."""
+        """Begin the warm-up, with no step in the state."""
         self._warm_up((self._num_updates or 0) < self.psi_warmup_updates)
         self._steps_until_look = self.psi_warmup_updates
 

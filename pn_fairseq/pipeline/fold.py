@@ -52,10 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         from pn_fairseq.models.from_checkpoint import with_norm_module
 
         state = with_norm_module(state, args.norm_module)
-        folded, outcomes, difference = fold_checkpoint(state, str(args.checkpoint))
+        folded, outcomes, number, difference = fold_checkpoint(state, str(args.checkpoint))
     print(*outcomes, difference, sep="\n")
     save_checkpoint(folded, args.output)
-    print(
-        f"wrote {args.output} ({sum('folded into' in line for line in outcomes)} of "
-        f"{len(outcomes)} norms folded)"
-    )
+    print(f"wrote {args.output} ({number} of {len(outcomes)} norms folded)")

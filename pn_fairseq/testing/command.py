@@ -53,10 +53,10 @@ def main(argv: list[str] | None = None) -> int:
         "averaging, folding, diagnostics, compilation.",
         epilog="Arguments after -- are passed to pytest, for example: -- -x -k padding",
     )
-    files = "Python files that register norms (docs/adding_a_norm.md)"
-    parser.add_argument("--norm-module", metavar="FILE[,FILE]", default="", help=files)
-    names = "norms to test (default: the norms of the files; without files, all norms)"
-    parser.add_argument("names", nargs="*", metavar="NAME", help=names)
+    about_files = "Python files that register norms (docs/adding_a_norm.md)"
+    parser.add_argument("--norm-module", metavar="FILE[,FILE]", default="", help=about_files)
+    about_names = "norms to test (default: the norms of the files; without files, all norms)"
+    parser.add_argument("names", nargs="*", metavar="NAME", help=about_names)
     argv = argv or []
     if "--" in argv:
         end = argv.index("--")
@@ -79,6 +79,11 @@ def main(argv: list[str] | None = None) -> int:
         for path in modules:
             load_norms(path)
         of_files = [name for name in NORMS if name not in known]
+        if modules and not (args.names or of_files):
+            raise UserError(
+                f"{args.norm_module} registers no norm; decorate its class with "
+                "pn_fairseq.norms.register_norm"
+            )
         names = args.names or of_files or list(NORMS)
         for name in names:
             if name.endswith(".py"):
@@ -86,11 +91,6 @@ def main(argv: list[str] | None = None) -> int:
             build_norm(name, 8)
     except ValueError as error:
         raise UserError(str(error)) from error
-    if modules and not args.names and known == set(NORMS):
-        raise UserError(
-            f"{args.norm_module} registers no norm; decorate its class with "
-            "pn_fairseq.norms.register_norm"
-        )
 
     folder = Path(__file__).parent
     # No configuration of the folder that this is called in: the suite is the same everywhere.

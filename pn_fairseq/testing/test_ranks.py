@@ -79,8 +79,8 @@ def run_steps(norm, batches, with_updates=True, recomputed=False, scaled=False):
         if not frozen:
             y.backward(dy * scale)
         given = {"y": y.detach(), "state": state_of(norm)}
-        for key, leaf in (("dx", x), ("dw", norm.weight), ("db", norm.bias)):
-            given[key] = torch.zeros_like(leaf) if frozen else leaf.grad / scale
+        for key, leaf in {"x": x, **dict(norm.named_parameters())}.items():
+            given[f"d{key}"] = torch.zeros_like(leaf) if frozen else leaf.grad / scale
         record.append(given)
     return record
 
@@ -94,6 +94,53 @@ RANK_RUNS = {
 }
 
 
+def faults_of(case, batches, is_last_rank):
+    """Of each step: whether a rank met a number that is not finite, and the state before and after
+    it.
+    """
+    steps = []
+    for where in ("x", "dy", "dy, frozen input"):
+        norm = rank_norm(case, sync=True)
+        for step, (x, dy, mask) in enumerate(batches):
+            norm.set_num_updates(step)
+            before = state_of(norm)
+            x = x.clone()
+            dy = dy.clone()
+            mask = mask.clone()
+            faulty = step in (2, 6)
+            if faulty and is_last_rank:
+                values = x if where == "x" else dy
+                values[0, 0, 1] = torch.inf
+                mask[0, 0] = False
+            norm(x.requires_grad_("frozen" not in where), mask).backward(dy)
+            steps.append((faulty, before, state_of(norm)))
+    return steps
+
+
+def state_while_ignoring(case, batches, ignored):
+    """The state after training in which a rank without data of its own repeats batches that are to
+    count for nothing.
+    """
+    norm = rank_norm(case, sync=True)
+    norm.ignoring = ignored
+    return run_steps(norm, batches)[-1]["state"]
+
+
+def average_of(case, batches, is_first_rank):
+    """The states of two unsynchronized norms, the second trained on the first rank only, before and
+    after an average over the ranks, and how many collectives the average needed.
+    """
+    norms = torch.nn.ModuleList(rank_norm(case, sync=False) for _ in range(2))
+    run_steps(norms[0], batches)
+    if is_first_rank:
+        run_steps(norms[1], batches[:3])
+        norms.state_dict()  # a single rank may save
+    before = [state_of(norm) for norm in norms]
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+        average_running_stats(norms)
+    return before, [state_of(norm) for norm in norms], all_reduce.call_count
+
+
 def on_ranks(rank, world, chosen):
     """All that the tests below look at, by norm: processes are slow to start."""
     results = {}
@@ -103,36 +150,10 @@ def on_ranks(rank, world, chosen):
             batches = shard(rank_batches(world, empty_last), world, rank)
             mine[name] = run_steps(rank_norm(case, sync=True), batches, **options)
         batches = shard(rank_batches(world), world, rank)
-        mine["faults"] = []
-        for where in ("x", "dy", "dy, frozen input"):
-            norm = rank_norm(case, sync=True)
-            for step, (x, dy, mask) in enumerate(batches):
-                norm.set_num_updates(step)
-                before = state_of(norm)
-                x = x.clone()
-                dy = dy.clone()
-                mask = mask.clone()
-                faulty = step in (2, 6)
-                if faulty and rank == world - 1:
-                    values = x if where == "x" else dy
-                    values[0, 0, 1] = torch.inf
-                    mask[0, 0] = False
-                norm(x.requires_grad_("frozen" not in where), mask).backward(dy)
-                mine["faults"].append((faulty, before, state_of(norm)))
-        # A rank without data of its own repeats a batch that is to count for nothing.
-        norm = rank_norm(case, sync=True)
-        norm.ignoring = rank == world - 1
-        mine["ignoring"] = run_steps(norm, batches)[-1]["state"]
-        # Unsynchronized, and trained on one rank only.
-        norms = torch.nn.ModuleList(rank_norm(case, sync=False) for _ in range(2))
-        run_steps(norms[0], batches)
-        if rank == 0:
-            run_steps(norms[1], batches[:3])
-            norms.state_dict()  # a single rank may save
-        before = [state_of(norm) for norm in norms]
-        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
-            average_running_stats(norms)
-        mine["average"] = before, [state_of(norm) for norm in norms], all_reduce.call_count
+        is_last = rank == world - 1
+        mine["faults"] = faults_of(case, batches, is_last)
+        mine["ignoring"] = state_while_ignoring(case, batches, is_last)
+        mine["average"] = average_of(case, batches, rank == 0)
     return results
 
 
@@ -164,7 +185,7 @@ def assert_ranks_equal_one(running, name, world, ranks):
         for key in ("y", "dx"):
             joined = torch.cat([part[key] for part in parts], 1)
             torch.testing.assert_close(joined, expected[key], **close)
-        for key in ("dw", "db"):
+        for key in expected.keys() - {"y", "dx", "state"}:
             summed = sum(part[key] for part in parts)
             torch.testing.assert_close(summed, expected[key], **close)
         states = [part["state"] for part in parts]

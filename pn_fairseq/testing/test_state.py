@@ -314,17 +314,17 @@ def test_a_frozen_norm_computes_the_same(running):
 def test_frozen_inputs_and_parameters_change_nothing_else(running, frozen):
     norm = running.trained()
     twin = running.trained()
-    norm.weight.requires_grad_(frozen not in ("parameters", "weight"))
-    norm.bias.requires_grad_(frozen not in ("parameters", "bias"))
+    for name, parameter in norm.named_parameters():
+        parameter.requires_grad_(frozen not in ("parameters", name))
     x, mask, dy = random_batch(3)
     expected = train_step(twin, x, mask, dy)
     leaf = to_tensor(x, requires_grad=frozen != "x")
     norm.zero_grad()
     norm(leaf, to_mask(mask)).backward(to_tensor(dy))
-    for name, tensor in (("dx", leaf), ("dweight", norm.weight), ("dbias", norm.bias)):
+    for name, tensor in {"x": leaf, **dict(norm.named_parameters())}.items():
         assert (tensor.grad is not None) == tensor.requires_grad
         if tensor.grad is not None:
-            assert_close(tensor.grad, expected[name], 1e-6, name)
+            assert_close(tensor.grad, expected[f"d{name}"], 1e-6, name)
     assert_states_equal(norm, twin)
 
 

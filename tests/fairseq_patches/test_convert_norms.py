@@ -48,6 +48,13 @@ def test_translation(train, tmp_path, arch, recwarn):
     assert all(each.masks for each in norm_report(model))
 
 
+def test_schedules_have_the_length_of_the_run(train, tmp_path):
+    train("transformer_iwslt_de_en", "--convert-norms=encoder.*=prep-batch")
+    path = str(tmp_path / "run/checkpoint_last.pt")
+    (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([path])
+    assert {norm.fade_updates for norm in running_norms(model)} == {2}  # 0.8 of 2
+
+
 @pytest.mark.parametrize("norm", ["batch", "power,psi_warmup_updates=1"])
 def test_activation_checkpointing_computes_the_same(train, norm):
     """The gradients, which SGD with a rate of 1 adds to the weights, and the state; with dropout,

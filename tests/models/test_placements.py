@@ -377,7 +377,7 @@ def test_folding_works_or_is_one_line(placement, tmp_path):
     expected = placement in ("pre", "sandwich", "peri", "sub")
     assert found == expected
     if PLACEMENTS[placement].folds:
-        folded, lines, difference = fold_checkpoint(state, "it")
+        folded, lines, _, difference = fold_checkpoint(state, "it")
         assert difference.accepted
         assert any("folded" in line for line in lines)
         assert len(folded["model"]) < len(state["model"])

@@ -768,6 +768,14 @@ def test_other_shapes():
             r"images \(2, 6, 4\) = \(B, H, W\) need a mask of this shape; .* \(2, 5, 4\)",
         ):
             model(torch.randn(2, C, 6, 4))
+    with padding(mask[:, :1]):  # one row of each image
+        row = deepcopy(model)(image[:, :, :1])
+    with padding(mask[:, :1, :]), refuses(r"images \(2, 1, 3\) = \(B, H, W\) need a mask"):
+        model(image[:, :, :1, :3])
+    expected = deepcopy(model)
+    with padding(mask[:, 0]):
+        same = expected(image[:, :, :1])
+    assert row.equal(same)
     with padding(None):
         for given in (image, image.contiguous(memory_format=torch.channels_last)):
             y = deepcopy(model)(given)

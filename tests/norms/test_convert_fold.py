@@ -46,7 +46,7 @@ class PreNorm(nn.Module):
 
     def forward(self, x):
         h = self.first(x)
-        x = (x + self.q(h) * self.k(h)).transpose(1, 2)
+        x = (x + self.q(input=h) * self.k(h)).transpose(1, 2)
         x = self.middle(self.convolution(x)).relu()
         x = self.padded(self.edge(x)).transpose(1, 2)
         return self.post(x + 1) * 2

@@ -3,11 +3,14 @@ names the values.
 """
 
 import inspect
+import subprocess
+import sys
 
 import pytest
 import torch
 import yaml
 
+from pn_fairseq.kernels import using
 from pn_fairseq.norms import (
     NORMS,
     VARIANTS,
@@ -175,6 +178,24 @@ def test_values_that_every_norm_checks(name):
         build_norm(name, 12, eps=-1.0)
     with pytest.raises(ValueError, match="num_features=0"):
         build_norm(name, 0)
+
+
+def test_a_bias_without_a_weight_is_refused():
+    with pytest.raises(TypeError, match="Biased: learned = .* is a bias without a weight"):
+        type("Biased", (NORMS["batch"].cls,), {"learned": ("bias",)})
+
+
+def test_a_norm_with_statistics_may_have_a_gain_alone():
+    norm = type("GainOnly", (NORMS["batch"].cls,), {"learned": ("weight",)})(12)
+    with using("reference"):
+        norm(torch.randn(5, 3, 12)).square().sum().backward()
+    assert norm.bias is None and norm.weight.grad.any()
+
+
+@pytest.mark.ci
+def test_norms_without_docstrings():
+    script = "import pn_fairseq.norms as n; assert n.convert_norms.__doc__ is None"
+    subprocess.run([sys.executable, "-OO", "-c", script + "; n.build_norm('power', 4)"], check=True)
 
 
 @pytest.mark.parametrize("groups", [0, 4])

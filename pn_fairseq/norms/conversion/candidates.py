@@ -31,8 +31,8 @@ def norms_to_replace(
     skip = patterns_of(skip) or ()
     # the model may be in the making in `with torch.device("meta")`, as in transformers
     with torch.device("cpu"):
-        offsets = {module: _offset(module, layout) for module in names}
-    norms = {module: offset for module, offset in offsets.items() if offset is not None}
+        verdicts = {module: _offset(module, layout) for module in names}
+    norms = {module: verdict for module, verdict in verdicts.items() if verdict is not None}
     for pattern in (*(only or ()), *skip):
         if not any(matches(names[module], [pattern]) for module in norms):
             found = ", ".join(names[module][0] or "the model" for module in norms)
@@ -40,14 +40,14 @@ def norms_to_replace(
             raise ValueError(f"the pattern {pattern!r} matches no norm of the model; {known}")
     chosen = {}
     reasons = {}
-    for module, offset in norms.items():
+    for module, verdict in norms.items():
         is_wanted = only is None or matches(names[module], only)
         if not is_wanted or matches(names[module], skip):
             continue
-        if isinstance(offset, str):
-            reasons[module] = offset
+        if isinstance(verdict, str):
+            reasons[module] = verdict
         else:
-            chosen[module] = offset
+            chosen[module] = verdict
     labels = {module: names[module][0] or type(module).__name__ for module in norms}
     if not chosen:
         listed = "; ".join(f"{labels[module]} {reason}" for module, reason in reasons.items())
@@ -58,7 +58,7 @@ def norms_to_replace(
         )
     left = {}
     for module, reason in reasons.items():
-        if chosen.keys().isdisjoint(module.modules()):
+        if chosen.keys().isdisjoint(module.modules()):  # no norm inside it is replaced
             left.setdefault(reason, []).append(labels[module])
     if left:
         _warn_of_those_left(left)
@@ -101,7 +101,7 @@ def _warn_of_those_left(names_of: dict[str, list[str]]) -> None:
     lines = []
     for reason, names in names_of.items():
         if len(names) > 1:
-            more = f" (so do {len(names) - 1} others)"
+            more = f" (and {len(names) - 1} more)"
         else:
             more = ""
         lines.append(f"{names[0]} {reason}{more}")
@@ -112,7 +112,8 @@ def _warn_of_those_left(names_of: dict[str, list[str]]) -> None:
     )
 
 
-#: Norms that always stay as they are.
+#: Norms that stay as they are, unless an earlier branch of :func:`_offset_with_one_input` replaces
+#: them.
 _OTHERS = (nn.GroupNorm, nn.modules.batchnorm._NormBase, ChannelNorm)
 
 

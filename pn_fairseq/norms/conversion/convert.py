@@ -91,10 +91,11 @@ def convert_norms(
     return convert(model, norm, only, skip, layout, mask_from, zero_padding, options)
 
 
-convert_norms.__doc__ %= (
-    ", ".join(f"``{name}``" for name in ARGUMENT_FORMS),
-    ", ".join(f'"{form}"' for form in FORMS),
-)
+if convert_norms.__doc__:  # python -OO removes it
+    convert_norms.__doc__ %= (
+        ", ".join(f"``{name}``" for name in ARGUMENT_FORMS),
+        ", ".join(f'"{form}"' for form in FORMS),
+    )
 
 
 def convert(

@@ -447,8 +447,8 @@ def replacement(
     made.replaced_keys = frozenset(module.state_dict())
     made.replaced_classes = frozenset(_identity(cls) for cls in type(module).__mro__)
     given = layout if layout in ("BTC", "TBC") else None
-    own = [layout for cls, layout in _OWN_LAYOUTS.items() if isinstance(module, cls)]
-    made.layout = Layout(own[0] if own else None, given, name)
+    own_layouts = [own for cls, own in _OWN_LAYOUTS.items() if isinstance(module, cls)]
+    made.layout = Layout(own_layouts[0] if own_layouts else None, given, name)
     made.zero_padding = zero_padding
     made.conversion = conversion
     made.mask_history = MaskHistory()

@@ -280,7 +280,7 @@ class RunningNorm(StatefulNorm):
         check_input(x, padding_mask, self.num_features, self.batch_first)
         compiling = torch.compiler.is_compiling()
         if not (x.is_meta or compiling):
-            self.check_memory()
+            self.ensure_memory()
         if not self.training:
             y, state = self.normalize_by(x, *self.evaluation_statistics()), self._buffers
         else:
@@ -306,7 +306,8 @@ class RunningNorm(StatefulNorm):
         if compiling:
             # With dynamic=True a number is an input of the graph. Met first inside the autograd
             # function, it could not be used outside of it, in token_part.
-            assert self.eps > 0
+            if not self.eps > 0:
+                raise ValueError(f"eps must be positive, not {self.eps}")
         with_gradients = torch.is_grad_enabled()
         has_backward = with_gradients and _any_requires_grad(x, *parameters)
         if has_backward and self.whole_step is not None and not self.synchronises():

@@ -50,7 +50,8 @@ class ChannelNorm(nn.Module):
     #: kind: tests that take long run with the first one that is registered.
     normalizes_by = "token"
 
-    #: Which of ``weight`` (gain, initially 1) and ``bias`` (initially 0), (C,), the norm has.
+    #: Which of ``weight`` (gain, initially 1) and ``bias`` (initially 0), (C,), the norm has; no
+    #: bias without a weight.
     learned: tuple[str, ...] = ("weight", "bias")
 
     def __init__(
@@ -96,8 +97,13 @@ class ChannelNorm(nn.Module):
     def __init_subclass__(cls, **keywords):
         """Put the arguments that a constructor passes on as ``**common`` into its signature, for
         ``help`` and :mod:`.registry`.
+
+        Raises:
+            TypeError: :attr:`learned` is a bias without a weight.
         """
         super().__init_subclass__(**keywords)
+        if "bias" in cls.learned and "weight" not in cls.learned:
+            raise TypeError(f"{cls.__name__}: learned = {cls.learned} is a bias without a weight")
         own = list(inspect.signature(cls.__init__).parameters.values())[1:]
         named = {parameter.name: parameter for parameter in own if parameter.kind not in _REST}
         if any(parameter.kind == parameter.VAR_KEYWORD for parameter in own):

@@ -79,7 +79,8 @@ class StatefulNorm(ChannelNorm):
 
     def begin_epoch(self) -> None:
         """To be called when the state is replaced: a step whose forward came before does not enter
-        the new state. It has kept the :attr:`epoch`, which tells C++ whether it has ended.
+        the new state. A step keeps the :attr:`epoch` of its forward; True there means that the
+        epoch has ended.
         """
         if "epoch" in vars(self):
             self.epoch.fill_(True)
@@ -122,12 +123,13 @@ class StatefulNorm(ChannelNorm):
         self.has_read(read)
         return read
 
-    def check_memory(self) -> None:
-        """Raise RuntimeError where a part of the state is still on the meta device and has no
-        values.
+    def ensure_memory(self) -> None:
+        """Repair what others did to the buffers past :meth:`_apply`: FSDP1 with
+        ``MixedPrecision(buffer_dtype=...)`` assigns to their ``data``, and transformers replaces
+        them.
 
-        FSDP1 with ``MixedPrecision(buffer_dtype=...)`` assigns to ``data`` of the buffers, past
-        :meth:`_apply`: here they become float32 again.
+        Raises:
+            RuntimeError: a part of the state is still on the meta device and has no values.
         """
         missing = []
         for name, buffer in self._buffers.items():
@@ -144,7 +146,7 @@ class StatefulNorm(ChannelNorm):
                 "initial values"
             )
         if self._scratch["diagnostics"].device != self._buffers[COUNT].device:
-            self._follow_buffers()  # from_pretrained of transformers gives a module other buffers
+            self._follow_buffers()
 
     def set_num_updates(self, num_updates: int | None) -> None:
         """Tell the norm that ``num_updates`` optimizer updates are completed; None: it is not

@@ -328,4 +328,6 @@ class Training(torch.autograd.Function):
             if parameters.dtype != weight.dtype:
                 parameters = parameters.to(weight.dtype)
             dweight, dbias = parameters.unbind()
+        if bias is None:
+            dbias = None
         return None, None, None, dx, dweight, dbias, *gradients

@@ -77,10 +77,14 @@ class Layout:
             ValueError: the mask is for other tokens, or the layout of x is not known.
         """
         shape = tuple(x.shape[:-1])
-        is_of_tokens = mask.form != "lengths" and tuple(mask.value.shape) == shape
+        is_image = self.own and x.dim() == 4
+        of_mask = shape
+        if is_image and shape[1] == 1:
+            of_mask = (shape[0], shape[2])  # without its dimension of 1, as all masks
+        is_of_tokens = mask.form != "lengths" and tuple(mask.value.shape) == of_mask
         if is_of_tokens and (x.dim() != 3 or self.own):
-            return mask.of(shape[-1]).to(x.device)
-        if self.own and x.dim() == 4:
+            return mask.of(shape[-1]).to(x.device).view(shape)
+        if is_image:
             raise ValueError(f"images {shape} = (B, H, W) need a mask of this shape; {mask}")
         if x.dim() == 2:
             return self._of_rows(x, mask)
