@@ -1,4 +1,4 @@
-"""``pn COMMAND ...``, the one program of this project; ``python -m pn_fairseq COMMAND ...`` is
+"""``pn COMMAND ...``, the only program of this project; ``python -m pn_fairseq COMMAND ...`` is
 the same.
 """
 
@@ -22,8 +22,9 @@ from pn_fairseq.common.command import (
     say,
 )
 
-#: Heading in ``pn --help`` -> its commands: module of this package whose ``main(argv)`` a command
-#: calls (or MODULE:FUNCTION), imported only when it is called (most need no torch), and its line.
+#: Heading in ``pn --help`` -> its commands -> the module of this package whose ``main(argv)`` the
+#: command calls (or MODULE:FUNCTION), and its help line. The module is imported only when called:
+#: most commands need no torch.
 COMMANDS = {
     "data and training": {
         "prepare": (
@@ -89,14 +90,14 @@ VERBS = {verb: line for group in COMMANDS.values() for verb, line in group.items
 COMPUTING = ("evaluate-lm", "generate", "reproduce", "train", "translate")
 #: Verbs that continue where they were interrupted.
 RESUMING = ("evaluate-lm", "generate", "prepare", "reproduce", "train")
-#: Options with which a verb only prints or checks something.
+#: Options that make a verb only print or check something.
 TALKING = {"-h", "--help", "--check", "--dry-run"}
 
-#: Variables that a process has to be started with. With the first, Python reads text as UTF-8 in
-#: every locale. Without the next two, glibc returns large blocks to the system at once, and the
-#: page faults then take longer than the arithmetic: an update of a small model took 0.63 instead of
-#: 0.26 seconds on 2 cores. Without the last, an OpenMP thread that waits for the others spins, and
-#: beside another busy process training took twice as long (docs/speed.md).
+#: Variables that must be set before a process starts. With the first, Python reads text as UTF-8 in
+#: every locale. Without the next two, glibc returns large blocks to the system at once, and page
+#: faults then cost more than the arithmetic: an update of a small model took 0.63 instead of 0.26
+#: seconds on 2 cores. Without the last, an OpenMP thread that waits for the others spins: beside
+#: another busy process, training took twice as long (docs/speed.md).
 ENVIRONMENT = {
     "PYTHONUTF8": "1",
     "MALLOC_MMAP_THRESHOLD_": "1000000000",
@@ -111,8 +112,8 @@ def main() -> NoReturn:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     handle_signals()
     code = call(sys.argv[1:])
-    # sys.exit would take the interpreter down beneath the daemon thread in which fairseq loads
-    # batches. If that thread then returns from torch, the process aborts: "terminate called
+    # sys.exit would finalize the interpreter while the daemon thread in which fairseq loads batches
+    # still runs. If that thread then returns from torch, the process aborts: "terminate called
     # without an active exception".
     atexit._run_exitfuncs()
     # What was printed before an interruption, or by atexit, may still wait in the buffer. `call`
@@ -123,7 +124,7 @@ def main() -> NoReturn:
 
 
 def call(argv: list[str]) -> int:
-    """Call the verb that the first argument names, or answer the options of the program itself."""
+    """Call the verb that the first argument names, or handle the options of the program itself."""
     if not argv or argv[0].startswith("-"):
         return run("pn", lambda: options(argv))
     verb, *rest = argv
@@ -170,8 +171,8 @@ def options(argv: list[str]) -> int:
 
 
 def warn_without_kernels() -> None:
-    """Say once, on stderr, that no kernels are compiled: the verbs write the warning of the
-    norms into their logs.
+    """Say once, on stderr, that no kernels are compiled: the verbs write the norms' own warning
+    only into their logs.
     """
     compiled = any((Path(__file__).parent / "kernels").glob("_cpp_*"))
     if compiled or os.environ.get("PN_FAIRSEQ_KERNELS") or "PN_FAIRSEQ_STEP" in os.environ:

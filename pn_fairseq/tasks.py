@@ -1,4 +1,4 @@
-"""Tasks of fairseq, registered on import."""
+"""Tasks for fairseq, registered on import."""
 
 import numpy as np
 from fairseq.tasks import register_task
@@ -9,10 +9,10 @@ from fairseq.tasks.translation import TranslationConfig, TranslationTask
 class TranslationRandomBatches(TranslationTask):
     """Translation whose training batches hold random sentences.
 
-    fairseq fills a batch with sentences of similar length, so that a batch holds little padding and
-    sentences of one length only. Here the sentences of a training batch are drawn at random, from
-    ``common.seed`` and once for all epochs. ``dataset.max_tokens`` counts padding, as in fairseq.
-    Validation and test batches are fairseq's.
+    fairseq fills a batch with sentences of similar length, so a batch holds little padding, but
+    sentences of one length only. Here the sentences of a training batch are drawn at random, with
+    the seed ``common.seed`` and once for all epochs. ``dataset.max_tokens`` counts padding, as in
+    fairseq. Validation and test batches are fairseq's.
     """
 
     def load_dataset(self, split, epoch=1, combine=False, **kwargs):

@@ -1,1 +1,1 @@
-"""What several layers use: messages, files, checkpoints, the file of ``--norm-probe``."""
+"""What several layers share: messages, files, checkpoints and command-line conventions."""

@@ -1,5 +1,5 @@
 """The files of fairseq checkpoints: whether one can be read or written, and which ones a
-``--save-dir`` contains. Needs no torch, so that a misspelt path is refused at once.
+``--save-dir`` contains. This module imports no torch, so a misspelt path is refused at once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pn_fairseq.common.command import UserError
 LAST = "checkpoint_last.pt"
 GET_ANOTHER = "copy it again from where it was written, or use another checkpoint"
 
-#: Where a folder of a training run has its settings, beside the folder of its checkpoints.
+#: Where the folder of a training run holds its settings, beside the folder of its checkpoints.
 SETTINGS = ("config.yaml", ".hydra/config.yaml")
 #: The names that fairseq gives its checkpoints; shards of one add their number.
 _OWN_NAME = re.compile(r"checkpoint(\d+|_\d+_\d+|_last|_best|\.best_.+)(-.+)?\.pt")
@@ -40,7 +40,7 @@ def check_input_path(path: str | os.PathLike) -> os.stat_result:
     """
     try:
         info = os.stat(path)
-        if not stat.S_ISREG(info.st_mode):  # to open a pipe would wait
+        if not stat.S_ISREG(info.st_mode):  # opening a pipe would block
             raise CheckpointError(f"{path}: is not a regular file; name a file of a checkpoint")
         with open(path, "rb"):
             pass
@@ -52,8 +52,8 @@ def check_input_path(path: str | os.PathLike) -> os.stat_result:
 
 
 def check_output_path(path: str | os.PathLike, inputs: Sequence[Path] = ()) -> None:
-    """Raise :class:`CheckpointError` unless a file can be written at ``path``: before the work,
-    not after it.
+    """Raise :class:`CheckpointError` unless a file can be written at ``path``. To be called before
+    the work, not after it.
     """
     target = Path(os.path.realpath(path))
     for one in inputs:
@@ -66,7 +66,7 @@ def check_output_path(path: str | os.PathLike, inputs: Sequence[Path] = ()) -> N
             f"{path}: cannot be written, there is no directory {target.parent}; create it first"
         )
     if target.exists() and not target.is_file():
-        # os.replace would put a file in the place of a device such as /dev/null.
+        # os.replace would replace a device such as /dev/null by a file.
         raise CheckpointError(
             f"{path}: cannot be written, it exists and is not a regular file; choose another name"
         )
@@ -92,7 +92,7 @@ def _is_of_training(folder: Path, inputs: Sequence[Path]) -> bool:
 
 
 def newest_checkpoint(folder: Path, other_than: Path) -> Path | None:
-    """The checkpoint of fairseq in ``folder`` that was written last; None without another one."""
+    """The newest fairseq checkpoint in ``folder`` except ``other_than``; None if there is none."""
     files = [path for path in folder.glob("checkpoint*.pt") if _OWN_NAME.fullmatch(path.name)]
     others = [path for path in files if path != other_than]
     return max(others, key=lambda path: path.stat().st_mtime, default=None)
@@ -108,7 +108,7 @@ def find_checkpoints(
         by: ``"epoch"`` for ``checkpoint{epoch}.pt``, ``"update"`` for
             ``checkpoint_{epoch}_{update}.pt``. The numbers are compared as numbers:
             ``checkpoint10.pt`` is newer than ``checkpoint9.pt``.
-        last: how many to return at most, at least 1; all of them if None.
+        last: the largest number to return, at least 1; None: all of them.
 
     Raises:
         CheckpointError: the directory cannot be read.
@@ -146,7 +146,7 @@ def checkpoints_to_average(
         checkpoints of the usual kind, else an empty text.
 
     Raises:
-        CheckpointError: there is no such checkpoint.
+        CheckpointError: no such checkpoint exists.
     """
     wanted = f"{last} {usual} checkpoints"
     other = "update" if usual == "epoch" else "epoch"

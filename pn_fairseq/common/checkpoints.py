@@ -1,9 +1,9 @@
 """Reading and writing fairseq checkpoints without trusting them.
 
 A PyTorch checkpoint is a pickle, and unpickling runs any code that the file names. From torch 2.6
-on, ``torch.load`` refuses by default everything but tensors and plain containers, and with it
-fairseq's own checkpoints, which hold an ``argparse.Namespace``. This module allows what fairseq's
-checkpoints hold, by name, and nothing else. It needs torch and NumPy, not fairseq.
+on, ``torch.load`` by default accepts only tensors and plain containers, and so refuses fairseq's
+own checkpoints, which hold an ``argparse.Namespace``. This module allows, by name, only what
+fairseq's checkpoints hold. It needs torch and NumPy, but not fairseq.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ except ImportError:  # NumPy 1
 
 _DTYPES = "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64".split()
 
-# The three ways in which torch says that a file asks for something outside the list of safe
-# objects.
+# The three ways in which torch reports that a file asks for an object that is not on the list of
+# safe ones.
 _REFUSED_OBJECT = re.compile(
     r"GLOBAL (\S+)|allowlisted\s+via `add_safe_globals`,? but got <class '([^']+)'>|unrecognized "
     r"function (.+)"
@@ -55,7 +55,7 @@ def allow_fairseq_checkpoints() -> None:
     allowed = [argparse.Namespace, np.ndarray, np.dtype]
     # Loading an array also restores its dtype, whose class torch looks up.
     allowed += [type(np.dtype(name)) for name in _DTYPES]
-    # torch compares names, and NumPy 2 renamed the module: a file written with either version is to
+    # torch compares names, and NumPy 2 renamed the module: a file that either version wrote must
     # load with both.
     for function in (multiarray._reconstruct, multiarray.scalar):
         allowed += [
@@ -79,8 +79,8 @@ def load_checkpoint(path: str | os.PathLike) -> dict:
 
     Raises:
         CheckpointError: the file is missing, a directory, unreadable, empty, cut off or damaged,
-            asks for an object outside the list of :func:`allow_fairseq_checkpoints` (it is named,
-            and was not created), or holds no ``"model"`` dict of tensors.
+            asks for an object that :func:`allow_fairseq_checkpoints` does not list (the message
+            names it; it was not created), or holds no ``"model"`` dict of tensors.
     """
     check_input_path(path)
     allow_fairseq_checkpoints()
@@ -95,9 +95,9 @@ def load_checkpoint(path: str | os.PathLike) -> dict:
 @contextlib.contextmanager
 def readable(path: str | os.PathLike, *errors: type[Exception]) -> Iterator[None]:
     """Compare the checksums of all records of a checkpoint, and explain why the block cannot load
-    it.
+    the file.
 
-    ``errors``: the exceptions of the block that mean a bad file (default: all, since a damaged
+    ``errors``: the exceptions of the block that indicate a bad file (default: all, since a damaged
     pickle can raise any).
 
     Raises:
@@ -144,7 +144,7 @@ def explain_misfit(error: Exception) -> str:
     ]
     if not misfits:
         return " ".join(text.split())
-    # The size of an embedding is the size of the vocabulary: that says more than what else differs.
+    # An embedding is as large as the vocabulary, so its size says more than the other differences.
     vocabulary = [
         pair
         for pair in misfits
@@ -170,7 +170,7 @@ def _explain_load_error(path: str | os.PathLike, error: Exception) -> str:
     refused = _REFUSED_OBJECT.search(text)
     if refused:
         name = next(group for group in refused.groups() if group)
-        # Without a zip file's checksums, the name may also be what is left of another one.
+        # Without a zip file's checksums, the name may also be a fragment of another name.
         damaged = "" if looks_like_zip else ", or is damaged"
         return (
             f"asks for {name}, which no fairseq checkpoint needs{damaged}; the file was not loaded "
@@ -182,7 +182,7 @@ def _explain_load_error(path: str | os.PathLike, error: Exception) -> str:
     if looks_like_zip:
         return f"is cut off or damaged; {GET_ANOTHER}"
     reason = text.split("WeightsUnpickler error:")[-1].strip().splitlines()
-    # The pickle reader's errors about a text file are single keys: KeyError: 97.
+    # On a text file, the pickle reader raises errors that show only a key: KeyError: 97.
     detail = (
         f" ({type(error).__name__}: {reason[0]})"
         if reason and not isinstance(error, KeyError)
@@ -212,8 +212,8 @@ def _check_state(path: str | os.PathLike, state: object) -> None:
 
 
 def save_checkpoint(state: dict, path: str | os.PathLike) -> None:
-    """Write ``state`` to ``path``, which is unchanged after any error. A symbolic link at ``path``
-    stays one.
+    """Write ``state`` to ``path``, which stays unchanged after any error. A symbolic link at
+    ``path`` is kept.
 
     Raises:
         CheckpointError: the directory is missing or not writable, or the disk is full.
@@ -223,7 +223,7 @@ def save_checkpoint(state: dict, path: str | os.PathLike) -> None:
         with atomic_write(os.path.realpath(path)) as file:
             torch.save(state, file)
     except (OSError, RuntimeError) as error:
-        # torch's zip writer answers an OSError or a Ctrl-C with a RuntimeError of its own.
+        # torch's zip writer replaces an OSError or a Ctrl-C by a RuntimeError of its own.
         cause = next(
             (link for link in error_chain(error) if isinstance(link, (OSError, KeyboardInterrupt))),
             error,

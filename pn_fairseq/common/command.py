@@ -41,7 +41,7 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
         return formatter._fill_text(self, text, width, indent)
 
 
-#: Options of fairseq's programs and scripts -> ours that mean the same.
+#: Options of fairseq's programs and scripts -> our equivalent options.
 FAIRSEQ = {
     "--num-update-checkpoints": "--last",
     "--num-epoch-checkpoints": "--last",
@@ -69,7 +69,7 @@ FAIRSEQ = {
     "--sys": "--hyp",
 }
 #: Option of fairseq that names files without their language, as in text/train -> the part of this
-#: path that ours takes.
+#: path that our option expects.
 PREFIXES = {"--trainpref": "parent", "--testpref": "name"}
 
 
@@ -84,10 +84,10 @@ NOT_NEEDED = {
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse's parser; its errors are a :class:`UserError` instead of the usage text.
+    """argparse's parser, which raises a :class:`UserError` instead of printing the usage text.
 
-    ``setting_of`` is asked for the setting ``key=value`` that an unknown option means; it gets the
-    option, the word after it and all words.
+    ``setting_of`` receives an unknown option, the word after it and all words, and returns the
+    setting ``key=value`` that the option means.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class ArgumentParser(argparse.ArgumentParser):
         raise UserError(f"{message} (see {self.prog} --help)")
 
     def _chosen(self) -> ArgumentParser | None:
-        """The parser of the command that the words choose; None if there are no such parsers."""
+        """The parser of the command that the words choose; None if they choose none."""
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
                 for word in self._words:
@@ -141,11 +141,11 @@ class ArgumentParser(argparse.ArgumentParser):
         return None
 
     def _is_known(self, option: str) -> bool:
-        """Whether an option exists, which may be abbreviated."""
+        """Whether an option, possibly abbreviated, exists."""
         return any(name.startswith(option) for name in self._option_string_actions)
 
     def _advice(self, option: str) -> str:
-        """What an unknown option may have meant, in the exact words to type, or an empty text."""
+        """Advice about an unknown option, with the exact words to type, or an empty text."""
         meant = self._ours()
         if meant:
             return f", did you mean '{' '.join(meant)}'?"
@@ -155,7 +155,7 @@ class ArgumentParser(argparse.ArgumentParser):
                 return f", did you mean '{setting}'?"
         if option in NOT_NEEDED:
             return f": leave it out, {NOT_NEEDED[option]}"
-        if not option.startswith("--"):  # one letter is similar to any other
+        if not option.startswith("--"):  # any two single letters count as similar
             return ""
         return did_you_mean(option, self._option_string_actions)
 
@@ -168,7 +168,7 @@ class ArgumentParser(argparse.ArgumentParser):
         return ", a setting of 'pn train'"
 
     def _ours(self) -> list[str]:
-        """The equivalents here of fairseq's options among the words of the command line."""
+        """Our equivalents of fairseq's options among the words of the command line."""
         words = []
         for option in (word.partition("=")[0] for word in self._words):
             ours = FAIRSEQ.get(option)
@@ -204,11 +204,12 @@ def refuse_blanks(settings: Sequence[str]) -> None:
 def check_settings(
     settings: Sequence[str], words: Sequence[str] = (), lists: Iterable[str] = ()
 ) -> None:
-    """Refuse arguments that are no ``key=value`` in hydra's syntax.
+    """Refuse arguments that are not ``key=value`` in hydra's syntax.
 
     Args:
         words: the whole command line.
-        lists: options whose value is a list with commas, which may have been given with blanks.
+        lists: options whose value is a comma-separated list, which the user may have separated by
+            blanks.
     """
     refuse_blanks(settings)
     for setting in settings:
@@ -223,7 +224,7 @@ def check_settings(
 
 
 def _values_after(option: str, words: Sequence[str]) -> list[str]:
-    """The words after ``option`` up to the next option or setting; none where it is not given."""
+    """The words after ``option`` up to the next option or setting; none if it is not given."""
     values: list[str] = []
     if option in words:
         for word in words[words.index(option) + 1 :]:
@@ -241,7 +242,7 @@ def whole(text: str) -> int:
 
 
 def whole_number(name: str, value: object, least: int = 1) -> int:
-    """A setting that counts something."""
+    """The value of a setting that counts something."""
     text = str(value)
     if not re.fullmatch(r"\d{1,12}", text) or int(text) < least:
         raise UserError(f"{name} must be a whole number of at least {least}, not '{text}'")
@@ -249,8 +250,8 @@ def whole_number(name: str, value: object, least: int = 1) -> int:
 
 
 def absolute(text: str | Path) -> Path:
-    """A path without ``.`` and ``..``, and the type of an option that names one: it stays valid in
-    another folder.
+    """An absolute path without ``.`` and ``..``, which stays valid in another folder. Also the type
+    of an option that names a path.
     """
     if not str(text):
         raise argparse.ArgumentTypeError("must name a file or folder, not ''")
@@ -260,8 +261,8 @@ def absolute(text: str | Path) -> Path:
 
 
 def checked(check, metavar: str, note: str = "") -> dict:
-    """argparse's arguments of a flag that keeps its text, unless ``check`` raises ValueError,
-    shown with ``note``.
+    """argparse's arguments for a flag that keeps its text, unless ``check`` raises a ValueError,
+    which is shown with ``note``.
     """
 
     def parse(text: str) -> str:
@@ -275,7 +276,7 @@ def checked(check, metavar: str, note: str = "") -> dict:
 
 
 def say(step: str, text: str) -> None:
-    """A line of progress, also in a pipe after what was printed before it."""
+    """Print a line of progress, even in a pipe after whatever was printed before it."""
     sys.stdout.flush()
     print(f"[{step}] {text}", file=sys.stderr, flush=True)
 
@@ -287,14 +288,14 @@ def shown(command: Iterable[object]) -> str:
 
 
 def say_next(step: str, *command: object) -> None:
-    """The ``pn`` command that usually follows, unless a longer command runs this step."""
+    """Print the ``pn`` command that usually follows, unless a longer command runs this step."""
     if "PN_FAIRSEQ_STEP" not in os.environ:
         say(step, f"next: {shown(command)}")
 
 
 def handle_signals() -> None:
-    """Let SIGTERM raise a KeyboardInterrupt, with its number; and SIGINT, which a shell ignores
-    in a background job.
+    """Let SIGTERM raise a KeyboardInterrupt with the signal's number, and SIGINT a plain one, even
+    in a background job, where the shell makes processes ignore it.
     """
 
     def interrupt(number, _):
@@ -306,7 +307,7 @@ def handle_signals() -> None:
 
 
 class NothingSaved(KeyboardInterrupt):
-    """An interruption before anything was kept that the same command could continue from."""
+    """An interruption before anything was saved from which the same command could continue."""
 
 
 def run(tool: str, body: Callable[[], int | None], resumes: bool = False) -> int:
@@ -315,19 +316,19 @@ def run(tool: str, body: Callable[[], int | None], resumes: bool = False) -> int
     Args:
         tool: name of the tool in its error lines.
         body: returns an exit code; None means 0.
-        resumes: whether the same command, run again, continues where it was interrupted.
+        resumes: whether the same command, if repeated, continues where it was interrupted.
     """
     advice = "; run the same command again to resume" if resumes else ""
     try:
         try:
             code = body() or 0
-        except SystemExit as end:  # of argparse, which has written its line
+        except SystemExit as end:  # from argparse, which has written its line
             code = end.code or 0
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # The reader of the output (`| head`) has closed it. Python would complain again when it
-        # flushes at exit.
+        # The reader of the output (`| head`) has closed the pipe. Python would complain again when
+        # it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (UserError, Unavailable, OSError) as error:
@@ -336,11 +337,11 @@ def run(tool: str, body: Callable[[], int | None], resumes: bool = False) -> int
             if getattr(error, "filename", None)
             else str(error)
         )
-        # A file name may hold a line break; the promise is one line.
+        # A file name may contain a line break, but an error must be one line.
         print(f"{tool}: error: {' '.join(text.splitlines())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as error:
-        # else the command that runs this as one of its steps says so
+        # in a step of a longer command, that command reports the interruption
         if isinstance(error, NothingSaved):
             advice = " before anything was saved; the same command begins again"
         if "PN_FAIRSEQ_STEP" not in os.environ:
@@ -363,9 +364,7 @@ def run(tool: str, body: Callable[[], int | None], resumes: bool = False) -> int
 
 
 def why_it_failed(code: int, lines: Iterable[str]) -> str:
-    """Why a process failed: the signal that killed it, or else the last of the lines that it
-    wrote.
-    """
+    """Why a process failed: the signal that killed it, or else the last line that it wrote."""
     if code < 0:
         return f"killed by {signal.Signals(-code).name}, as happens when memory runs out"
     return ([line for line in lines if line.strip()] or ["it printed no reason"])[-1]

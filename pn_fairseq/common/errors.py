@@ -1,6 +1,6 @@
-"""A user's mistakes that show wherever norms are used, and how fairseq's own programs end on them.
+"""A user's mistakes that appear wherever norms are used, and how they end fairseq's own programs.
 
-Without torch.
+This module imports no torch.
 """
 
 import difflib
@@ -20,11 +20,11 @@ class Unavailable(RuntimeError):
 
 
 class FoldedModelError(RuntimeError):
-    """Raised on training a folded model, and on loading its weights into a model that is not
+    """Raised if a folded model is trained, or if its weights are loaded into a model that is not
     folded.
 
     Args:
-        file: the checkpoint that it comes from, for the message.
+        file: the checkpoint of the folded model, for the message.
     """
 
     def __init__(self, file: str | None = None):
@@ -35,8 +35,8 @@ class FoldedModelError(RuntimeError):
 
 
 def fairseq_program() -> str | None:
-    """The outermost program of fairseq on the call stack, such as ``fairseq-train``; None in any
-    other program.
+    """The outermost fairseq program on the call stack, such as ``fairseq-train``; None in any other
+    program.
     """
     frame, program = sys._getframe(), None
     while frame is not None:
@@ -48,8 +48,8 @@ def fairseq_program() -> str | None:
 
 @contextmanager
 def one_line_errors(*errors: type[Exception]) -> Iterator[None]:
-    """On one of ``errors``, end a program of fairseq with one line and exit code 2. In any other
-    program the error goes on to the caller.
+    """On one of ``errors``, end a fairseq program with one line and exit code 2. In any other
+    program the error propagates to the caller.
     """
     try:
         yield
@@ -77,8 +77,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    """The message about a name that does not exist, with the most similar name and all names
-    that do.
+    """The message about a name that does not exist, with the most similar name and all existing
+    names.
     """
     known = list(known)
     return (
@@ -91,7 +91,7 @@ def run_file(file: Path, name: str) -> ModuleType:
     """Run a user's Python file as the module ``name``.
 
     Raises:
-        ValueError: it ends with an error; the message holds the line, the kind and the text.
+        ValueError: the file raises an error; the message states the line, the kind and the text.
     """
     spec = importlib.util.spec_from_file_location(name, file)
     module = importlib.util.module_from_spec(spec)
@@ -102,13 +102,13 @@ def run_file(file: Path, name: str) -> ModuleType:
         del sys.modules[name]
         frames = traceback.extract_tb(error.__traceback__)
         lines = [f"line {frame.lineno}: " for frame in frames if frame.filename == str(file)]
-        where = "".join(lines[-1:])  # none of a syntax error, whose text has it
+        where = "".join(lines[-1:])  # empty for a syntax error, whose text states the line
         raise ValueError(f"{where}{type(error).__name__}: {error}") from error
     return module
 
 
 def error_chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and the errors that led to it, at most 20: causes can form a circle."""
+    """The error and the errors that led to it, at most 20 because causes can form a circle."""
     for _ in range(20):
         if error is None:
             return
@@ -121,8 +121,8 @@ class NotFiniteError(FloatingPointError):
 
     Args:
         update: the number of the optimizer update, from 1.
-        loss_scale: the factor of the loss under fp16; None where there is none.
-        where: the module where the first such number was found, in words.
+        loss_scale: the factor of the loss under fp16; None without fp16.
+        where: the module in which the first such number was found, in words.
     """
 
     def __init__(self, update: int, loss_scale: float | None = None, where: str = ""):

@@ -1,4 +1,4 @@
-"""Files of the pipeline: what comes with the package, atomic writing, checksums, line counts,
+"""Files of the pipeline: those shipped with the package, atomic writing, checksums, line counts,
 ``settings`` files.
 """
 
@@ -22,12 +22,12 @@ PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def shipped(path: str) -> Path:
-    """``path`` in the checkout (``configs`` or ``data/...``), which a wheel has in the package."""
+    """``path`` (``configs`` or ``data/...``) in the checkout or, from a wheel, in the package."""
     installed = PACKAGE / path
     return installed if installed.exists() else PACKAGE.parent / path
 
 
-#: The configurations that come with this project, and in studies/ its studies.
+#: The configurations of this project; its studies are in the subfolder studies/.
 CONFIGS = shipped("configs")
 
 
@@ -37,8 +37,8 @@ def names_in(folder: Path) -> list[str]:
 
 
 def find_yaml(name: str, folder: Path, others: Iterable[str] = ()) -> Path:
-    """The file of a name in ``folder``, or of a path. ``others``: names that mean something else
-    here, and may be misspelt.
+    """The file that ``name`` means: a name in ``folder``, or a path. ``others``: names with another
+    meaning here, which may be what was misspelt.
     """
     path = Path(name) if name.endswith((".yaml", ".yml")) else folder / f"{name}.yaml"
     if not path.is_file():
@@ -52,19 +52,19 @@ def find_yaml(name: str, folder: Path, others: Iterable[str] = ()) -> Path:
 
 @contextlib.contextmanager
 def atomic_write(path: Path | str, mode: str = "wb") -> Iterator[IO]:
-    """Open a file for writing that replaces ``path`` when the block ends; after an error
-    ``path`` is unchanged.
+    """Open for writing a file that replaces ``path`` when the block ends; after an error ``path``
+    stays unchanged.
     """
     path = Path(path)
     partial = path.with_name(f"{path.name}.partial")
     try:
-        # Closing is part of writing: a full disk may show there first.
+        # Closing is part of writing: only there may a full disk raise its error.
         with partial.open(mode, encoding=None if "b" in mode else "utf-8") as file:
             yield file
         os.replace(partial, path)
     except BaseException as error:
         partial.unlink(missing_ok=True)
-        # errors of writing name no file themselves
+        # an error while writing does not name the file itself
         if isinstance(error, OSError) and not error.filename:
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
@@ -79,7 +79,7 @@ def lock(file: Path, refusal: str) -> int:
     while True:
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT)
         try:
-            # Not flock, which a process that loads data would hold for some seconds after its
+            # Not flock: a data-loading process would hold that lock for some seconds after its
             # parent was killed.
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -89,12 +89,12 @@ def lock(file: Path, refusal: str) -> int:
             return descriptor  # a file system without locks
         if os.fstat(descriptor).st_nlink:
             return descriptor
-        # the process that had locked it has removed it since it was opened here
+        # the process that held the lock removed the file after it was opened here
         os.close(descriptor)
 
 
 def is_locked(file: Path) -> bool:
-    """Whether another process has locked the file by :func:`lock`."""
+    """Whether another process has locked the file with :func:`lock`."""
     if not file.exists():
         return False
     try:
@@ -112,10 +112,10 @@ def _lock_file(output: Path) -> Path:
 def only_writer(output: Path) -> Iterator[Callable[[str], None]]:
     """Keep other processes from making ``output``, a file or a folder, until the block ends.
 
-    Yields a function that notes what this process is doing, which other processes are told.
+    Yields a function that notes what this process is doing, for the error in other processes.
 
     Raises:
-        UserError: another process makes it; the text says which, and what it is doing.
+        UserError: another process is making it; the text says which, and what it is doing.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
     file = _lock_file(output)
@@ -126,7 +126,7 @@ def only_writer(output: Path) -> Iterator[Callable[[str], None]]:
     )
 
     def note(work: str) -> None:
-        # by the same descriptor: closing another one of this file would end the lock
+        # through the same descriptor: closing another one of this file would release the lock
         text = f"{os.getpid()}, {work}" if work else str(os.getpid())
         with contextlib.suppress(OSError):  # a full disk
             os.ftruncate(descriptor, 0)
@@ -141,14 +141,14 @@ def only_writer(output: Path) -> Iterator[Callable[[str], None]]:
 
 
 def check_no_writer(output: Path) -> None:
-    """Refuse what :func:`only_writer` would refuse, and write nothing."""
+    """Refuse what :func:`only_writer` would refuse, without writing anything."""
     if _lock_file(output).exists():
         with only_writer(output):
             pass
 
 
 def check_can_be_folder(path: Path, option: str) -> None:
-    """Refuse an output folder whose path is a file, or lies inside a file."""
+    """Refuse an output folder whose path is a file or has a file as a parent."""
     for place in (path, *path.parents):
         if place.is_dir():
             return
@@ -158,7 +158,7 @@ def check_can_be_folder(path: Path, option: str) -> None:
 
 
 def check_folders(paths: Iterable[Path], option: str = "") -> None:
-    """Refuse the path of a folder that does not exist; ``option`` names it in the message."""
+    """Refuse paths of folders that do not exist; the message contains ``option``."""
     before = f"{option}: " if option else ""
     for path in paths:
         if path.is_dir():
@@ -172,8 +172,8 @@ def check_folders(paths: Iterable[Path], option: str = "") -> None:
 
 
 def check_file(path: Path, option: str, endings: Iterable[str] = ()) -> None:
-    """Refuse a path that ``option`` names if it is a folder, or does not exist even with one of
-    these endings.
+    """Refuse the path given to ``option`` if it is a folder, or does not exist with any of the
+    ``endings`` either.
     """
     if path.is_dir():
         raise UserError(f"{option} '{path}' is a folder; name a file")
@@ -210,7 +210,7 @@ def write_lines(path: Path, lines: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def scratch_folder(path: Path) -> Iterator[Path]:
-    """A new folder ``path``, which is removed when the block ends; one that a killed process has
+    """Create the folder ``path``, and remove it when the block ends; a folder that a killed process
     left there is removed first.
     """
     shutil.rmtree(path, ignore_errors=True)
@@ -224,7 +224,7 @@ def scratch_folder(path: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
     """A folder to write into, which replaces ``path`` when the block ends; after an error
-    ``path`` is unchanged.
+    ``path`` stays unchanged.
     """
     with scratch_folder(path.with_name(f"{path.name}.partial")) as partial:
         yield partial
@@ -239,13 +239,13 @@ def checksum(path: Path, algorithm: str = "sha256") -> str:
 
 
 def count_lines(path: Path | str) -> int:
-    """Number of lines. A last line without a line feed counts."""
+    """The number of lines. A last line without a line feed counts."""
     with open(path, "rb") as file:
         return sum(1 for _ in file)
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:
-    """The last parts of each path, as few as tell the paths apart."""
+    """The fewest last parts of each path that tell the paths apart."""
     paths = [path.resolve() for path in paths]
     for length in range(1, max((len(path.parts) for path in paths), default=0) + 1):
         names = [str(Path(*path.parts[-length:])) for path in paths]

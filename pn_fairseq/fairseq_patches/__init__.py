@@ -3,8 +3,8 @@
 :func:`apply` runs when ``pn_fairseq.models`` is imported, as ``--user-dir`` does, and changes
 functions of fairseq for the rest of the process. Each function of fairseq is replaced in one place,
 which lists what happens in which order. ``PN_FAIRSEQ_NO_PATCHES=1`` turns all patches off. A patch
-is left out, with a warning, if its function takes different arguments from those in the fairseq
-that it was written for. ``pn info`` lists them.
+is skipped, with a warning, if the parameters of its function differ from those in the fairseq for
+which the patch was written. ``pn info`` lists the patches.
 """
 
 import ast
@@ -72,8 +72,8 @@ def apply() -> None:
 
 
 def running_program(name: str) -> ModuleType | None:
-    """The module of fairseq's program ``name``, also where Python runs it by ``-m``; None if it
-    is not imported.
+    """The module of fairseq's program ``name``, even if Python runs it with ``-m``; None if it is
+    not imported.
     """
     main = sys.modules["__main__"]
     return main if getattr(main.__spec__, "name", None) == name else sys.modules.get(name)
@@ -84,12 +84,12 @@ def patch(owner, name: str, parameters: str) -> Callable[[Callable], Callable]:
 
     Args:
         owner: a module or class of fairseq.
-        name: of a function in it.
+        name: name of a function in ``owner``.
         parameters: the names of the function's parameters, separated by spaces. If they differ,
             nothing is replaced.
 
     Raises:
-        RuntimeError: another patch has replaced the function.
+        RuntimeError: another patch has already replaced the function.
     """
 
     def replace(wrapper: Callable) -> Callable:

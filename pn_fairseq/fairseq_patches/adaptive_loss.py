@@ -1,7 +1,7 @@
 """The adaptive loss counts every word.
 
-fairseq ignores the padding's number, 1, also among the words of a tail band, where it is the number
-of a word: the second word of each band adds nothing to the loss but the choice of its band.
+fairseq ignores the number of padding, 1, even in a tail band, where it is the number of a word: the
+second word of each band adds only the choice of its band to the loss.
 """
 
 from itertools import pairwise
@@ -15,8 +15,8 @@ from pn_fairseq.fairseq_patches import patch
 
 @patch(AdaptiveLoss, "forward", "self model sample reduce")
 def forward(_, criterion, model, sample, reduce=True):
-    """The loss, (1,), or that of each token, (B T,) without ``reduce``; the sample size; what is
-    logged.
+    """The loss, (1,), or without ``reduce`` that of each token, (B T,); the sample size; the logged
+    values.
     """
     output = model(**sample["net_input"])
     target = model.get_targets(sample, output)

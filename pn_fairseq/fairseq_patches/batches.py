@@ -1,8 +1,8 @@
 """A run that resumes after its first epoch has the batches of a run that was never stopped.
 
 fairseq makes the batches of a data set once and keeps them for all epochs, but draws the order of
-sentences of equal length from the seed and the epoch in which it makes them. A run that was resumed
-in epoch 2 had other batches.
+sentences of equal length from the seed and the epoch in which it makes the batches. So a run that
+was resumed in epoch 2 got other batches.
 """
 
 from fairseq.tasks import FairseqTask

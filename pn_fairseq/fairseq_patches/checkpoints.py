@@ -1,11 +1,11 @@
 """Checkpoints are read safely and written whole, and a resumed run continues where it was, with its
 ``--patience``.
 
-Reading: from torch 2.6 on, ``torch.load`` refuses everything except tensors and plain containers,
-and therefore the settings in a checkpoint, even in the copies that rank 0 sends to the other ranks;
-its message advises executing what the file holds. ``torch.load`` compares no checksums: fairseq
-decodes with a weight that has a flipped bit. About weights that do not fit a model, or a run that
-continues from the weights of a folded model, fairseq says that architectures differ.
+Reading: from torch 2.6 on, ``torch.load`` accepts only tensors and plain containers, and so refuses
+the settings in a checkpoint, even in the copies that rank 0 sends to the other ranks; its message
+advises executing what the file holds. ``torch.load`` compares no checksums: fairseq decodes with a
+weight that has a flipped bit. For weights that do not fit a model, or a run that continues from the
+weights of a folded model, fairseq reports only that architectures differ.
 
 Writing: fairseq writes the first file of a save under another name and renames it, but copies it in
 place to ``checkpoint_best.pt`` and ``checkpoint_last.pt``. A run whose copy was cut off cannot be
@@ -17,8 +17,8 @@ writes its file.
 Resuming: fairseq saves the place in an epoch as a number of batches of one rank. With another
 number of ranks, another ``update_freq`` or another ``max_tokens`` that number denotes another
 place: sentences would be skipped or repeated. fairseq counts the validations without improvement in
-attributes of a function, which no checkpoint holds (fairseq issue 3531): a run that is interrupted
-more often than the patience allows never stops early.
+attributes of a function, which no checkpoint contains (fairseq issue 3531): a run that is
+interrupted more often than the patience allows never stops early.
 """
 
 import os
@@ -41,7 +41,7 @@ from pn_fairseq.common.checkpoints import (
 from pn_fairseq.common.errors import FoldedModelError, one_line_errors
 from pn_fairseq.fairseq_patches import patch, running_program
 
-#: Key in a checkpoint's ``extra_state`` of what this project adds.
+#: Key in a checkpoint's ``extra_state`` for what this project adds.
 KEY = "pn_fairseq"
 
 allow_fairseq_checkpoints()
@@ -53,7 +53,7 @@ class MisfitError(RuntimeError):
 
 @patch(checkpoint_utils, "load_checkpoint_to_cpu", "path arg_overrides load_on_all_ranks")
 def load_checkpoint_to_cpu(original, path, *args, **kwargs):
-    if not os.path.isfile(path):  # a remote path, or no file: fairseq's own messages
+    if not os.path.isfile(path):  # a remote path, or no file: fairseq reports it itself
         return original(path, *args, **kwargs)
     with (
         one_line_errors(CheckpointError),
@@ -73,7 +73,7 @@ def load_state_dict(original, model, *args, **kwargs):
 
 @patch(distributed_utils, "_broadcast_object_slow", "obj src_rank group dist_device")
 def broadcast_object(_, obj, src_rank, group, dist_device):
-    """The sender of a checkpoint is the same program, so what it sends needs no safe loader."""
+    """The same program sends the checkpoint, so receiving it needs no safe loader."""
     holder = [obj]
     torch.distributed.broadcast_object_list(holder, src=src_rank, group=group, device=dist_device)
     return holder[0]
@@ -101,7 +101,7 @@ def write_files(original, cfg, trainer, epoch_itr, val_loss):
     interval = cfg.save_interval_updates
     lost = interval > 0 and trainer.get_num_updates() % interval == 0 and epoch_itr.end_of_epoch()
     of_epoch = not cfg.no_epoch_checkpoints and epoch_itr.epoch % cfg.save_interval == 0
-    # asynchronous writing allows one file for each save
+    # asynchronous writing allows only one file for each save
     if not lost or (of_epoch and cfg.write_checkpoints_asynchronously):
         return original(cfg, trainer, epoch_itr, val_loss)
     within_epoch = SimpleNamespace(
@@ -126,7 +126,7 @@ def write_files(original, cfg, trainer, epoch_itr, val_loss):
 
 @patch(Trainer, "save_checkpoint", "self filename extra_state")
 def save(original, trainer, filename, extra_state):
-    """Add where early stopping and the batches are, which fairseq does not save."""
+    """Add the state of early stopping and the unit of the batches, which fairseq does not save."""
     ours = {}
     stopping = early_stopping_function()
     if hasattr(stopping, "best"):
@@ -149,14 +149,14 @@ def load(original, trainer, filename, reset_optimizer=False, *args, reset_meters
                 trainer, filename, reset_optimizer, *args, reset_meters=reset_meters, **kwargs
             )
         except Exception as error:
-            # fairseq replaces the error of NormedModel.load_state_dict by one of its own
+            # fairseq replaces the error of NormedModel.load_state_dict by its own
             if isinstance(error.__context__, FoldedModelError):
                 raise FoldedModelError(filename) from error
             raise
     saved = (extra_state or {}).get(KEY, {})
     stopping = early_stopping_function()
-    # A new training run from these weights has its own best loss. fairseq resets its own best loss
-    # by the same rule.
+    # A new training run from these weights starts with a new best loss. fairseq resets its best
+    # loss by the same rule.
     if "early_stopping" in saved and stopping and not reset_optimizer and not reset_meters:
         stopping.best = saved["early_stopping"]["best"]
         stopping.num_runs = saved["early_stopping"]["num_runs"]
@@ -173,7 +173,7 @@ def load_and_check(original, cfg, trainer, **kwargs):
     extra_state, epoch_itr = original(cfg, trainer, **kwargs)
     optimization, lr = trainer.cfg.optimization, trainer.get_lr()
     epoch = epoch_itr.next_epoch_idx
-    # a checkpoint of the run itself may lie past the last epoch: the run has ended
+    # a checkpoint of the run itself may be past the last epoch: the run has ended
     elsewhere = os.path.dirname(os.path.abspath(cfg.restore_file)) != os.path.abspath(cfg.save_dir)
     with one_line_errors(ValueError):
         if trainer.get_num_updates() == 0 and lr <= optimization.stop_min_lr:
@@ -182,7 +182,7 @@ def load_and_check(original, cfg, trainer, **kwargs):
                 f"{optimization.stop_min_lr:g} ends the training: give a larger "
                 "--warmup-init-lr or --lr"
             )
-        if getattr(trainer.lr_scheduler, "period", 1) == 0:  # of cosine, whose end divides by it
+        if getattr(trainer.lr_scheduler, "period", 1) == 0:  # cosine would divide by it
             raise ValueError(
                 "--lr-scheduler cosine: --max-update leaves no update after --warmup-updates; give "
                 "a larger --max-update, fewer --warmup-updates or --lr-period-updates"
@@ -197,14 +197,14 @@ def load_and_check(original, cfg, trainer, **kwargs):
 
 
 def early_stopping_function():
-    """fairseq's function whose attributes ``best`` and ``num_runs`` are the count; None outside
-    of a training.
+    """fairseq's function whose attributes ``best`` and ``num_runs`` hold the count; None outside of
+    training.
     """
     return getattr(running_program("fairseq_cli.train"), "should_stop_early", None)
 
 
 def batches(cfg, epoch: int) -> dict:
-    """The unit of the place in an epoch: ``workers`` ranks take ``max_tokens`` tokens each,
+    """The unit of the place in an epoch: ``workers`` ranks process ``max_tokens`` tokens each,
     ``update_freq`` times.
     """
     frequencies = cfg.optimization.update_freq
@@ -216,10 +216,10 @@ def batches(cfg, epoch: int) -> dict:
 
 
 def convert(place: int, before: dict, now: dict) -> int:
-    """The place in units of ``now`` after the same number of tokens, workers * max_tokens * place;
-    whole updates.
+    """The place in units of ``now`` after the same number of tokens, workers * max_tokens * place,
+    rounded to whole updates.
 
-    Batches that are counted in sentences are taken to hold as much as before.
+    Batches that are counted in sentences are assumed to hold as much as before.
     """
     share = before["workers"] / now["workers"]
     if before["max_tokens"] and now["max_tokens"]:
@@ -234,8 +234,8 @@ def in_other_batches(extra_state: dict, before: dict, cfg) -> dict:
     if not iterator["iterations_in_epoch"] or before == now:
         return extra_state
     batches_done = convert(iterator["iterations_in_epoch"], before, now)
-    # Rounding can give a place past the end. fairseq takes that for the end of the epoch in
-    # version 1 only.
+    # Rounding can result in a place past the end. Only in version 1 does fairseq treat this as the
+    # end of the epoch.
     return {
         **extra_state,
         "train_iterator": {**iterator, "version": 1, "iterations_in_epoch": batches_done},

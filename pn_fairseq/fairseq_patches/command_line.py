@@ -3,7 +3,7 @@ without a TPU.
 
 fairseq's help lists no architecture, and is printed before the flags of the model that ``--arch``
 names are added. fairseq answers a typo in ``--arch`` with all architectures, and accepts ``--bf16``
-on TPUs only (fairseq issue 4696).
+only on TPUs (fairseq issue 4696).
 """
 
 import importlib.util

@@ -1,7 +1,7 @@
 """hydra composes the settings of a run without a copy of the settings of all components.
 
-It makes this copy for every composition, which takes a third of the time. What it reads from its
-store it copies as well.
+hydra makes this copy for every composition, which takes a third of the time, although it also
+copies what it reads from its store.
 """
 
 import copy

@@ -1,9 +1,9 @@
 """``--convert-norms 'PATTERN=NORM[,key=value...]'`` puts norms of this package into any model of
 fairseq.
 
-They get the padding mask from the arguments that fairseq's modules have, unless
-``--norm-ignore-mask`` is given, which also holds for the norms of this package's own models. Both
-are settings of the model, and kept in its checkpoints.
+These norms get the padding mask from the arguments of fairseq's modules, unless
+``--norm-ignore-mask`` is given, which also applies to the norms of this package's own models. Both
+flags are settings of the model, and its checkpoints contain them.
 """
 
 import inspect
@@ -30,7 +30,7 @@ from pn_fairseq.norms.masks.padding import current_backward, padding
 from pn_fairseq.norms.options import read_pairs, typed
 from pn_fairseq.norms.registry import FromRun, check_option, find_norm
 
-#: Settings of a model that are this patch's.
+#: Settings of a model that this patch adds.
 SETTINGS = ("convert_norms", "norm_ignore_mask")
 
 #: Keys of a specification that are arguments of ``convert_norms`` itself.
@@ -38,8 +38,8 @@ OWN_KEYS = ("layout", "skip", "zero_padding")
 
 
 def is_padding(index: int, tokens):
-    """The mask of a batch of token ids (B, T), where ``index`` is padding; speech features have
-    none here.
+    """The mask of a batch of token ids (B, T), in which ``index`` is padding; speech features have
+    no such mask.
     """
     if not isinstance(tokens, Tensor) or tokens.is_floating_point():
         return NotImplemented
@@ -50,7 +50,7 @@ def parse(text: str) -> tuple[str, str, dict]:
     """Pattern, norm and options of 'PATTERN=NORM[,key=value...]'.
 
     Raises:
-        ValueError: it is something else, the norm or an option does not exist, or a value has
+        ValueError: ``text`` is something else, the norm or an option does not exist, or a value has
             another type.
     """
     first, _, pairs = str(text).partition(",")
@@ -65,7 +65,7 @@ def parse(text: str) -> tuple[str, str, dict]:
         **inspect.signature(build_norm).parameters,
     }
     known = {name: parameters[name] for name in (*OWN_KEYS, "variant")}
-    # the layout and the trainer decide the other two
+    # the layout and the trainer determine the other two
     known |= {
         name: parameter
         for name, parameter in find_norm(norm).options.items()
@@ -94,19 +94,19 @@ def add_flags(group) -> None:
 
 
 def given_settings(settings) -> dict[str, object]:
-    """The settings of this patch that are given, from a Namespace or a node of hydra's."""
+    """The settings of this patch that are given, from a Namespace or a hydra node."""
     values = {name: safe_getattr(settings, name) for name in SETTINGS}
     return {name: value for name, value in values.items() if value}
 
 
 @patch(utils, "override_module_args", "args")
 def override_module_args(original, args):
-    """The settings of a model with a dataclass, which has no fields for them."""
+    """Keep these settings for a model with a dataclass, which has no fields for them."""
     overrides, deletes = original(args)
     cls = ARCH_MODEL_REGISTRY.get(getattr(args, "arch", None))
     if getattr(cls, "__dataclass", None) is not None:
-        # JSON is a subset of hydra's syntax of values, but for what a quoted string must escape:
-        # nothing here.
+        # JSON is a subset of hydra's syntax for values, except for escapes in quoted strings, which
+        # do not occur here.
         overrides += [
             f"+model.{name}={json.dumps(value)}" for name, value in given_settings(args).items()
         ]
@@ -167,7 +167,7 @@ def build_model(original, cfg, task, from_checkpoint=False):
     checkpoint_activations, "_checkpointed_forward", "original_forward offload_to_cpu args kwargs"
 )
 def checkpointed_forward(original, original_forward, offload_to_cpu, *args, **kwargs):
-    """The recomputation of a layer gets the masks that its hooks, which run outside of it, got
+    """Give the recomputation of a layer the masks that its hooks, which run outside of it, read
     from its arguments.
     """
     _, recomputation = padding.context_fn()
@@ -181,8 +181,8 @@ def checkpointed_forward(original, original_forward, offload_to_cpu, *args, **kw
 
 @patch(S2TTransformerEncoder, "_forward", "self src_tokens src_lengths return_all_hiddens")
 def encoder_of_speech(original, self, src_tokens, src_lengths, return_all_hiddens=False):
-    """The norm after the last layer gets the mask of the frames that the layers get, which is no
-    argument there.
+    """Give the norm after the last layer the mask of the frames that the layers get, which is not
+    an argument there.
     """
     norm = self.layer_norm
     if not isinstance(norm, ConvertedNorm) or without_mask in norm._forward_pre_hooks.values():
@@ -219,5 +219,5 @@ def masks(task) -> dict:
 
 
 def without_mask(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """A hook: the norm is called as if there were no padding."""
+    """A hook that calls the norm as if there were no padding."""
     return args[:1], {name: value for name, value in kwargs.items() if name != "padding_mask"}

@@ -1,10 +1,10 @@
 """``--replace-unk``, ``--diverse-beam-groups`` and ``--print-step`` work.
 
-fairseq takes ``--replace-unk`` without a file for the file "@@ ". Diverse beam search keeps its
-penalties by the place of a sentence in the batch, and looks them up by the number of the sentence
-in the test set: it fails in the second batch, and where the numbers of a batch are smaller than its
-size, penalties come from other sentences. Only models that decode all words at once count their
-steps. Where no sentence is decoded, fairseq divides by 0.
+fairseq interprets ``--replace-unk`` without a file as the file "@@ ". Diverse beam search stores
+its penalties by the place of a sentence in the batch, but looks them up by the number of the
+sentence in the test set: it fails in the second batch, and if the numbers of a batch are smaller
+than its size, penalties come from other sentences. Only models that decode all words at once count
+their steps. If no sentence is decoded, fairseq divides by 0.
 """
 
 import torch
@@ -35,7 +35,7 @@ def step(original, search, step, lprobs, scores, prev_output_tokens=None, origin
 
 
 def generate(original, *args, **kwargs):
-    """A search from left to right takes a step for each token."""
+    """Count a step for each token in a search from left to right."""
     hypotheses = original(*args, **kwargs)
     for beam in hypotheses:
         for hypothesis in beam:
@@ -50,7 +50,7 @@ for generator in (SequenceGenerator, SequenceGeneratorWithAlignment, SequenceSco
 def main(original, cfg, output_file):
     try:
         return original(cfg, output_file)
-    except ZeroDivisionError as error:  # in the line about the speed
+    except ZeroDivisionError as error:  # from the line about the speed
         with one_line_errors(ValueError):
             raise ValueError(
                 "no sentence was decoded: the subset is empty, its sentences were skipped because "

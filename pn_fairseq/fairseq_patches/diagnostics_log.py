@@ -7,15 +7,15 @@ from torch import nn
 
 from pn_fairseq.fairseq_patches.run_settings import run_setting
 
-#: Settings of fairseq that show curves of a run.
+#: Settings with which fairseq shows curves of a run.
 DASHBOARDS = ("tensorboard_logdir", "wandb_project")
 
 
 def dashboard_interval(args) -> int | None:
-    """``--log-interval`` of a run that has a TensorBoard folder or a wandb project; else None.
+    """``--log-interval`` of a run with a TensorBoard folder or a wandb project; else None.
 
     Args:
-        args: the settings of a model, as :func:`.run_setting` takes them.
+        args: the settings of a model, as for :func:`.run_setting`.
     """
     if any(run_setting(args, "common", key) for key in DASHBOARDS):
         return run_setting(args, "common", "log_interval")
@@ -23,8 +23,8 @@ def dashboard_interval(args) -> int | None:
 
 
 def _summary(name: str, values: list[float]) -> float:
-    """One value for all norms: the largest of a ``..._max``, the sum of a number of
-    ``..._steps``, else the mean.
+    """One value for all norms: the largest for a name ``..._max``, the sum for ``..._steps``, else
+    the mean.
     """
     if name.endswith("_max"):
         return max(values)
@@ -34,22 +34,22 @@ def _summary(name: str, values: list[float]) -> float:
 class DiagnosticsLog(nn.Module):
     """A part of a model that logs the diagnostics of its ``norms`` every ``interval`` updates.
 
-    ``norm_psi_distance`` and ``norm_nu_rms`` are means over the norms, ``norm_gamma_max`` the
-    largest, ``norm_guarded_steps`` and ``norm_nonfinite_steps`` sums since the run was started.
-    Diagnostics of a norm of one's own are summarized by the same endings. The values are read,
+    ``norm_psi_distance`` and ``norm_nu_rms`` are means over the norms, ``norm_gamma_max`` is the
+    largest value, ``norm_guarded_steps`` and ``norm_nonfinite_steps`` are sums since the run was
+    started. Diagnostics of a user's norm are summarized by the same endings. The values are read,
     which waits for a GPU, only when they are logged.
     """
 
     def __init__(self, norms: Sequence[nn.Module], interval: int):
         super().__init__()
         self.interval = interval
-        self.norms = norms  # a list, whose modules are not parts of this one
+        self.norms = norms  # a list, so that its modules are not parts of this one
         self.logged_at = 0
         for norm in norms:
             norm.collecting = True
 
     def set_num_updates(self, num_updates: int) -> None:
-        """fairseq calls it while its metrics are being gathered, before the forward of update
+        """Called by fairseq while it gathers its metrics, before the forward of update
         ``num_updates``.
         """
         if num_updates % self.interval or num_updates == self.logged_at:

@@ -1,9 +1,9 @@
 """``fairseq-eval-lm`` scores every token: it uses shorter blocks, or refuses blocks that are longer
 than the model's.
 
-fairseq skips such blocks with a warning and prints the perplexity of the rest, which is 1.00 where
-all are skipped. Blocks of fairseq's default, 1,024 tokens, become as long as the model allows, with
-one line in the log. Blocks of another length, and sentences that are too long, are refused.
+fairseq skips such blocks with a warning and prints the perplexity of the rest, which is 1.00 if all
+are skipped. Blocks of fairseq's default length, 1,024 tokens, become as long as the model allows,
+with one line in the log. Blocks of another length, and sentences that are too long, are refused.
 """
 
 import logging

@@ -1,12 +1,11 @@
 """All ranks drop the same layers under ``--encoder-layerdrop`` and ``--decoder-layerdrop``.
 
 fairseq draws the layers from the generator of the CPU. On CPUs dropout draws from the same
-generator, and how much it draws depends on the size of the batch: ranks drop different layers, and
-their collective calls inside layers (such as the calls of synchronized norms) no longer belong
-together. Here several ranks draw the layers from a generator of their own, which starts again with
-each seed. fairseq gives all ranks the same seed before each update. When fairseq loads a model of
-fewer layers from a trained one, ``--encoder-layers-to-keep`` alone drops all layers of the decoder,
-and the reverse.
+generator, by an amount that depends on the size of the batch: ranks drop different layers, and
+their collective calls inside layers (such as the calls of synchronized norms) no longer match. Here
+several ranks draw the layers from a separate generator, which restarts with each seed; fairseq sets
+the same seed on all ranks before each update. When fairseq loads a model with fewer layers from a
+trained one, ``--encoder-layers-to-keep`` alone drops all layers of the decoder, and vice versa.
 """
 
 import copy

@@ -3,9 +3,9 @@ embeddings.
 
 fairseq multiplies each entry of the state dict by the decay, which torch refuses for an int64
 buffer such as ``num_batches_tracked`` ("result type Float can't be cast to the desired output type
-Long"). Embeddings that are one tensor under three names decay three times per update. And the
-average loses the norm after the last encoder layer: fairseq loads it without ``encoder.version``,
-which marks a model from before that norm.
+Long"). Embeddings that are one tensor under three names decay three times per update. The average
+also loses the norm after the last encoder layer: fairseq loads the average without
+``encoder.version``, as if the model were older than that norm.
 """
 
 import torch

@@ -14,7 +14,7 @@ from fairseq.modules import dynamic_crf_layer
 
 
 class Numpy1(ModuleType):
-    """NumPy with the removed names, for the modules of fairseq that ask for them."""
+    """NumPy with the removed names, for the modules of fairseq that use them."""
 
     compat = SimpleNamespace(long=builtins.int)
     int, float = builtins.int, builtins.float

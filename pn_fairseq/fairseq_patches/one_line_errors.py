@@ -1,10 +1,10 @@
 """A user's mistake ends fairseq's programs with one line and exit code 2.
 
 fairseq shows a traceback, or hides the reason behind "Cannot load model parameters from
-checkpoint". The mistakes: settings that a model refuses, a model folded by pn fold in training,
-kernels that cannot run on the device, an adaptive softmax without its criterion, a choice of
-checkpoints by a BLEU that is not computed. Another is a setting with which nothing is trained:
-fairseq then ends with exit code 0.
+checkpoint". The mistakes are: settings that a model refuses, training a model that pn fold has
+folded, kernels that cannot run on the device, an adaptive softmax without its criterion, a choice
+of checkpoints by a BLEU that is not computed, and settings with which nothing is trained, after
+which fairseq ends with exit code 0.
 """
 
 import torch
@@ -20,7 +20,7 @@ from pn_fairseq.fairseq_patches.run_settings import writable
 
 
 def build_model(original, task, cfg, *args, **kwargs):
-    # The command line reads lists of layers, and fairseq's models take them for text.
+    # The command line parses lists of layers, but fairseq's models expect text.
     for name in ("encoder_layers_to_keep", "decoder_layers_to_keep"):
         layers = safe_getattr(cfg, name)
         if layers and not isinstance(layers, str):
@@ -38,7 +38,7 @@ def build_model(original, task, cfg, *args, **kwargs):
 
 
 patch(FairseqTask, "build_model", "self cfg from_checkpoint")(build_model)
-# of language_modeling
+# the class of the task language_modeling
 patch(LegacyFairseqTask, "build_model", "self args from_checkpoint")(build_model)
 
 
@@ -57,10 +57,10 @@ def new_trainer(original, trainer, cfg, task, model, criterion, *args, **kwargs)
 
 
 def check_criterion(model, adaptive_loss: bool) -> None:
-    """Refuse an adaptive softmax without ``--criterion adaptive_loss``, and the reverse.
+    """Refuse an adaptive softmax without ``--criterion adaptive_loss``, and vice versa.
 
     Raises:
-        ValueError: they do not fit.
+        ValueError: model and criterion do not fit each other.
     """
     decoder = getattr(model, "decoder", None)
     if (

@@ -1,4 +1,4 @@
-"""The settings of a model as fairseq passes them, flat or in a node of hydra's, and those of the
+"""The settings of a model as fairseq passes them, flat or in a hydra node, and the settings of the
 run beside them.
 """
 
@@ -10,19 +10,19 @@ from pn_fairseq.norms.registry import Circumstances
 
 
 def writable(settings) -> AbstractContextManager:
-    """In this block the settings of a model, even a node of hydra's, accept keys that they do not
+    """In this block the settings of a model, even a hydra node, accept keys that they do not
     declare.
     """
     return open_dict(settings) if OmegaConf.is_config(settings) else nullcontext()
 
 
 def run_setting(args, node: str, key: str):
-    """A setting of a run; 0 where it is missing or empty.
+    """A setting of a run; 0 if it is missing or empty.
 
     Args:
         args: the settings of a model as fairseq passes them. From the command line they are one
             flat Namespace with all settings. Under hydra the setting is in a ``node`` beside the
-            model's.
+            model's node.
     """
     if hasattr(args, "_get_parent"):
         parent = args._get_parent()
@@ -31,8 +31,8 @@ def run_setting(args, node: str, key: str):
 
 
 def learning_rate_warmup(args) -> int:
-    """The warm-up of the learning rate in updates, under either name of fairseq's schedules; 0
-    where there is none.
+    """The warm-up of the learning rate in updates, under either name in fairseq's schedules; 0 if
+    there is none.
     """
     return int(
         run_setting(args, "lr_scheduler", "warmup_updates")

@@ -1,7 +1,7 @@
 """Several training or validation sets in one folder (``train``, ``train1``, ...;
 ``--combine-valid-subsets``) load.
 
-fairseq repeats the first of them ``--upsample-primary`` times, by default -1 times, and fails.
+fairseq repeats the first set ``--upsample-primary`` times, by default -1 times, and fails.
 """
 
 from fairseq.data import ConcatDataset

@@ -1,15 +1,15 @@
 """A run starts with all of its ranks, also on CPUs and under ``torchrun``; no job of a sweep
 continues another.
 
-fairseq starts as many ranks as there are GPUs: on a CPU it ends with exit code 0 and has done
-nothing. Under torchrun it divides by the number of GPUs or, without ``--distributed-world-size``,
-lets every rank train alone and overwrite the checkpoints of the others. It passes a device number
-to torch's DistributedDataParallel, which refuses it for a model on the CPU.
+fairseq starts as many ranks as there are GPUs: on a CPU it does nothing and ends with exit code 0.
+Under torchrun it divides by the number of GPUs or, without ``--distributed-world-size``, lets every
+rank train alone and overwrite the checkpoints of the others. It passes a device number to torch's
+DistributedDataParallel, which refuses it for a model on the CPU.
 
 The jobs of a sweep (``fairseq-hydra-train -m``) run in one process, and fairseq keeps the best
 validation loss, the count of ``--patience``, the log file and the TensorBoard writers of one job
-for the next. It opens ``--log-file`` again in every epoch and keeps the earlier handlers: in epoch
-10 each record is written 10 times.
+for the next. It reopens ``--log-file`` in every epoch and keeps the earlier handlers: in epoch 10
+each record is written 10 times.
 """
 
 import importlib.util
@@ -41,7 +41,7 @@ def launched_ranks() -> int:
 
 @patch(distributed_utils, "call_main", "cfg main kwargs")
 def call_main(original, cfg, main, **kwargs):
-    """Every command of fairseq but generation calls this, to start its ranks."""
+    """Every command of fairseq except generation calls this to start its ranks."""
     settings, launched = cfg.distributed_training, launched_ranks()
     if launched > 1 and settings.distributed_init_method is None:
         settings.distributed_world_size = launched
@@ -57,7 +57,7 @@ def call_main(original, cfg, main, **kwargs):
         if not settings.distributed_no_spawn:
             try:
                 return original(cfg, main, **kwargs)
-            except ProcessExitedException as error:  # the rank has said why
+            except ProcessExitedException as error:  # the rank has reported why
                 raise SystemExit(error.exit_code) from error
     return original(cfg, main, **kwargs)
 
@@ -74,7 +74,7 @@ distributed_fairseq_model.DistributedDataParallel = distributed_data_parallel
 
 @patch(initialize, "add_defaults", "cfg")
 def begin(original, cfg):
-    """Training calls this before anything else that needs settings, in each job of a sweep too."""
+    """Training calls this before anything else that needs settings, also in each job of a sweep."""
     original(cfg)
     forget_earlier_job()
     with one_line_errors(OSError, ValueError, ArgumentTypeError):
@@ -114,7 +114,7 @@ def check(cfg) -> None:
 
 
 def forget_earlier_job() -> None:
-    # Both keep the best loss in attributes of the function.
+    # Both functions keep the best loss in their attributes.
     for function in filter(None, (checkpoint_utils.save_checkpoint, early_stopping_function())):
         for name in ("best", "num_runs"):
             vars(function).pop(name, None)

@@ -7,13 +7,12 @@ model the number of the update before each of its batches, but not which batch i
 whether the update was skipped. And if it skips a step on a CPU because fp16 overflowed, it creates
 that step's gradient norm on a GPU.
 
-Norms that are not synchronized have other statistics on each rank. fairseq validates each rank's
-share of the data with that rank's own buffers, and saves the buffers of rank 0; here running
-statistics are averaged over the ranks beforehand. ``--no-average-norm-stats`` turns the averaging
-off for a model.
+Unsynchronized norms have different statistics on each rank. fairseq validates each rank's share of
+the data with that rank's own buffers, and saves the buffers of rank 0; here running statistics are
+averaged over the ranks beforehand. ``--no-average-norm-stats`` turns the averaging off for a model.
 
 After a number that is not finite, fairseq repeats the update with hooks that log the first module
-whose output is NaN or infinite. Its hooks on the backward pass end in ``StopIteration`` on a module
+whose output is NaN or infinite. Its hooks on the backward pass raise ``StopIteration`` on a module
 that returns a dict without tensors, as its own encoders do. With several ranks it reports
 "gradients are inconsistent between workers" instead.
 """
@@ -53,7 +52,7 @@ def update(original, trainer, *args, **kwargs):
 
 @patch(Trainer, "_prepare_sample", "self sample is_dummy")
 def prepare_sample(original, trainer, sample, *args, **kwargs):
-    """A batch on its way to the GPU, where looking for padding would make the program wait."""
+    """Look for padding before a batch goes to the GPU, where this would make the program wait."""
     known = padding_of_inputs(trainer.task, sample) if trainer.cuda else {}
     prepared, is_dummy = original(trainer, sample, *args, **kwargs)
     for name, there_is in known.items():
@@ -62,7 +61,7 @@ def prepare_sample(original, trainer, sample, *args, **kwargs):
 
 
 def padding_of_inputs(task: FairseqTask, sample) -> dict[str, bool]:
-    """Name of an input of the model -> whether its tokens hold padding."""
+    """Name of an input of the model -> whether its tokens contain padding."""
     inputs = sample.get("net_input") if isinstance(sample, dict) else None
     known = {}
     for name, attribute in (
@@ -127,8 +126,8 @@ def probed(trainer: Trainer) -> Iterator[None]:
         probe.end(trainer.get_num_updates())
 
 
-#: What fairseq says when a number is not finite. With several ranks it lists the norms of their
-#: gradients.
+#: fairseq's messages about a number that is not finite. With several ranks they list the norms of
+#: the gradients.
 _MESSAGES = re.compile(
     r"gradients are (Nan/Inf|inconsistent.*\b(nan|inf)\b)|Minimum loss scale reached", re.S
 )
@@ -138,7 +137,7 @@ _first_modules: list[str] = []
 
 @patch(NanDetector, "add_hooks", "self module")
 def add_hooks(_, detector, module):
-    """The hooks on the backward pass are on the tensors of the output."""
+    """Put the hooks for the backward pass on the tensors of the output."""
 
     def watch(module, inputs, output):
         if detector.forward:
@@ -170,7 +169,7 @@ def explained(trainer: Trainer) -> Iterator[None]:
     _first_modules.clear()
     try:
         yield
-    except NotFiniteError:  # of the same update, which fairseq repeats under --amp
+    except NotFiniteError:  # from the same update, which fairseq repeats under --amp
         raise
     except Exception as error:
         # The repeated update may end in another error.

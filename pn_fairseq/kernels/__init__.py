@@ -5,9 +5,10 @@ implementations.
 - ``triton``: Triton for CUDA, if triton is installed (torch for CUDA installs it)
 - ``cpp``: C++ for CPUs, compiled when the package is installed if there is a compiler
 
-The fastest that the machine can run is used. ``PN_FAIRSEQ_KERNELS`` forces one; if it cannot run,
-that is an error, and nothing replaces it. The first use of a GPU compares its results with the
-reference (:mod:`pn_fairseq.kernels.first_use`). ``pn info`` prints what is in use, and why.
+The fastest implementation that the machine can run is used. ``PN_FAIRSEQ_KERNELS`` forces one; if
+that one cannot run, this is an error, and no other replaces it. The first use of a GPU compares its
+results with the reference (:mod:`pn_fairseq.kernels.first_use`). ``pn info`` prints what is in use,
+and why.
 """
 
 from pn_fairseq.kernels.ops import (

@@ -1,4 +1,4 @@
-"""``pn check``: the operators of every implementation that this machine can run, against the
+"""``pn check`` compares the operators of every implementation that this machine can run with the
 reference.
 """
 
@@ -15,7 +15,7 @@ def _name(dtype: torch.dtype) -> str:
 
 def check() -> tuple[str, bool]:
     """A table with a line for each operator and implementation, and whether all differences are
-    allowed.
+    within the tolerance.
     """
     rows = []
     fine = True

@@ -1,5 +1,5 @@
-"""The first use of a GPU: each operator is compared with the reference once, before its results
-are used.
+"""The first use of a GPU: before its results are used, each operator is compared with the reference
+once.
 """
 
 import hashlib
@@ -15,8 +15,8 @@ from torch import Tensor
 from pn_fairseq.kernels.ops import ARGUMENTS, CHANGED, OPERATORS
 from pn_fairseq.kernels.reference import acc_dtype
 
-#: Largest difference that is allowed, relative to the largest value of a result: sums in another
-#: order, one rounding.
+#: Largest allowed difference, relative to the largest value of a result. It covers sums in another
+#: order and one rounding.
 TOLERANCE = {
     torch.float64: 1e-11,
     torch.float32: 2e-5,
@@ -24,12 +24,12 @@ TOLERANCE = {
     torch.float16: 2.0**-10,
 }
 
-#: Tokens, channels and layer-scale groups: a translation model's, and numbers that no vector width
-#: divides.
+#: Tokens, channels and layer-scale groups: those of a translation model, and numbers that no vector
+#: width divides.
 SHAPES = ((96, 512, 8), (37, 67, 0))
 
-#: Arguments that are numbers, and those that are vectors in the accumulation dtype and windows of
-#: such vectors; tensors that are not named here are vectors over channels in float32.
+#: Arguments that are numbers, vectors in the accumulation dtype, and windows of vectors; other
+#: tensors, unless :func:`_values` sets them, are vectors over channels in float32.
 SETTINGS = dict(
     eps=1e-5,
     centered=True,
@@ -49,7 +49,7 @@ WINDOWS = ("psi2_window", "lambda_window", "seen_lambda")
 def samples(
     dtype: torch.dtype, device: torch.device, shapes: Iterable[tuple[int, int, int]] = SHAPES
 ) -> Iterator[tuple[str, tuple]]:
-    """Arguments of every operator, with and without what may be left out."""
+    """Arguments of every operator, with and without the optional ones."""
     for shape in shapes:
         values = _values(dtype, device, *shape)
         for name, changes in (*_of_batches(values), *_of_tokens(values), *_of_state(values)):
@@ -59,7 +59,7 @@ def samples(
 
 def _values(dtype, device, tokens: int, channels: int, groups: int) -> dict[str, Any]:
     """Name of an argument -> a value."""
-    # whatever defaults the caller has set
+    # independent of the defaults that the caller has set
     like = {"generator": torch.Generator().manual_seed(0), "device": "cpu", "dtype": torch.float32}
 
     def uniform(*shape: int) -> Tensor:
@@ -81,17 +81,17 @@ def _values(dtype, device, tokens: int, channels: int, groups: int) -> dict[str,
         values[name] = torch.tensor(3, device=device)
     for name in ("count", "counted_tokens"):
         values[name] = torch.tensor(7.0, dtype=acc, device=device)
-    # the diagnostics are float32, and compared with float64's tolerance
+    # diagnostics are float32, but would be compared with float64's tolerance
     values["diagnostics"] = None if acc == torch.float64 else torch.zeros(4, device=device)
     return values
 
 
-#: The arguments of a call, as far as they differ from :func:`_values`.
+#: The arguments of a call that differ from :func:`_values`.
 Calls = Iterator[tuple[str, dict[str, Any]]]
 
 
 def _of_batches(values: dict) -> Calls:
-    """Norms with statistics of a batch, by passes and by whole steps."""
+    """Norms with batch statistics, by passes and by whole steps."""
     of_batch = values["batch_moment"]
     scale = values["loss_scale"]
     for absent in ((), ("padding", "loss_scale", "diagnostics", "running_mean")):
@@ -114,7 +114,7 @@ def _of_batches(values: dict) -> Calls:
 
 
 def _of_tokens(values: dict) -> Calls:
-    """Norms that take each token by itself."""
+    """Norms that normalize each token by itself."""
     x = values["x"]
     bias = values["bias"]
     channels = x.size(-1)
@@ -126,7 +126,7 @@ def _of_tokens(values: dict) -> Calls:
     for divisor in (
         (True, 1.0, 1e-5, 0.0, 0.0),
         (True, 1.1, 0.0, 1e-5, 0.0),
-        # of which half the tokens are below the bound
+        # half of the tokens are below this bound
         (False, float(channels), 0.0, 0.0, channels**0.5),
     ):
         given = dict(zip(names, divisor, strict=True))
@@ -144,7 +144,7 @@ def _of_tokens(values: dict) -> Calls:
 
 
 def _of_state(values: dict) -> Calls:
-    """What reads or moves the state."""
+    """Operators that read or move the state."""
     batch = values["batch_psi2"]
     number = values["num_batches"]
     marks = torch.tensor([False, batch.numel() % 2 == 1], device=batch.device)
@@ -164,8 +164,8 @@ def _of_state(values: dict) -> Calls:
 
 
 def results_of(function: Callable, name: str, arguments: Sequence) -> tuple[Tensor, ...]:
-    """What ``function``, an implementation of the operator ``name``, returns, and the arguments
-    that it changes, as copies, so that the given ones stay as they are.
+    """The results of ``function``, an implementation of the operator ``name``, and copies of the
+    arguments that it changes; the given arguments stay unchanged.
     """
     given = list(arguments)
     changed = []
@@ -180,8 +180,8 @@ def results_of(function: Callable, name: str, arguments: Sequence) -> tuple[Tens
 
 
 def difference(result: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
-    """The largest difference of two results, relative to the largest value; infinite if shape or
-    type differ.
+    """The largest difference between two results, relative to the largest value; infinite if shape
+    or type differs.
     """
     worst = 0.0
     for ours, wanted in zip(result, expected, strict=True):
@@ -208,10 +208,10 @@ def wrong_operators(module: ModuleType, dtype: torch.dtype, device: torch.device
     """Which operators of ``module`` give wrong results on ``device``, in one line; empty if none
     does.
 
-    Each operator is compared in one type: most of the time is spent on compiling them. It is the
-    second result that is compared: its kernels are launched as all later ones are. A correct result
-    is noted in a file, and not compared again until the GPU, its driver, torch, Triton or the
-    kernels change.
+    Each operator is compared in one type, since compiling takes most of the time. The second result
+    is compared, because its kernels are launched like all later ones. If all results are correct, a
+    file records this, and they are not compared again until the GPU, its driver, torch, Triton or
+    the kernels change.
     """
     passed = cache_file(module, dtype, device)
     if passed.exists():
@@ -236,7 +236,7 @@ def wrong_operators(module: ModuleType, dtype: torch.dtype, device: torch.device
 
 
 def cache_file(module: ModuleType, dtype: torch.dtype, device: torch.device) -> Path:
-    """The file that says that no result is wrong."""
+    """The file whose existence records that no result is wrong."""
     sources = sorted(Path(__file__).parent.glob("triton_*.py"))
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources))
     gpu = torch.cuda.get_device_name(device)

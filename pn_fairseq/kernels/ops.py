@@ -1,9 +1,9 @@
 """The operators ``torch.ops.pn_fairseq.*``, and functions with a gradient made of them.
 
 :mod:`.reference` defines the arguments and the results of each and serves every device; C++ and
-Triton compute the same on CPU and CUDA. They trust their arguments: the norms check what users give
-them, once. Tokens and masks may have any strides, and the usual ones, such as those of a transposed
-batch, are read without a copy. Results are contiguous, as the results of torch's LayerNorm. An
+Triton compute the same on CPU and CUDA. They trust their arguments, because the norms check users'
+input once. Tokens and masks may have any strides, and the usual ones, such as those of a transposed
+batch, are read without a copy. Results are contiguous, like the results of torch's LayerNorm. An
 operator whose name ends in ``_`` changes state, which is contiguous, in place; the others are pure.
 
 - ``normalize``: y from given statistics, optionally with the second moment of the batch from the
@@ -37,11 +37,11 @@ NAMESPACE = "pn_fairseq"
 #: Operator -> its reference implementation.
 OPERATORS: dict[str, Callable] = {}
 
-#: Operator -> the names of its arguments, and of those that are numbers, which come last.
+#: Operator -> the names of its arguments, and of the numbers among them, which come last.
 ARGUMENTS: dict[str, list[str]] = {}
 NUMBERS: dict[str, list[str]] = {}
 
-#: Operator -> the places of the arguments that it changes.
+#: Operator -> the positions of the arguments that it changes.
 CHANGED: dict[str, tuple[int, ...]] = {}
 
 _library = torch.library.Library(NAMESPACE, "DEF")
@@ -50,16 +50,16 @@ _library = torch.library.Library(NAMESPACE, "DEF")
 def _operator(function: Callable, *state: str) -> Callable:
     """Define ``torch.ops.pn_fairseq.NAME`` with ``function`` as its reference implementation.
 
-    The operator has its name and its arguments, in the types of its annotations, without those that
-    have a default. ``state`` names the arguments that it changes.
+    The operator takes its name, its arguments without a default and their annotated types from
+    ``function``. ``state`` names the arguments that it changes.
     """
     name = function.__name__
     schema = torch.library.infer_schema(function, mutates_args=state).replace("SymInt", "int")
     _library.define(name + re.sub(r", \w+ \w+=\w+", "", schema))
     _library.impl(name, function, "CompositeExplicitAutograd")
     # Every call whose result needs a gradient is inside a torch.autograd.Function, which defines
-    # the gradient. A fallthrough skips autograd's dispatch key, whose default (warn in a backward
-    # that these operators have no gradient) costs time in every call.
+    # the gradient. A fallthrough skips autograd's dispatch key, whose default (a warning in the
+    # backward that these operators have no gradient) costs time in every call.
     _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
     operator = getattr(torch.ops.pn_fairseq, name).default
     OPERATORS[name] = function
@@ -91,15 +91,15 @@ squash = _operator(reference.squash)
 squash_gradient = _operator(reference.squash_gradient)
 
 
-#: Functions with a gradient that the C++ kernels provide, on any device, by their names here; empty
-#: without the kernels. ``power_train`` and ``batch_train`` are whole training steps.
+#: Name here -> function with a gradient that the C++ kernels provide, on any device; empty without
+#: the kernels. ``power_train`` and ``batch_train`` are whole training steps.
 COMPILED: dict[str, Callable] = {}
 
 
 def compiled(name: str | None, x: Tensor) -> Callable | None:
-    """One of :data:`COMPILED` for plain tensors, whose memory it takes. None: there is none, or an
-    autograd function in Python has to serve, which torch.compile can look into, and whose operators
-    a subclass of tensors such as DTensor replaces.
+    """A function of :data:`COMPILED`; it reads the memory of plain tensors. None if it is missing,
+    or if an autograd function in Python is needed: torch.compile can trace that one, and a tensor
+    subclass such as DTensor can replace its operators.
     """
     if torch.compiler.is_compiling() or type(x) is not Tensor:
         return None
@@ -108,8 +108,8 @@ def compiled(name: str | None, x: Tensor) -> Callable | None:
 
 def by_reference() -> bool:
     """Whether the reference computes instead of the operators: in a transform of ``torch.func``,
-    and in a graph that leaves this process (``torch.export``, ``torch.jit.trace``, and ONNX by
-    either), where the operators are unknown.
+    and in a graph that leaves this process (``torch.export``, ``torch.jit.trace``, and ONNX through
+    either), because the operators are unknown there.
     """
     return (
         torch._C._are_functorch_transforms_active()
@@ -120,14 +120,14 @@ def by_reference() -> bool:
 
 @cache
 def warn_by_reference(reason: str) -> None:
-    """Warn that a GPU computes by the reference, once for each ``reason``."""
+    """Warn that a GPU computes with the reference, once for each ``reason``."""
     warnings.warn(
         f"pn_fairseq computes by plain PyTorch on CUDA, which is slow: {reason}", stacklevel=4
     )
 
 
 def refuse_second_derivative() -> None:
-    """Called in a backward pass."""
+    """Raise RuntimeError in a backward pass that is itself differentiated."""
     if torch.is_grad_enabled():
         raise RuntimeError("the norms of pn_fairseq have no second derivative (create_graph=True)")
 
@@ -146,8 +146,8 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, mean, moment, groups, eps):
         y, inv_rms, _, _ = normalize(x, weight, bias, mean, moment, None, None, groups, eps, False)
-        # The running statistics may change before the backward pass, which needs their values in
-        # this forward.
+        # The running statistics may change before the backward pass, which needs the values that
+        # this forward used.
         kept = [None if value is None else value.clone() for value in (mean, moment)]
         ctx.save_for_backward(x, weight, *kept, inv_rms)
         ctx.rest = groups, eps
@@ -174,12 +174,12 @@ def evaluate(
     groups: int,
     eps: float,
 ) -> Tensor:
-    """y of :func:`.reference.normalize`, with its gradient: evaluation, and layer-scale by
+    """y of :func:`.reference.normalize`, with its gradient: for evaluation, and for layer-scale by
     itself.
     """
     if by_reference():
         return reference.normalize(x, weight, bias, mean, moment, None, None, groups, eps, False)[0]
-    # the autograd function would cost as much as the operator on a few tokens
+    # on a few tokens, the autograd function would cost as much as the operator
     if not torch.is_grad_enabled():
         return normalize(x, weight, bias, mean, moment, None, None, groups, eps, False)[0]
     function = compiled("evaluate", x) or _Normalize.apply

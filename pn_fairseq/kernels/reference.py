@@ -1,5 +1,5 @@
-"""What the operators compute, in plain PyTorch. The C++ and Triton implementations are tested
-against it.
+"""The definition of the operators in plain PyTorch, against which the C++ and Triton
+implementations are tested.
 
 A function whose name ends in ``_`` changes the state that its docstring names, in place, and
 nothing else; the others are pure. Names and shapes, here and in :mod:`.ops`:
@@ -22,12 +22,12 @@ out.
 
 A token whose dy is 0 in all channels, and that gets no correction by the statistics of the batch,
 is *unused*: the loss does not depend on it. Its dx is 0 and it is left out of all sums over tokens,
-also where its x is not finite. So NaN and infinity at padding do not reach the gradients of
-parameters as 0 * NaN.
+even if its x is not finite. So NaN and infinity at padding do not reach the gradients of parameters
+as 0 * NaN.
 
-Arithmetic, sums and vectors that are returned have the *accumulation dtype*: float64 for float64,
-else float32. Results in the type of x are rounded once, and contiguous for all strides of x, as the
-results of torch's LayerNorm.
+Arithmetic, sums and returned vectors use the *accumulation dtype*: float64 for float64, else
+float32. Results in the type of x are rounded once, and are contiguous for all strides of x, like
+the results of torch's LayerNorm.
 """
 
 import math
@@ -50,7 +50,7 @@ def _grouped(h: Tensor, groups: int) -> Tensor:
 def _layer_scaled(
     x: Tensor, groups: int, eps: float, inv_rms: Maybe = None
 ) -> tuple[Tensor, Tensor]:
-    """h, in the accumulation dtype, and ``inv_rms``, which may be given."""
+    """h, in the accumulation dtype, and ``inv_rms``, which is computed unless given."""
     h = x.to(acc_dtype(x))
     if groups == 0:
         return h, torch.empty_like(h[..., :0]) if inv_rms is None else inv_rms
@@ -85,23 +85,23 @@ def _affine(values: Tensor, factors: Maybe, shift: Maybe = None, out: Maybe = No
 
 
 def _result(values: Tensor, like: Tensor) -> Tensor:
-    """``values`` in the type of ``like``, contiguous, and not in its memory: results share none
-    with arguments.
+    """``values`` in the type of ``like``, contiguous, and not in the memory of ``like``, because
+    results share none with arguments.
     """
     result = values.to(like.dtype).contiguous()
     return result.clone() if result is like else result
 
 
-#: Floating-point type -> the integer type of as many bits.
+#: Floating-point type -> the integer type with as many bits.
 _BITS = {torch.float64: torch.int64, torch.float32: torch.int32}
 
 
 def _only(values: Tensor, tokens: Maybe, in_place: bool = False) -> Tensor:
-    """``values`` (..., C), with zeros except at ``tokens`` (...); None: all tokens. In float32 or
-    float64.
+    """``values`` (..., C), float32 or float64, with zeros except at ``tokens`` (...); None: all
+    tokens.
 
-    A product with 0 would keep NaN and infinity. Bits are cut out in a third of the time that
-    ``masked_fill`` takes.
+    A product with 0 would keep NaN and infinity. Masking bits takes a third of the time of
+    ``masked_fill``.
     """
     if tokens is None:
         return values
@@ -116,8 +116,8 @@ def _real(padding: Maybe) -> Maybe:
 
 
 def _used(dy: Tensor, padding: Maybe = None, corrected: bool = False) -> Maybe:
-    """Which tokens enter the sums, (...); None: all do. ``corrected``: the statistics of
-    the batch correct the gradient of the real ones.
+    """Which tokens enter the sums, (...); None: all do. ``corrected``: the statistics of the batch
+    correct the gradient of real tokens.
     """
     if corrected and padding is None:
         return None
@@ -125,16 +125,15 @@ def _used(dy: Tensor, padding: Maybe = None, corrected: bool = False) -> Maybe:
     return used.logical_or_(~padding) if corrected else used
 
 
-#: Tokens that a product with ones adds up at once, one after the other: more would lose digits.
+#: Tokens that one product with ones adds up sequentially: more would lose digits.
 _ADDED_AT_ONCE = 512
 
 
 def _finite_sum(values: Tensor, tokens: Maybe = None) -> Maybe:
     """The sum over ``tokens`` (None: all), by products with 1 and 0, in half the time of ``sum``.
 
-    Returns None where this way does not serve: the sum is not finite (0 * NaN may have spoilt it),
-    the values are few, or this is not eager mode on a CPU: tracing cannot look at values, and
-    autocast would round the products.
+    Returns None if the sum is not finite, as 0 * NaN makes it; if there are few values; or outside
+    of eager mode on a CPU: tracing cannot look at values, and autocast would round the products.
     """
     traced = type(values) is not Tensor or torch.compiler.is_compiling()
     if traced or not values.is_cpu or values.numel() < 2**15:
@@ -156,14 +155,14 @@ def _sum_over_tokens(values: Tensor, tokens: Maybe = None) -> Tensor:
 
 
 def _mean_over_tokens(values: Tensor, padding: Maybe, count: Tensor) -> Tensor:
-    """The mean over the real tokens, of which there are ``count``."""
+    """The mean over the ``count`` real tokens."""
     return _sum_over_tokens(values, _real(padding)) / count.clamp(min=1.0)
 
 
 def _count(h: Tensor, padding: Maybe) -> Tensor:
     """N, 0-d."""
     if padding is None:
-        tokens = math.prod(h.shape[:-1])  # numel() would make a constant of a length in a graph
+        tokens = math.prod(h.shape[:-1])  # in a graph, numel() would turn a length into a constant
         return torch.full((), tokens, dtype=h.dtype, device=h.device)
     return padding.logical_not().sum().to(h.dtype)
 
@@ -201,7 +200,7 @@ def normalize(
 def moments(
     x: Tensor, padding: Maybe, groups: int, eps: float, centered: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Statistics of the batch before anything is normalized.
+    """Statistics of the batch, before it is normalized.
 
     Returns:
         ``inv_rms``; mean_M(h) (C,) if ``centered``, else empty; the second moment mean_M((h -
@@ -321,9 +320,9 @@ def gradient(
 def enters(
     running: Tensor, diagnostics: Maybe, batch: Tensor, count: Tensor, *others: Tensor
 ) -> Tensor:
-    """Whether a batch counts, 0-d: it has a token, and all its numbers, ``others`` among them, are
-    finite in float32, the type of the state. Notes the entries 0 and 2 of ``diagnostics``; see
-    :func:`running_average_`.
+    """Whether a batch counts, 0-d: it contains a real token, and all its numbers, including
+    ``others``, are finite in float32, the type of the state. Writes the entries 0 and 2 of
+    ``diagnostics``; see :func:`running_average_`.
     """
     numbers = [values.float().flatten() for values in (batch, *others)]
     has_token = count > 0
@@ -356,18 +355,19 @@ def running_average_(
     alpha: float,
     unbiased: bool,
 ) -> None:
-    """Running statistics move by a batch, as exponential averages.
+    """Move running statistics, which are exponential averages, by a batch.
 
     ``moment``, ``mean`` (C,) float32, ``num_batches`` 0-d int64 and ``diagnostics`` are changed;
     the other arguments belong to the batch. ``unbiased``: ``batch_moment`` enters times N / (N -
-    1). The statistics stay as they are if N is 0 or a number of the batch is not finite, among them
-    the ``products`` (2, C) of its gradient and, where it is unbiased, the moment of one token.
+    1). The statistics stay unchanged if N is 0 or a number of the batch is not finite; these
+    numbers include the ``products`` (2, C) of its gradient and, if ``unbiased``, the moment, which
+    is infinite or NaN for one token.
 
     ``diagnostics`` (4,) float32, or None: [0] grows by 1 if the batch has a real token and does not
     count; [1] by 1 if max(0, .) acts in :func:`power_update_` and the batch counts; [2] becomes the
     mean over the channels of 0.5 |log(moment of the batch) - log(running moment before it)|, where
-    a moment is float32's smallest normal number at least; [3] becomes the largest Gamma of a
-    channel. Only :func:`power_update_` notes [1] and [3].
+    a moment is at least float32's smallest normal number; [3] becomes the largest Gamma of a
+    channel. Only :func:`power_update_` writes [1] and [3].
     """
     if unbiased:
         batch_moment = batch_moment * (count / (count - 1.0))
@@ -394,11 +394,11 @@ def power_update_(
     alpha_bwd: float,
     has_gradient: bool,
 ) -> None:
-    """psi^2, nu and num_batches of PN move by a batch (Shen et al. 2020, line 4 of both passes of
+    """Move psi^2, nu and num_batches of PN by a batch (Shen et al. 2020, line 4 of both passes of
     Algorithm 2).
 
     They and ``diagnostics`` (:func:`running_average_`) are changed; without ``has_gradient`` nu
-    stays. The state stays as it is if N is 0 or a number of the batch is not finite. ``used_psi2``
+    stays. The state stays unchanged if N is 0 or a number of the batch is not finite. ``used_psi2``
     is the psi^2 in D, and ``products`` (2, C) are the sums over M of dx_hat * x_hat and of dx_hat.
     """
     gamma = batch_psi2 / (used_psi2.to(batch_psi2.dtype) + eps)
@@ -406,7 +406,7 @@ def power_update_(
     if diagnostics is not None:
         diagnostics[1].add_(((1.0 - alpha_bwd) * gamma > 1.0).any() & counted)
         diagnostics[3].copy_(gamma.max())
-    # the mean of the batches, then an exponential average
+    # during the warm-up the mean of the batches, then an exponential average
     cumulative = 1.0 / (num_batches + 1).to(batch_psi2.dtype)
     share = torch.where(num_batches < warmup, cumulative, 1.0 - alpha_fwd)
     _average(psi2, batch_psi2, share, counted)
@@ -465,8 +465,8 @@ def batch_normalize(
     eps: float,
     centered: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """y, normalized by the :func:`moments` of the batch, and these: ``inv_rms``, mean, moment and
-    N.
+    """y, normalized by the :func:`moments` of the batch, and these moments: ``inv_rms``, mean,
+    moment and N.
     """
     inv_rms, mean, h, moment, count = _moments(x, padding, groups, eps, centered)
     factors = _factors(weight, moment, eps, h.dtype)
@@ -493,11 +493,11 @@ def batch_step_(
     alpha: float,
     unbiased: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The backward of a norm by the statistics of the batch with its exact gradient, and
+    """The backward of a norm by batch statistics with the exact gradient, and
     :func:`running_average_`.
 
-    The :func:`gradient` has the products of :func:`gradient_sums` for ``nu`` and, if there is a
-    ``mean``, ``offset``.
+    :func:`gradient` gets the products of :func:`gradient_sums` as ``nu`` and, if there is a
+    ``mean``, as ``offset``.
 
     Returns:
         dx; the gradients of weight and bias (2, C), in the type of ``weight``.
@@ -558,7 +558,7 @@ def window_statistics(
 
 
 def _next_row(window: Tensor, num_batches: Tensor) -> Tensor:
-    """Where the next step goes in a ring buffer, (M, 1)."""
+    """The row of a ring buffer that the next step overwrites, (M, 1)."""
     rows = torch.arange(len(window), device=window.device)
     return (rows == (num_batches + 1) % len(window)).unsqueeze(1)
 
@@ -590,18 +590,17 @@ def window_update_(
     alpha_bwd: float,
     has_gradient: bool,
 ) -> Tensor:
-    """The state of UN, or of MABN, which has no ``nu``, moves by a step.
+    """Move the state of UN, or of MABN, which has no ``nu``, by a step.
 
     The arguments up to ``diagnostics`` (:func:`running_average_`) are changed; those named ``seen``
     are nu, the window of lambda and the number of batches as the forward saw them. ``psi2`` and
     ``marks`` come from :func:`window_statistics`, ``products`` from :func:`gradient_sums` with its
     gain. ``counted_tokens``: the number of tokens in psi_B^2 and lambda_B, which is N = ``count``
-    unless padding counts. Without ``has_gradient`` nu and the window of lambda stay.
-    Nothing moves if N is 0 or a number of the step is not finite.
+    unless padding counts. Without ``has_gradient`` nu and the window of lambda stay. Nothing moves
+    if N is 0 or a number of the step is not finite.
 
     Returns:
-        what x_hat is multiplied by in dx, (C,): nu_t, or lambda_B of a skipped step; of MABN
-        lambda.
+        the factor of x_hat in dx, (C,): nu_t, or lambda_B in a skipped step; for MABN lambda.
     """
     early, skip = marks.unbind()
     own = products[0] / counted_tokens.clamp(min=1.0)
@@ -653,7 +652,7 @@ def standardize(
     mean = h.mean(-1, keepdim=True) if centered else h.new_zeros(*h.shape[:-1], 1)
     variance = (h - mean).square().mean(-1, keepdim=True)
     second = square_factor * variance + eps_in_root
-    tiny = torch.finfo(h.dtype).tiny  # the root has a derivative from here on
+    tiny = torch.finfo(h.dtype).tiny  # from here on the root has a finite derivative
     root = second.clamp(min=tiny).sqrt()
     outside = root + eps_outside
     divisor = outside.clamp(min=min_divisor)

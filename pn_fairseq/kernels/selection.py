@@ -18,15 +18,15 @@ from pn_fairseq.kernels.ops import COMPILED, NAMESPACE, OPERATORS, warn_by_refer
 #: Environment variable that forces an implementation.
 VARIABLE = "PN_FAIRSEQ_KERNELS"
 
-#: Implementation -> dispatch key of the device that it is for; None: any.
+#: Implementation -> dispatch key of its device; None: any.
 IMPLEMENTATIONS = {"reference": None, "triton": "CUDA", "cpp": "CPU"}
 
-#: One more whenever the schema of an operator changes. torch would end the process that loads
-#: kernels of other schemas.
+#: Increase this number whenever the schema of an operator changes: torch would end a process that
+#: loads kernels with other schemas.
 SCHEMAS = 6
 
-#: The compiled kernels, which fit one version of torch and these schemas; setup.py gives them the
-#: same name.
+#: The compiled kernels, which fit one version of torch and these schemas; setup.py uses the same
+#: name.
 EXTENSION = "pn_fairseq.kernels._cpp_" + re.sub(r"\W", "_", f"{torch.__version__}_{SCHEMAS}")
 
 #: Lowest compute capability on which the Triton kernels are used. The tests compile them for 8.0
@@ -58,7 +58,7 @@ def _load_cpp() -> str | None:
 
 @cache
 def _triton_operators() -> ModuleType:
-    """The operators by Triton. Importing triton is slow: this is called only where it is needed."""
+    """The Triton operators. Called only where needed, because importing triton is slow."""
     from pn_fairseq.kernels import triton_ops
 
     return triton_ops
@@ -75,7 +75,7 @@ def _no_triton_on(device: torch.device) -> str:
     try:
         module = _triton_operators()
     except Exception as error:
-        # an installation that does not fit this torch or this machine raises any error
+        # an installation that does not fit this torch or this machine can raise any error
         return f"triton cannot be used ({_first_line(error)})"
     if module.INTERPRETED:
         return ""
@@ -95,14 +95,14 @@ def _no_triton_on(device: torch.device) -> str:
     return ""
 
 
-#: GPU -> how the results of Triton on it are wrong; empty if they are right.
+#: GPU -> how the results of Triton on it are wrong; empty if they are correct.
 _compared: dict[torch.device, str] = {}
 
 
 def _wrong_on(x: torch.Tensor) -> str:
-    """How the results of Triton are wrong on the GPU of ``x``; empty if they are right.
+    """How the results of Triton are wrong on the GPU of ``x``; empty if they are correct.
 
-    Compares them once.
+    Each GPU is compared once.
     """
     module = _triton_operators()
     if module.INTERPRETED or x.device in _compared:
@@ -141,11 +141,11 @@ def _refuse_cuda(*_) -> None:
 
 
 def _select() -> tuple[str | None, str | None]:
-    """Register what the environment variable allows: the name that it forces, and why there are no
-    C++ kernels.
+    """Register what the environment variable allows. Returns the name that it forces, and why there
+    are no C++ kernels.
 
-    torch has to know the operators before the first call, so this runs on import. Triton is
-    imported at the first call.
+    torch must know the operators before the first call, so this runs on import. Triton is imported
+    at the first call.
     """
     forced = os.environ.get(VARIABLE) or None
     if forced not in (None, *IMPLEMENTATIONS):
@@ -170,7 +170,7 @@ FORCED, CPP_MISSING = _select()
 
 
 def missing(name: str) -> str:
-    """Why the implementation ``name`` can compute nothing here; empty if it can."""
+    """Why the implementation ``name`` cannot run here; empty if it can."""
     if name == "cpp":
         return CPP_MISSING or ""
     if name != "triton":
@@ -224,7 +224,7 @@ def _on_cuda(why: str) -> tuple[str, str]:
     return ("none", f"{why}, but {reason}") if FORCED else ("reference", reason)
 
 
-#: The implementation that :func:`using` has chosen, and its registration.
+#: The implementation that :func:`using` chose, and its registration.
 _chosen: tuple[str | None, torch.library.Library | None] = None, None
 
 
@@ -247,14 +247,14 @@ def using(name: str) -> Iterator[None]:
 
 
 def _choose(name: str | None) -> None:
-    """Register the functions of an implementation before all others; None: as the machine
-    selects.
+    """Give the functions of an implementation precedence over all others; None: restore the
+    machine's selection.
     """
     global _chosen
     if _chosen[1] is not None:
         _chosen[1]._destroy()
     _chosen = name, None
-    if name not in ("triton", "reference"):  # torch has the compiled kernels
+    if name not in ("triton", "reference"):  # the compiled kernels are already registered
         return
     functions = OPERATORS
     on_cpu = True
@@ -267,7 +267,7 @@ def _choose(name: str | None) -> None:
         devices.append("CUDA")
     library = torch.library.Library(NAMESPACE, "IMPL")
     _chosen = name, library
-    with warnings.catch_warnings():  # of replacing, which is what is wanted here
+    with warnings.catch_warnings():  # about replacing kernels, which is intended here
         warnings.filterwarnings("ignore", "(?s).*([Oo]verrid|only once for all operators)")
         for operator, function in functions.items():
             for device in devices:

@@ -1,22 +1,22 @@
 """The Triton kernels that :mod:`.triton_ops` launches. :mod:`.reference` defines what they compute.
 
 :func:`norm_forward` and :func:`norm_backward`, :func:`standardize`, :func:`squash` and their
-gradients are the passes over the tokens. Each program takes every ``num_programs``-th tile of
+gradients are the passes over the tokens. Each program processes every ``num_programs``-th tile of
 ``BLOCK_N`` tokens. A tile is (BLOCK_N, BLOCK_G, BLOCK_K): tokens, all groups, all channels of a
-group. BLOCK_G and BLOCK_K are powers of two; masks cut elements past the end. Without groups all
-channels are one group. A vector over channels is (1, BLOCK_G, BLOCK_K). Sums over tokens stay in
-registers until the program ends and writes them to
+group. BLOCK_G and BLOCK_K are powers of two; masks exclude elements past the end. Without groups
+all channels are one group. A vector over channels is (1, BLOCK_G, BLOCK_K). Sums over tokens stay
+in registers until the program ends and writes them to
 
-    partials: (slots, programs, C), then (programs,) of each sum that is one number, such as that of
-        the real tokens
+    partials: (slots, programs, C), then (programs,) for each sum that is one number, such as the
+        count of real tokens
 
 in the accumulation dtype. :func:`finish_moments`, :func:`finish_gradient_sums` and
 :func:`finish_power_step` add these up in the order of the programs, so that equal inputs give equal
-bits. What moves the state is one program, with all channels at once.
+bits. One program moves the state, all channels at once.
 
 ``rows`` is the number of tokens, 32 bit; offsets in memory are 64 bit. A kernel is compiled without
-the arguments that are None. What is read need not be contiguous (see :func:`_starts`), unlike what
-is written.
+the arguments that are None. Tensors that are read need not be contiguous (see :func:`_starts`);
+those that are written must be.
 
 Arguments are named as in the operators; their constants are in capitals. (C,) stands for a vector
 over channels of any type; comments say what is written or changed.
@@ -55,7 +55,7 @@ def _divide(numerator, denominator):
 def _vector(pointer, at, default, ACC):
     """A vector over channels in the accumulation dtype; ``default`` everywhere if there is none.
 
-    ``at``: the channels, and which of these there are.
+    ``at``: the channels, and which of them exist.
     """
     channel, inside = at
     if pointer is None:
@@ -84,7 +84,7 @@ def _divisor(moment, at, EPS, ACC):
 
 @triton.jit
 def _columns(first, C, BLOCK: constexpr):
-    """The channels from the ``first`` one on, and which of these there are."""
+    """The channels from the ``first`` one on, and which of them exist."""
     channel = first + tl.arange(0, BLOCK)
     return channel, channel < C
 
@@ -94,7 +94,7 @@ def _columns(first, C, BLOCK: constexpr):
 
 @triton.jit
 def _channels(GROUPS, GROUP_SIZE, BLOCK_G: constexpr, BLOCK_K: constexpr):
-    """The channels of a tile, and which of these there are, both (1, BLOCK_G, BLOCK_K)."""
+    """The channels of a tile, and which of them exist, both (1, BLOCK_G, BLOCK_K)."""
     group = tl.arange(0, BLOCK_G)[None, :, None]
     k = tl.arange(0, BLOCK_K)[None, None, :]
     return group * GROUP_SIZE + k, (group < GROUPS) & (k < GROUP_SIZE)
@@ -102,14 +102,14 @@ def _channels(GROUPS, GROUP_SIZE, BLOCK_G: constexpr, BLOCK_K: constexpr):
 
 @triton.jit
 def _tiles(BLOCK_N):
-    """The first token of this program, and how far it is from tile to tile."""
+    """The first token of this program, and the distance from tile to tile."""
     return tl.program_id(0) * BLOCK_N, tl.num_programs(0) * BLOCK_N
 
 
 @triton.jit
 def _tile(start, rows, at, BLOCK_N: constexpr):
-    """The tokens of a tile, which of these there are, (BLOCK_N,), its channels, and which of its
-    elements there are.
+    """The tokens of a tile, which of them exist, (BLOCK_N,), its channels, and which of its
+    elements exist.
     """
     channel, inside = at
     row = start + tl.arange(0, BLOCK_N)
@@ -119,8 +119,8 @@ def _tile(start, rows, at, BLOCK_N: constexpr):
 
 @triton.jit
 def _starts(row, inner, outer_stride, inner_stride, C):
-    """Offsets of tokens in a tensor (outer, inner, C) with these strides; without strides it is
-    contiguous.
+    """Offsets of tokens in a tensor (outer, inner, C) with these strides; without strides the
+    tensor is contiguous.
     """
     if outer_stride is None:
         return row.to(tl.int64) * C
@@ -132,7 +132,7 @@ def _starts(row, inner, outer_stride, inner_stride, C):
 
 @triton.jit
 def _read(tokens, tile, inner, outer_stride, inner_stride, C, ACC):
-    """A tile in the accumulation dtype, 0 where there is nothing."""
+    """A tile in the accumulation dtype, 0 where no element exists."""
     row, _, channel, exists = tile
     starts = _starts(row, inner, outer_stride, inner_stride, C)
     places = starts[:, None, None] + channel
@@ -185,7 +185,7 @@ def _used(dy):
 @triton.jit
 def _of_groups(number, rows, tile, GROUPS, BLOCK_G: constexpr):
     """The places of the groups of a tile in statistic ``number`` of several, (rows, GROUPS) each,
-    and which there are, (BLOCK_N, BLOCK_G).
+    and which of them exist, (BLOCK_N, BLOCK_G).
     """
     row, valid, _, _ = tile
     group = tl.arange(0, BLOCK_G)[None, :]
@@ -195,14 +195,14 @@ def _of_groups(number, rows, tile, GROUPS, BLOCK_G: constexpr):
 
 @triton.jit
 def _read_statistic(statistics, number, rows, tile, GROUPS, BLOCK_G):
-    """A number of each group of a tile, (BLOCK_N, BLOCK_G, 1)."""
+    """Statistic ``number`` of each group of a tile, (BLOCK_N, BLOCK_G, 1)."""
     places, exists = _of_groups(number, rows, tile, GROUPS, BLOCK_G)
     return tl.load(statistics + places, mask=exists, other=0.0)[:, :, None]
 
 
 @triton.jit
 def _write_statistic(statistics, number, rows, tile, values, GROUPS, BLOCK_G):
-    """The same, (BLOCK_N, BLOCK_G)."""
+    """Write statistic ``number`` of each group of a tile, (BLOCK_N, BLOCK_G)."""
     places, exists = _of_groups(number, rows, tile, GROUPS, BLOCK_G)
     tl.store(statistics + places, values, mask=exists)
 
@@ -223,11 +223,11 @@ def _inv_rms(h, inv_rms, rows, tile, GROUPS, GROUP_SIZE, BLOCK_G, EPS, GIVEN):
 
 @triton.jit
 def _add_tile(h, real, count, mean, squares):
-    """Count, mean and sum of squared deviations of the tokens so far, with the real ones of a tile
-    added.
+    """Count, mean and sum of squared deviations of the tokens so far, with the real tokens of a
+    tile added.
 
-    Chan, Golub & LeVeque 1983, Eq. 2.1. Squares about a fixed point would cancel where that is far
-    from the mean.
+    Chan, Golub & LeVeque 1983, Eq. 2.1. Squares about a fixed point would cancel if the point is
+    far from the mean.
     """
     keep = real[:, None, None]
     added = tl.sum(real.to(h.dtype), 0)
@@ -253,7 +253,7 @@ def _write_partial(partials, slot, at, total, C):
 
 @triton.jit
 def _write_sums(partials, slot, at, products, plain, C):
-    """What the gradients of weight and bias are made of."""
+    """Write the sums from which the gradients of weight and bias are computed."""
     _write_partial(partials, slot, at, products, C)
     _write_partial(partials, slot + 1, at, plain, C)
 
@@ -276,7 +276,7 @@ def norm_forward(
     mean,
     moment,
     rows,
-    inner,  # rows that an index of the first axis of x has; None: what is read is contiguous
+    inner,  # rows per index of the first axis of x; None: all tensors that are read are contiguous
     x_outer,  # stride of the first axis of x, in elements; None: x is contiguous
     x_inner,  # of the second
     padding_outer,  # as of x
@@ -294,7 +294,7 @@ def norm_forward(
     """y = weight (h - mean) / sqrt(moment + eps) + bias, and each program's sums over its real
     tokens.
 
-    They are the sums of h^2; if CENTERED, of h and of the squared deviations from the program's
+    The sums are those of h^2; if CENTERED, of h and of the squared deviations from the program's
     mean.
     """
     C: constexpr = GROUPS * GROUP_SIZE
@@ -443,7 +443,7 @@ def standardize(
     GAIN: constexpr,
     GAIN_SLOPE: constexpr,
 ):
-    """y by the statistics of each group of a token, and these."""
+    """y by the statistics of each group of a token, and these statistics."""
     C: constexpr = GROUPS * GROUP_SIZE
     TINY: constexpr = TINY_64 if ACC == tl.float64 else TINY_32
     at = _channels(GROUPS, GROUP_SIZE, BLOCK_G, BLOCK_K)
@@ -645,14 +645,14 @@ def squash_gradient(
             _write(dx, tile, dh * scale, C)
     if partials is not None:
         _write_sums(partials, 0, at, products, plain, C)
-        gain = _vector(weight, at, 1.0, ACC)  # only here, for its registers
+        gain = _vector(weight, at, 1.0, ACC)  # loaded only here, to save registers
         numbers = _numbers(partials, 2, C) + tl.program_id(0)
         tl.store(numbers, _sum_of_all(stretched * gain))
         tl.store(numbers + tl.num_programs(0), _sum_of_all(shifted * gain))
 
 
-# The sums that the programs of a pass have left, added up for BLOCK_C channels, BLOCK_P programs at
-# a time.
+# The sums that the programs of a pass have written are added up for BLOCK_C channels, BLOCK_P
+# programs at a time.
 
 
 @triton.jit
@@ -691,7 +691,7 @@ def finish_moments(
     BLOCK_P: constexpr,
     BLOCK_C: constexpr,
 ):
-    """Mean, second moment about it, and number of the real tokens. Both are 0 if there is none."""
+    """Mean of the real tokens, second moment about it, and their number. All are 0 without any."""
     at = _columns(tl.program_id(0) * BLOCK_C, C, BLOCK_C)
     channel, inside = at
     SLOTS: constexpr = 1 if mean is None else 2
@@ -721,7 +721,7 @@ def finish_gradient_sums(
     moment,
     loss_scale,  # (1,) or None
     parameters,  # (2, C), written: the sums over all tokens
-    products,  # (2, C) ACC, written: those over the real ones and over the loss scale; or None
+    products,  # (2, C) ACC, written: those over the real tokens, divided by the loss scale; or None
     scalars,  # (2,) ACC, written: sums of the numbers; or None
     programs,
     EPS: constexpr,
@@ -731,7 +731,7 @@ def finish_gradient_sums(
     BLOCK_C: constexpr,
 ):
     """The gradients of weight and bias and their parts from the real tokens. The second axis of the
-    grid is their row.
+    grid selects their row.
     """
     ACC: constexpr = partials.dtype.element_ty
     at = _columns(tl.program_id(0) * BLOCK_C, C, BLOCK_C)
@@ -742,7 +742,7 @@ def finish_gradient_sums(
     over_all = _total(partials, slot, at, programs, C, BLOCK_P)
     parameter = _divide(over_all, divisor)
     if parameters.dtype.element_ty.primitive_bitwidth == 16:
-        parameter = parameter.to(tl.float32)  # not every triton rounds float64 to these
+        parameter = parameter.to(tl.float32)  # not every triton rounds float64 to 16-bit types
     tl.store(parameters + row, parameter, mask=inside)
     if products is not None:
         product = over_all
@@ -758,26 +758,26 @@ def finish_gradient_sums(
 
 
 # The state after a batch. One program moves all channels, because one number that is not finite
-# keeps the batch out. Values beyond C have to be finite. What all threads read of the state is read
-# before a reduction, in which they wait for each other.
+# keeps the batch out. Values beyond C must be finite. State that all threads read is read before a
+# reduction, in which they wait for each other.
 
 
 @triton.jit
 def _finite(values):
-    """In float32."""
+    """Whether ``values`` are finite in float32."""
     return tl.abs(values.to(tl.float32)) < INFINITY
 
 
 @triton.jit
 def _log(values):
-    """The logarithm of values of a moment, at least float32's smallest normal number. NaN stays."""
+    """The logarithm of a moment, raised to float32's smallest normal number. NaN stays NaN."""
     values = values.to(tl.float32)
     return tl.log(tl.where(values < TINY_32, TINY_32, values))
 
 
 @triton.jit
 def _products(products, at, C):
-    """The sums of dx_hat * x_hat and of dx_hat. Other programs may just have written them."""
+    """The sums of dx_hat * x_hat and of dx_hat, which other programs may just have written."""
     channel, inside = at
     product = tl.load(products + channel, mask=inside, other=0.0, cache_modifier=".cg")
     plain = tl.load(products + C + channel, mask=inside, other=0.0, cache_modifier=".cg")
@@ -791,7 +791,7 @@ def _add_to(diagnostic, condition):
 
 @triton.jit
 def _enters(running, diagnostics, batch, finite, sums, tokens, at, C):
-    """Whether a batch counts, and which channels of the state it moves. Notes the entries 0 and 2
+    """Whether a batch counts, and which channels of the state it moves. Writes the entries 0 and 2
     of the diagnostics: see :func:`.reference.running_average_`.
     """
     channel, inside = at
@@ -880,7 +880,7 @@ def power_update_(
     finite = _finite(gamma)
     counted, moves = _enters(psi2, diagnostics, batch, finite, sums, tokens, at, C)
     if diagnostics is not None:
-        not_numbers = tl.sum(tl.where(gamma == gamma, 0.0, gamma), 0)  # tl.max leaves them out
+        not_numbers = tl.sum(tl.where(gamma == gamma, 0.0, gamma), 0)  # tl.max ignores NaN
         largest = tl.max(gamma, 0) + not_numbers
         tl.store(diagnostics + 3, largest)
         _add_to(diagnostics + 1, counted & (SHARE_BWD * largest > 1.0))
@@ -919,7 +919,7 @@ def finish_power_step(
     BLOCK_C: constexpr,
     BLOCK: constexpr,  # all channels
 ):
-    """:func:`finish_gradient_sums`; the program that comes last is :func:`power_update_`."""
+    """:func:`finish_gradient_sums`; the program that ends last also runs :func:`power_update_`."""
     arrived = partials + programs.to(tl.int64) * ((4 if MASKED else 2) * C)
     products = arrived + 1
     finish_gradient_sums(
@@ -965,7 +965,7 @@ def finish_power_step(
 
 @triton.jit
 def _with_step(window, number, own, batches, at, M, C):
-    """Row ``number`` of a window after a step with the value ``own``, and before it."""
+    """Row ``number`` of a window after and before a step with the value ``own``."""
     before = _vector(window + number * C, at, 1.0, own.dtype)
     return tl.where(number == (batches + 1) % M, own, before), before
 

@@ -1,14 +1,13 @@
 """The operators of :mod:`.ops` by Triton, for CUDA.
 
-Nothing here waits for the GPU or reads from it. What reads tokens is one launch over them and,
-where there are sums, a small one that finishes them; the operators on the state are one small
-launch. What does not fit into one program (more than ``MAX_CHANNELS`` channels) is computed by the
-reference.
+Nothing here waits for the GPU or reads from it. An operator on tokens is one launch over them and,
+if it sums, a small one that finishes the sums; an operator on the state is one small launch. The
+reference computes what does not fit into one program (more than ``MAX_CHANNELS`` channels).
 
 The shapes of tiles and the number of programs are chosen by rule and not by trial, which would cost
-seconds for every new shape and could choose differently, and so round differently, in every run.
-With ``TRITON_INTERPRET=1`` in the environment before triton is imported, the same functions compute
-on the CPU, slowly: tests do that.
+seconds for every new shape and could choose, and so round, differently in every run. With
+``TRITON_INTERPRET=1`` in the environment before triton is imported, the same functions compute on
+the CPU, slowly, as in the tests.
 """
 
 from functools import lru_cache, wraps
@@ -25,38 +24,37 @@ from pn_fairseq.kernels.ops import CHANGED, NUMBERS, OPERATORS, warn_by_referenc
 #: Channels that one program can hold, with groups and their number rounded up to powers of two.
 MAX_CHANNELS = 8192
 
-#: Tokens that one call can take: their numbers are 32 bit.
+#: Tokens that one call accepts: their numbers are 32 bit.
 MAX_TOKENS = 2**30
 
 #: Elements of a tile that a thread holds.
 ELEMENTS = 16
 
-#: Threads that a multiprocessor has registers for: 72 of each forward; 128 backward, with two
-#: tensors and more sums.
+#: Threads that a multiprocessor has registers for: each needs 72 forward, and 128 backward, with
+#: two tensors and more sums.
 FORWARD_THREADS = 896
 BACKWARD_THREADS = 512
 
-#: Channels for which one backward pass has registers for dx and the sums over tokens; for more
-#: there are two passes.
+#: Channels up to which one backward pass has registers for both dx and the sums over tokens; more
+#: channels need two passes.
 MAX_FUSED_CHANNELS = 4096
 
-#: Tiles that a program takes at least, once every multiprocessor has one: sums are written once per
-#: program.
+#: Fewest tiles per program, once every multiprocessor has one: sums are written once per program.
 MIN_TILES = 4
 
-#: Programs, and channels, that a program of a finishing kernel adds up at a time.
+#: Numbers of programs and of channels that a program of a finishing kernel adds up at a time.
 BLOCK_P = 128
 BLOCK_C = 32
 
 #: Whether the kernels compute on the CPU.
 INTERPRETED = not isinstance(kernels.norm_forward, triton.runtime.JITFunction)
 
-#: Whether a compiled kernel takes its constants as well, in order.
+#: Whether a compiled kernel also expects its constants, in order.
 LAUNCHES_COMPILED = not INTERPRETED and tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
 
 
 class _DoesNotFit(Exception):
-    """The kernels cannot take these arguments; the reference computes instead."""
+    """The kernels cannot process these arguments; the reference computes instead."""
 
 
 def _readable(values: Tensor, x: Tensor) -> Tensor:
@@ -69,8 +67,8 @@ def _readable(values: Tensor, x: Tensor) -> Tensor:
 
 
 def _strides(*tensors: Tensor | None) -> tuple[int | None, ...]:
-    """How the kernels find the tokens of tensors and of masks: ``inner``, and ``outer_stride`` and
-    ``inner_stride`` of each. None where all, or this one, are contiguous.
+    """How the kernels find the tokens of tensors and of masks: ``inner``, None if all are
+    contiguous, and ``outer_stride`` and ``inner_stride`` of each, None if it is contiguous.
     """
     inner = None
     strides = []
@@ -87,8 +85,8 @@ def _strides(*tensors: Tensor | None) -> tuple[int | None, ...]:
 
 
 def _operator(function):
-    """Call ``function`` on the device of the first argument, x or dy; if it cannot, the
-    reference.
+    """Call ``function`` on the device of the first argument, x or dy, or the reference if
+    ``function`` cannot process the arguments.
     """
 
     changes = CHANGED[function.__name__]
@@ -115,7 +113,7 @@ def _operator(function):
     return operator
 
 
-#: Kernel, device, shape of its tiles, flags, types of its arguments -> what was compiled for them,
+#: Kernel, device, shape of its tiles, flags, types of its arguments -> the code compiled for them,
 #: and its constants.
 _compiled: dict[tuple, tuple[CompiledKernel, list]] = {}
 
@@ -129,14 +127,13 @@ def _launch(
     flags: dict,
     *compiled_for,
 ) -> None:
-    """Launch the kernel ``name``. ``compiled_for``: the values that determine ``constants`` and
-    whatever else the kernel is compiled for. Triton compiles other code for a number that is 1 or a
-    multiple of 16: each of ``numbers`` is in ``do_not_specialize`` of the kernel, or in
-    ``compiled_for``.
+    """Launch the kernel ``name``. ``compiled_for`` determines ``constants`` and whatever else the
+    kernel is compiled for. Triton compiles other code for a number that is 1 or a multiple of 16:
+    each of ``numbers`` is in ``do_not_specialize`` of the kernel, or in ``compiled_for``.
 
-    Triton itself takes 25 us to see that a kernel is compiled, most of it to look at each argument.
-    It compiles other code for a tensor whose memory is not aligned, so only what is aligned is
-    launched from here.
+    Triton itself needs 25 us to see that a kernel is compiled, mostly to inspect each argument. It
+    compiles other code for a tensor whose memory is not aligned, so the shortcut here is only for
+    aligned tensors.
     """
     kinds = [name, *compiled_for, *flags.values()]
     addresses = 0
@@ -167,7 +164,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _quotient(number: int, divisor: int) -> int:
-    """Rounded up. The function of triton takes 3 us."""
+    """The quotient, rounded up. Triton's own function takes 3 us."""
     return -(-number // divisor)
 
 
@@ -190,11 +187,11 @@ class _Tokens:
     Attributes:
         acc: the accumulation dtype.
         rows: number of tokens.
-        width: channels of a tile, including those that a mask leaves out.
-        tile: constants of the kernel: how a tile holds the channels, how many tokens it has, and
-            how many warps work on it.
-        programs: number of programs that share the tokens. It depends on the shape and the GPU
-            only.
+        width: channels of a tile, including those that a mask excludes.
+        tile: constants of the kernel: how a tile holds the channels, how many tokens it contains,
+            and how many warps work on it.
+        programs: number of programs that share the tokens. It depends only on the shape and the
+            GPU.
         blocks: number of programs that finish the sums, and ``finishing`` their constants.
         key: what all kernels are compiled for.
     """
@@ -246,16 +243,16 @@ class _Tokens:
         return torch.empty(shape, dtype=self.acc, device=self.device)
 
     def partials(self, slots: int, more: int = 0) -> Tensor:
-        """Room for the sums of the programs, for one or two numbers of each, and for ``more``."""
+        """Memory for the sums of the programs, for one or two numbers of each, and for ``more``."""
         return self.new(self.programs * (slots * self.channels + 2) + more)
 
     def parameters(self, like: Tensor | None) -> Tensor:
-        """Room for the gradients of weight and bias, in the type of ``like``, if it is given."""
+        """Memory for the gradients of weight and bias, in the type of ``like``, if given."""
         dtype = self.acc if like is None else like.dtype
         return torch.empty((2, self.channels), dtype=dtype, device=self.device)
 
     def launch(self, name: str, written, read, vectors, flags: dict) -> None:
-        """Launch a kernel that reads the tokens: tensors and masks, of any strides."""
+        """Launch a kernel that reads the tokens: tensors and masks, with any strides."""
         strides = _strides(*read)
         tensors = *written, *read, *vectors
         grid = (self.programs, 1, 1)
@@ -263,8 +260,8 @@ class _Tokens:
         _launch(name, grid, tensors, numbers, self.tile, flags, self.key, strides[1:])
 
     def launch_gradient(self, name: str, dx, partials, read, vectors, flags: dict) -> None:
-        """The same for dx and the sums, of which one may be None. With many channels there are no
-        registers for both in one pass.
+        """The same for dx and the sums, of which one may be None. With many channels, one pass has
+        too few registers for both.
         """
         passes = [(dx, partials)]
         if dx is not None and partials is not None and self.width > MAX_FUSED_CHANNELS:
@@ -273,7 +270,7 @@ class _Tokens:
             self.launch(name, written, read, vectors, flags)
 
     def finish(self, name: str, rows: int, tensors, flags: dict) -> None:
-        """Launch a kernel that adds up what the programs have left."""
+        """Launch a kernel that adds up the sums of the programs."""
         grid = (self.blocks, rows, 1)
         numbers = (self.programs,)
         _launch(name, grid, tensors, numbers, self.finishing, flags, self.key)
@@ -307,7 +304,7 @@ def _flags(name: str, numbers) -> dict:
 
 
 def _forward(x, y, padding, inv_rms, vectors, groups, eps, slots):
-    """``norm_forward``, and what finishes its sums. ``slots``: 0 without sums, 1 about 0, 2 about
+    """Launch ``norm_forward``, and finish its sums. ``slots``: 0 without sums, 1 about 0, 2 about
     the mean.
 
     Returns:
@@ -358,7 +355,9 @@ def batch_normalize(x, weight, bias, padding, groups, eps, centered):
 
 
 def _backward(tokens, dx, partials, dy, x, padding, inv_rms, vectors, eps) -> None:
-    """``norm_backward``. ``vectors``: weight, mean, moment, nu, offset, count and loss scale."""
+    """Launch ``norm_backward``. ``vectors``: weight, mean, moment, nu, offset, count and loss
+    scale.
+    """
     read = (dy, x, padding)
     flags = {"EPS": eps}
     vectors = inv_rms if inv_rms.size(-1) else None, *vectors

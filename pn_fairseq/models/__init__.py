@@ -1,7 +1,7 @@
 """What ``--user-dir`` loads: the models with these norms, their architectures and tasks, and the
 patches of fairseq.
 
-Importing it registers all of them, whether fairseq was imported before or not.
+Importing this package registers all of them, whether fairseq was imported before or not.
 """
 
 from pn_fairseq import fairseq_patches, tasks

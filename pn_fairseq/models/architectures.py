@@ -24,7 +24,7 @@ from pn_fairseq.norms import NORMS
 
 def _defaults(args, **values) -> None:
     for name, value in values.items():
-        if getattr(args, name, None) is None:  # hydra can hold an explicit null
+        if getattr(args, name, None) is None:  # hydra allows an explicit null
             setattr(args, name, value)
 
 
@@ -41,7 +41,7 @@ def _tiny(args):
     base_architecture(args)
 
 
-#: Name of a size -> the function that fills in its defaults. The big one is tensor2tensor's.
+#: Name of a size -> the function that fills in its defaults. The big size is tensor2tensor's.
 SIZES = {
     "iwslt": transformer_iwslt_de_en,
     "wmt_en_de_big": transformer_wmt_en_de_big_t2t,
@@ -61,8 +61,8 @@ def _lm_tiny(args):
     base_lm_architecture(args)
 
 
-#: The same for ``transformer_lm_pn``. The last one is that of Baevski & Auli (2019), with fairseq's
-#: name for it.
+#: The same for ``transformer_lm_pn``. The last size is that of Baevski & Auli (2019), under
+#: fairseq's name for it.
 LM_SIZES = {
     "tiny": _lm_tiny,
     "base": base_lm_architecture,
@@ -82,7 +82,7 @@ def _tensorized_tiny(args):
 
 
 def _tensorized_ptb(args):
-    """The settings of run_ptb.sh in the authors' code, but for the place of the norms."""
+    """The settings of run_ptb.sh in the authors' code, except for the placement of the norms."""
     _defaults(
         args,
         decoder_embed_dim=256,
@@ -104,7 +104,7 @@ def _tensorized_ptb(args):
 
 
 def _tensorized_wt103(args):
-    """Those of run_wt103.sh."""
+    """The settings of run_wt103.sh, with the same exception."""
     _defaults(args, decoder_layers=6, dropout=0.1, adaptive_softmax_cutoff="20000,40000,200000")
     _tensorized_ptb(args)
 
@@ -123,8 +123,8 @@ def _decoder_alone(args, norm: str, size) -> None:
     size(args)
 
 
-#: Model -> the stem of its architectures' names, what fills them in, its sizes and the size of the
-#: model's own name.
+#: Model -> the stem of its architectures' names, the function that fills them in, its sizes, and
+#: the size that the model's own name means.
 MODELS = {
     "transformer_pn": ("transformer", _pre_norm, SIZES, base_architecture),
     "transformer_lm_pn": ("transformer_lm", _decoder_alone, LM_SIZES, base_lm_architecture),

@@ -13,9 +13,7 @@ from pn_fairseq.common.command import say
 
 
 def num_updates(state: dict) -> int:
-    """Number of updates before a checkpoint was written; -1 if the checkpoint does not record
-    it.
-    """
+    """Number of updates before a checkpoint was written; -1 if it does not record the number."""
     history = state.get("optimizer_history") or [{}]
     return history[-1].get("num_updates", -1)
 
@@ -29,10 +27,10 @@ def average_checkpoints(paths: Sequence[Path]) -> dict:
     integer and boolean buffers (``num_batches_tracked``), ``cfg``, ``extra_state``. The newest
     checkpoint is the one with the most updates. A checkpoint that records no updates counts as
     older than one that does; among equals the last in ``paths`` is the newest. Except for that tie,
-    and for float64's rounding, the order of ``paths`` has no influence. The result has no optimizer
-    state, which would belong to weights that it does not contain. Tensors that share memory in the
-    newest checkpoint (tied embeddings) and have the same mean share memory in the result. Memory
-    holds one checkpoint at a time and the float64 sums. Prints a line for each checkpoint.
+    and for float64's rounding, the order of ``paths`` has no influence. The result contains no
+    optimizer state, which would belong to other weights. Tensors that share memory in the newest
+    checkpoint (tied embeddings) and have the same mean share memory in the result. Memory holds one
+    checkpoint at a time and the float64 sums. The function prints a line for each checkpoint.
 
     Args:
         paths: the files, all different, at least one.
@@ -55,7 +53,7 @@ def average_checkpoints(paths: Sequence[Path]) -> dict:
         layout = _check_layout(path, model, layout, paths[0])
         same = path_of_update.setdefault(updates, path)
         if updates >= 0 and same != path:
-            # fairseq copies: checkpoint_best.pt and checkpoint_last.pt repeat an epoch's
+            # fairseq's checkpoint_best.pt and checkpoint_last.pt are copies of an epoch's
             # checkpoint.
             both = f"{same} and {path} are both of update {updates}"
             say("average", f"warning: {both}; is one a copy?")
@@ -68,8 +66,8 @@ def average_checkpoints(paths: Sequence[Path]) -> dict:
         del state, model
 
     means = newest["model"]
-    # In the order of the newest file, where the first of tied tensors comes first: its mean is
-    # None until then.
+    # In the order of the newest file, where the first of tied tensors comes before the others,
+    # which need its mean.
     for key, first in tied.items():
         _, dtype = layout[key]
         mean = sums.pop(key).div_(len(paths)).to(dtype)
@@ -79,8 +77,8 @@ def average_checkpoints(paths: Sequence[Path]) -> dict:
 
 
 def _check_different(paths: Sequence[Path]) -> None:
-    """All paths are checked before the first file is read: a misspelt name must not show up after
-    minutes of work.
+    """Check all paths before the first file is read: a misspelt name must not show up after minutes
+    of work.
     """
     seen: dict[tuple, Path] = {}
     for path in paths:
@@ -107,7 +105,7 @@ def _check_layout(
 
 
 def _is_averaged(key: str, value: torch.Tensor) -> bool:
-    # fairseq's _float_tensor is memory that was never written: any bits, NaN too.
+    # fairseq's _float_tensor is memory that was never written: it may contain anything, even NaN.
     return value.is_floating_point() and not key.endswith("_float_tensor")
 
 
@@ -130,6 +128,6 @@ def _add(sums: dict[str, torch.Tensor], key: str, value: torch.Tensor, path: Pat
     if key in sums:
         sums[key].add_(wide)
     else:
-        # A copy: a float64 input comes through .to() unchanged, and may overlap another tensor of
-        # the file.
+        # A copy: .to() returns a float64 input itself, which may overlap another tensor of the
+        # file.
         sums[key] = wide.clone(memory_format=torch.contiguous_format)

@@ -1,5 +1,5 @@
-"""A trained ``transformer_pn`` as two graphs that need neither fairseq nor this package:
-encoder, and decoder step.
+"""A trained ``transformer_pn`` as two graphs, an encoder and a decoder step, that need neither
+fairseq nor this package.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pn_fairseq.models.fold_checkpoint import Difference, compare, fold_checkpoi
 from pn_fairseq.models.from_checkpoint import changed, model_of, model_settings_of
 from pn_fairseq.models.transformer_pn import TransformerPNModel
 
-#: Results of the graphs, by name; the inputs have the names of the arguments below.
+#: Names of the results of the graphs; the inputs have the names of the arguments below.
 ENCODER_RESULTS = ("memory_keys", "memory_values", "padding")
 DECODER_RESULTS = ("logits", "new_keys", "new_values")
 
@@ -92,7 +92,7 @@ class DecoderGraph(nn.Module):
         values of t + 1 tokens.
         """
         past = token.new_zeros(token.size(0), keys.size(3))
-        prefix = torch.cat([past, token], 1)  # only its length counts
+        prefix = torch.cat([past, token], 1)  # only its length matters
         state: dict = {}
         layers = self.decoder.layers
         inputs = (layers, memory_keys, memory_values, keys, values)
@@ -104,7 +104,7 @@ class DecoderGraph(nn.Module):
             }
             layer.encoder_attn._set_input_buffer(state, of_memory)
             layer.self_attn._set_input_buffer(state, {"prev_key": key, "prev_value": value})
-        memory = memory_keys[0].permute(2, 0, 1, 3).flatten(2)  # only its shape counts
+        memory = memory_keys[0].permute(2, 0, 1, 3).flatten(2)  # only its shape matters
         encoder_out = {"encoder_out": [memory], "encoder_padding_mask": [padding]}
         logits, _ = self.decoder(prefix, encoder_out, state)
         cached = [layer.self_attn._get_input_buffer(state) for layer in layers]
@@ -118,8 +118,8 @@ def exportable(state: dict, name: str) -> tuple[TransformerPNModel, TransformerP
     norms, and a line about these norms.
 
     Raises:
-        CheckpointError: it is not a checkpoint of ``transformer_pn``, or uses something that the
-            graphs do not support.
+        CheckpointError: ``state`` is not a checkpoint of ``transformer_pn``, or uses something that
+            the graphs do not support.
     """
     model = _without_checkpointing(state, name)
     if not isinstance(model, TransformerPNModel):
@@ -146,7 +146,7 @@ def exportable(state: dict, name: str) -> tuple[TransformerPNModel, TransformerP
 
 
 def _without_checkpointing(state: dict, name: str) -> nn.Module:
-    """The model of the checkpoint ``state``, which computes no activations twice."""
+    """The model of the checkpoint ``state``, without activation checkpointing."""
     settings = model_settings_of(state, name)
     settings = changed(settings, checkpoint_activations=False, offload_activations=False)
     return model_of(settings, state["model"], name)
@@ -154,8 +154,8 @@ def _without_checkpointing(state: dict, name: str) -> nn.Module:
 
 @torch.no_grad()
 def export_graphs(model: TransformerPNModel) -> tuple[ExportedProgram, ExportedProgram]:
-    """Encoder and decoder step of a model from :func:`exportable`, for all numbers of sentences and
-    all lengths.
+    """Encoder and decoder step of a model from :func:`exportable`, for any number of sentences and
+    any length.
     """
     encoder, decoder = EncoderGraph(model).eval(), DecoderGraph(model).eval()
     tokens = torch.full((3, 5), 4)
@@ -212,7 +212,7 @@ def save_pt2(
 
 
 def compare_graphs(model: TransformerPNModel, encoder: Callable, decoder: Callable) -> Difference:
-    """How far the logits of the two graphs are from those that fairseq computes with ``model``."""
+    """How much the logits of the two graphs differ from those of ``model`` in fairseq."""
 
     def graphs(src_tokens: Tensor, _, prev_output_tokens: Tensor) -> tuple[Tensor]:
         """Logits (B, t, V) after each token of the prefixes ``prev_output_tokens`` (B, t), step

@@ -1,5 +1,5 @@
-"""Folding the norms of a checkpoint into the projections that follow them: the same function,
-with less to compute.
+"""Fold the norms of a checkpoint into the projections that follow them: the model computes the same
+function with less work.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from pn_fairseq.norms.fold import folded_linear
 #: would change no logit.
 TOLERANCE = 1e-4
 
-#: Norm of a layer -> the projections of the layer that read it; nothing else does, in a pre-norm
-#: transformer.
+#: Norm of a layer -> the projections of the layer that read it; in a pre-norm transformer nothing
+#: else does.
 _IN_LAYER = {
     "self_attn_layer_norm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "encoder_attn_layer_norm": ("encoder_attn.q_proj",),
@@ -39,12 +39,13 @@ _IN_LAYER = {
 
 @dataclass(frozen=True)
 class Difference:
-    """How far the outputs of two models are apart on one batch.
+    """How much the outputs of two models differ on one batch.
 
     Attributes:
         logits: largest absolute difference of two logits.
         largest: largest absolute logit of the first model.
-        same_choice: number of positions at which both give the same token the highest logit.
+        same_choice: number of positions at which both models assign the highest logit to the same
+            token.
         positions: number of positions.
     """
 
@@ -92,11 +93,11 @@ def projections_after(model: TransformerPNModel) -> dict[str, list[str]]:
 
 
 def fold_weights(model: TransformerPNModel) -> tuple[dict[str, Tensor], set[str]]:
-    """The weights, float64, that differ in the folded form of ``model``, and the names of those
-    that it lacks.
+    """The weights, float64, that differ in the folded form of ``model``, and the names of the
+    weights that it lacks.
 
     Raises:
-        TypeError: a projection is not a plain linear one; the message names it.
+        TypeError: a projection is not a plain linear map; the message names it.
     """
     weights: dict[str, Tensor] = {}
     gone: set[str] = set()
@@ -119,8 +120,8 @@ def compare(model: nn.Module, other: nn.Module) -> Difference:
     """Compare the logits of two transformers in evaluation on 16 random sentences, some of them
     padded.
 
-    A sentence has at most 32 tokens of the vocabularies; sources are padded on the left, targets on
-    the right. All real target positions count, each with the tokens before it given.
+    A sentence contains at most 32 tokens of the vocabularies; sources are padded on the left,
+    targets on the right. All real target positions count, each given the tokens before it.
     """
     generator = torch.Generator().manual_seed(0)
     sentences = 16
@@ -156,23 +157,23 @@ def compare(model: nn.Module, other: nn.Module) -> Difference:
 def fold_checkpoint(state: dict, name: str) -> tuple[dict, list[str], int, Difference]:
     """The checkpoint ``state`` with its norms folded, for decoding.
 
-    Folded weights are computed in float64 and stored in float32 (or what is wider), also in a
-    checkpoint of half precision: the norms' statistics are also float32 in it, and fairseq casts
-    all weights to the precision that it decodes in. The state of the optimizer and a moving average
-    of the weights (``--store-ema``) are left out.
+    Folded weights are computed in float64 and stored in float32 or wider, even in a checkpoint of
+    half precision: the norms' statistics are float32 there too, and fairseq casts all weights to
+    the precision that it decodes in. The state of the optimizer and a moving average of the weights
+    (``--store-ema``) are left out.
 
     Args:
         state: what :func:`pn_fairseq.common.checkpoints.load_checkpoint` read.
-        name: of the checkpoint in error messages.
+        name: name of the checkpoint in error messages.
 
     Returns:
         The new checkpoint, one line for each norm, how many of the norms are folded, and the
         difference between the logits of the two models.
 
     Raises:
-        CheckpointError: it is not a checkpoint of ``transformer_pn``, was folded already, has
-            nothing to fold or something that cannot be folded, or its logits change by more than
-            :data:`TOLERANCE` of the largest.
+        CheckpointError: ``state`` is not a checkpoint of ``transformer_pn``, was folded already,
+            contains nothing to fold or something that cannot be folded, or its logits change by
+            more than :data:`TOLERANCE` of the largest.
     """
     settings = model_settings_of(state, name)
     _check(settings, state, name)

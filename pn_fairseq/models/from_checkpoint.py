@@ -1,4 +1,4 @@
-"""What the tools need to build the model of a checkpoint that they have read: its settings, and
+"""What the tools need to build the model of a checkpoint after reading it: its settings, and
 dictionaries.
 """
 
@@ -17,7 +17,7 @@ from pn_fairseq.fairseq_patches.run_settings import writable
 
 
 def make_dictionary(size: int) -> Dictionary:
-    """A dictionary of ``size`` entries, at least fairseq's own four, with made-up words."""
+    """A dictionary with ``size`` entries, at least fairseq's own four, and made-up words."""
     dictionary = Dictionary()
     for number in range(size - len(dictionary)):
         dictionary.add_symbol(f"w{number}")
@@ -41,9 +41,7 @@ def task_of(settings, weights: dict[str, Tensor]) -> Namespace:
 
 
 def changed(settings, **values):
-    """A copy of a model's settings, a Namespace, a node of hydra's or a dict, with other
-    ``values``.
-    """
+    """A copy of a model's settings (a Namespace, a hydra node or a dict) with other ``values``."""
     settings = copy.deepcopy(settings)
     if isinstance(settings, dict):
         return {**settings, **values}
@@ -55,28 +53,26 @@ def changed(settings, **values):
 
 def with_model_settings(state: dict, **values) -> dict:
     """The checkpoint ``state`` with other ``values`` in the settings of its model; ``state``
-    itself is unchanged.
+    itself stays unchanged.
     """
     if state.get("args") is not None:
         return {**state, "args": changed(state["args"], **values)}
     cfg = state.get("cfg") or {}
     if cfg.get("model") is None:
-        return state  # no settings to change: what builds the model reports it
+        return state  # no settings to change: the code that builds the model reports this
     return {**state, "cfg": {**cfg, "model": changed(cfg["model"], **values)}}
 
 
 def with_norm_module(state: dict, norm_module: str | None) -> dict:
-    """The checkpoint ``state`` with another path of the files that register its norms, if one is
-    given.
-    """
+    """The checkpoint ``state`` with another path to the files that register its norms, if given."""
     return with_model_settings(state, norm_module=norm_module) if norm_module else state
 
 
 def settings_of(state: dict, name: str) -> DictConfig:
-    """The settings of a checkpoint as an OmegaConf config; fairseq's own loader only takes files.
+    """The settings of a checkpoint as an OmegaConf config; fairseq's own loader accepts only files.
 
     Raises:
-        CheckpointError: it holds none; ``name`` is that of the checkpoint in the message.
+        CheckpointError: the checkpoint holds no settings; ``name`` is its name in the message.
     """
     if state.get("args") is not None:
         return convert_namespace_to_omegaconf(state["args"])
@@ -88,8 +84,8 @@ def settings_of(state: dict, name: str) -> DictConfig:
 
 
 def model_settings_of(state: dict, name: str) -> Namespace | DictConfig:
-    """The settings of a checkpoint's model; errors as in :func:`settings_of`, and for what
-    fairseq does not take.
+    """The settings of a checkpoint's model; errors as in :func:`settings_of`, and for settings that
+    fairseq does not accept.
     """
     try:
         settings = settings_of(state, name).get("model")
@@ -108,15 +104,15 @@ def model_of(settings: Namespace | DictConfig, weights: dict[str, Tensor], name:
     """The model of a checkpoint in evaluation mode and float32, without data.
 
     Args:
-        settings: of the model; they are not changed.
+        settings: settings of the model; they are not changed.
         weights: the checkpoint's ``"model"``.
-        name: of the checkpoint in error messages.
+        name: name of the checkpoint in error messages.
 
     Raises:
         CheckpointError: the model cannot be built, or the weights do not fit it.
     """
-    # The embeddings are in the file; fairseq would look for the file that they were initialized
-    # from.
+    # The checkpoint contains the embeddings; fairseq would look for the file that they were
+    # initialized from.
     settings = changed(settings, encoder_embed_path=None, decoder_embed_path=None)
     model = empty_model(settings, weights, name)
     load_weights(model, weights, name)
@@ -126,7 +122,7 @@ def model_of(settings: Namespace | DictConfig, weights: dict[str, Tensor], name:
 def empty_model(
     settings: Namespace | DictConfig, weights: dict[str, Tensor], name: str
 ) -> nn.Module:
-    """The model for ``weights``, which are not loaded yet; arguments and errors as of
+    """The model for ``weights``, which are not loaded yet; arguments and errors as in
     :func:`model_of`.
     """
     try:
@@ -141,15 +137,15 @@ def load_weights(
     """Load the ``"model"`` of the checkpoint ``name``; ``cfg``: the settings of the model.
 
     Raises:
-        CheckpointError: they do not fit the model.
+        CheckpointError: the weights do not fit the model.
     """
     try:
         # a copy: fairseq edits the dict
         model.load_state_dict(dict(weights), strict=True, model_cfg=cfg)
-    except Exception as error:  # also of fairseq's conversion of old weights
+    except Exception as error:  # also from fairseq's conversion of old weights
         raise CheckpointError(f"{name}: {explain_misfit(error) or type(error).__name__}") from error
 
 
 def one_line(error: Exception) -> str:
-    """An exception of fairseq or torch as part of a message that has to be one line."""
+    """An exception of fairseq or torch as part of a message that must be one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -18,11 +18,11 @@ from pn_fairseq.models import architectures  # noqa: F401 (registers what is loo
 from pn_fairseq.models.from_checkpoint import empty_model, one_line
 from pn_fairseq.norms import NORMS, PowerNormRelease
 
-#: Beginning of an architecture's name in the release -> the size of ours. All other numbers are in
-#: the settings.
+#: Beginning of an architecture's name in the release -> our size. The settings contain all other
+#: numbers.
 _SIZES = {"transformer_iwslt_de_en": "iwslt", "transformer_wmt_en_de_big": "wmt_en_de_big"}
 
-#: The norms whose state and place are known, under the same names here.
+#: The norms whose state and place are known; their names here are the same.
 _NORMS = ("layer", "power")
 
 #: Our buffers of a PN -> their names in the release, where the statistics are (1, C, 1, 1) and the
@@ -36,24 +36,23 @@ _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
 def import_release(state: dict, name: str, alpha_fwd: float = 0.9, alpha_bwd: float = 0.9) -> dict:
-    """The checkpoint ``state`` of the release in the form in which fairseq loads it with this
-    plugin.
+    """The checkpoint ``state`` of the release in a form that fairseq loads with this plugin.
 
     Args:
         state: what :func:`pn_fairseq.common.checkpoints.load_checkpoint` read.
-        name: of the checkpoint in error messages.
+        name: name of the checkpoint in error messages.
         alpha_fwd, alpha_bwd: decays of the statistics in its training. nu is (1 - alpha_bwd)
             ema_gz.
 
     Returns:
         ``args``, ``model``, ``optimizer_history`` (the last entry) and ``extra_state`` (epoch,
-        validation loss). The optimizer's own state is left out: it belongs to parameters
-        in the order of another model.
+        validation loss). The optimizer's own state is left out: it belongs to parameters in the
+        order of another model.
 
     Raises:
-        CheckpointError: it is not a checkpoint of the release, has norms that one model here cannot
-            have, or its tensors do not fit the model that its settings describe; tensors that are
-            missing, unknown or of another shape are named.
+        CheckpointError: ``state`` is not a checkpoint of the release, combines norms that one model
+            here cannot combine, or its tensors do not fit the model that its settings describe; the
+            message names tensors that are missing, unknown or of another shape.
     """
     args = _convert_settings(state, name, alpha_fwd, alpha_bwd)
     _remove_loss_scale(state, name)
@@ -61,7 +60,7 @@ def import_release(state: dict, name: str, alpha_fwd: float = 0.9, alpha_bwd: fl
     with torch.device("meta"):
         model = empty_model(copy.deepcopy(args), file, name)
     weights = _convert_weights(model, file, alpha_bwd, name)
-    # A file made smaller for sharing may lack it, and fairseq wants this much.
+    # A file reduced for sharing may lack the history, of which fairseq needs this much.
     history = state.get("optimizer_history") or [{"lr_scheduler_state": {}, "num_updates": 0}]
     extra = state.get("extra_state") or {}
     imported = {"args": args, "optimizer_history": history[-1:], "extra_state": {}}
@@ -84,8 +83,7 @@ def _convert_settings(state: dict, name: str, alpha_fwd: float, alpha_bwd: float
             f"{name}: is not a checkpoint of the authors' release (it holds no args)"
         )
     args = Namespace(**vars(state["args"]))
-    # Everything else is checked by the shapes of tensors, which do not depend on the number of
-    # heads.
+    # The shapes of tensors check everything else; they do not depend on the number of heads.
     wanted = ["arch"]
     for side in _SIDES:
         wanted += [f"{side}_norm_self", f"{side}_norm_ff", f"{side}_attention_heads"]
@@ -111,8 +109,8 @@ def _convert_settings(state: dict, name: str, alpha_fwd: float, alpha_bwd: float
             raise CheckpointError(
                 f"{name}: {side}_norm_self is {norm}; only {' and '.join(_NORMS)} can be imported"
             )
-        # The embeddings are in the file; fairseq would look for the file that they were initialized
-        # from.
+        # The checkpoint contains the embeddings; fairseq would look for the file that they were
+        # initialized from.
         settings |= {f"{side}_norm": norm, f"{side}_embed_path": None}
     args.arch = f"transformer_{NORMS[args.encoder_norm].short}_{sizes[0]}"
     args.norm_variant = "release"
@@ -127,8 +125,8 @@ def _remove_loss_scale(state: dict, name: str) -> None:
     """Divide ``ema_gz``, which the release computes from scaled gradients, by the loss scale of
     fp16.
 
-    A warning reports a file that does not contain the scale, as when the optimizer's state is
-    missing.
+    If the file does not contain the scale, for example because the optimizer's state is missing, a
+    warning reports this.
     """
     kept = [
         value for key, value in state["model"].items() if key.endswith(".ema_gz") and value.any()
@@ -145,8 +143,8 @@ def _remove_loss_scale(state: dict, name: str) -> None:
 
 
 def _split_projections(model: dict[str, Tensor]) -> dict[str, Tensor]:
-    """``model`` with ``in_proj_weight`` and ``in_proj_bias`` as q, k and v, as fairseq has had
-    them since 0.9.
+    """``model`` with ``in_proj_weight`` and ``in_proj_bias`` split into q, k and v, as in fairseq
+    since 0.9.
     """
     split = {}
     for key, value in model.items():
@@ -159,7 +157,7 @@ def _split_projections(model: dict[str, Tensor]) -> dict[str, Tensor]:
             split[key] = value
             continue
         for target, part in zip(targets, value.chunk(3), strict=True):
-            # A copy: three views would each be saved with the storage of all.
+            # A copy: each of three views would be saved with the storage of all three.
             split[target] = part.clone()
     return split
 
@@ -218,8 +216,7 @@ def _names_in_release(model: nn.Module, file: dict[str, Tensor]) -> dict[str, st
         if isinstance(module, PowerNormRelease):
             for ours, old in _STATISTICS.items():
                 names[f"{prefix}.{ours}"] = f"{prefix}.{old}"
-    # A module of its own since 0.9; before, a bare parameter, or nothing if the embeddings are
-    # shared.
+    # A separate module since 0.9; before, a bare parameter, or absent if the embeddings are shared.
     output = "decoder.output_projection.weight"
     if output in names and output not in file:
         shared = model.decoder.output_projection.weight is model.decoder.embed_tokens.weight

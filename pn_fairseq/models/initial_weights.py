@@ -1,8 +1,8 @@
 """``--init-seed`` and ``--attention-init``: how the initial weights of a model are drawn.
 
-fairseq's ``--seed`` decides the initial weights, the order of the batches and dropout. With
-``--init-seed`` it decides the order of the batches and dropout only. ``--init-seed N --seed N`` is
-the same training as ``--seed N``.
+fairseq's ``--seed`` determines the initial weights, the order of the batches and dropout. With
+``--init-seed`` it determines only the order of the batches and dropout. ``--init-seed N --seed N``
+trains the same as ``--seed N``.
 """
 
 import argparse
@@ -18,7 +18,7 @@ ATTENTION_INIT = ("fairseq", "torch")
 
 
 def add_flags(parser: argparse.ArgumentParser, attention: bool = True) -> None:
-    """Add the flags; ``attention=False``: the model has no attention of fairseq."""
+    """Add the flags; ``attention=False``: the model does not use fairseq's attention."""
     text = (
         "seed of the initial weights; --seed then decides the order of the batches and dropout only"
     )
@@ -35,11 +35,11 @@ def add_flags(parser: argparse.ArgumentParser, attention: bool = True) -> None:
 
 @contextmanager
 def initial_weights(args) -> Iterator[None]:
-    """In this block the random numbers of the CPU, where weights are drawn, follow the setting
+    """In this block the random numbers of the CPU, from which weights are drawn, follow the setting
     ``init_seed``.
 
-    After the block they continue as if nothing had been drawn. Without the setting the block
-    changes nothing.
+    After the block the random numbers continue as if none had been drawn. Without the setting the
+    block changes nothing.
     """
     seed = safe_getattr(args, "init_seed")
     if seed is None:
@@ -54,8 +54,8 @@ def init_attention(cfg, attentions: Iterable[nn.Module]) -> None:
     """Give the projections to queries, keys, values and output the initial weights of
     ``cfg.attention_init``.
 
-    None or "fairseq": they stay as fairseq drew them, Xavier uniform and biases of torch (0 for the
-    output). "torch": torch.nn.Linear's, "Kaiming uniform", between -1/sqrt(inputs) and
+    None or "fairseq": they stay as fairseq drew them, Xavier uniform with torch's biases (0 for the
+    output). "torch": as in torch.nn.Linear, "Kaiming uniform", between -1/sqrt(inputs) and
     1/sqrt(inputs), also for biases.
 
     Raises:

@@ -1,5 +1,5 @@
-"""Norms inside attention and feed-forward networks, whose modules get x only: the padding mask
-is in the scope.
+"""Norms inside attention and feed-forward networks, whose modules get only x: the padding mask
+comes from the scope.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from pn_fairseq.norms.masks.padding import Scope, current_scope
 class InnerMasks(Scope):
     """The padding (B, T) of the input of a module, and of the keys of an attention.
 
-    Converted norms do not see it.
+    Converted norms do not see this scope.
     """
 
     def __init__(self, queries: Tensor | None, keys: Tensor | None):
@@ -36,8 +36,7 @@ class NormedInput(nn.Module):
 
 class HeadNorm(nn.Module):
     """A projection to ``side``, "queries" or "keys", and N over the channels of each head of its
-    output, times ``scaling``; in an attention around which :func:`inner_masks` holds. x is (T, B,
-    C).
+    output, times ``scaling``; in an attention that runs inside :func:`inner_masks`. x is (T, B, C).
     """
 
     def __init__(self, linear: nn.Module, norm: nn.Module, heads: int, scaling: float, side: str):
@@ -60,7 +59,7 @@ class HeadNorm(nn.Module):
 def inner_masks(
     module: nn.Module, mask: Tensor | None, keys: Tensor | None = None
 ) -> AbstractContextManager:
-    """Holds while ``module``, an attention or a projection, runs on tokens with the padding
+    """The scope in which ``module``, an attention or a projection, runs on tokens with the padding
     ``mask`` (B, T); ``keys`` is the padding of an attention's keys.
     """
     parts = [module]
@@ -73,17 +72,17 @@ def inner_masks(
 
 
 def add_qk_norm(attention: MultiheadAttention, build: Callable[[int], nn.Module]) -> None:
-    """Give an attention norms of its queries and keys, from ``build(channels of a head)``.
+    """Add norms of queries and keys, from ``build(channels of a head)``, to an attention.
 
     softmax(N_q(q) N_k(k)^T / sqrt(d)) for a head with d channels. Henry et al. 2020, arXiv
-    2010.04245, normalize by the L2 norm and learn the scale: ``scale``, whose gain g, sqrt(d) at
-    first, stands in N_q and in N_k. (They have one gain, with another initial value.) Today's
-    language models use ``rms``.
+    2010.04245, normalize by the L2 norm and learn the scale, as the norm ``scale`` does with a gain
+    g, initially sqrt(d), in both N_q and N_k. (The paper uses one gain, with another initial
+    value.) Today's language models use ``rms``.
     """
     heads, head_dim = attention.num_heads, attention.head_dim
     queries = HeadNorm(attention.q_proj, build(head_dim), heads, attention.scaling, "queries")
     attention.q_proj = queries
     attention.k_proj = HeadNorm(attention.k_proj, build(head_dim), heads, 1.0, "keys")
     attention.scaling = 1.0
-    # else torch's own function reads the weights of q_proj and k_proj
+    # otherwise torch's own function reads the weights of q_proj and k_proj
     attention.skip_embed_dim_check = True

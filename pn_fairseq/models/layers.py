@@ -1,4 +1,4 @@
-"""Transformer layers that take their norms from the options and hand them the padding mask."""
+"""Transformer layers that build their norms from the options and pass them the padding mask."""
 
 from functools import partial
 
@@ -20,7 +20,7 @@ def wrap_layer(layer: nn.Module, cfg) -> nn.Module:
     """Apply ``--checkpoint-activations`` and FSDP, as fairseq's ``build_*_layer`` do."""
     if cfg.checkpoint_activations:
         layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
-    # FSDP always wraps a checkpointed layer, also a small one.
+    # FSDP always wraps a checkpointed layer, even a small one.
     smallest = 0 if cfg.checkpoint_activations else cfg.min_params_to_wrap
     return fsdp_wrap(layer, min_num_params=smallest)
 
@@ -29,10 +29,10 @@ def mask_of(tokens: Tensor, padding_idx: int, always: bool = False) -> Tensor | 
     """The padding mask (B, T), True = padding, for the layers: None if there is no padding, which
     is faster.
 
-    A graph that is compiled, traced or exported always takes the mask, because the same graph also
+    A graph that is compiled, traced or exported always gets the mask, because the same graph also
     serves batches with padding; ``always``: the layers are such graphs. Otherwise
-    ``tokens.has_padding``, which :mod:`pn_fairseq.fairseq_patches.training` notes before a batch is
-    copied to a GPU, saves looking at its values there.
+    ``tokens.has_padding``, which :mod:`pn_fairseq.fairseq_patches.training` sets before a batch is
+    copied to a GPU, avoids reading its values there.
     """
     padding = tokens.eq(padding_idx)
     if always or torch.compiler.is_compiling() or torch.jit.is_tracing():
@@ -44,8 +44,8 @@ def mask_of(tokens: Tensor, padding_idx: int, always: bool = False) -> Tensor | 
 
 
 class LayerStack:
-    """An encoder or decoder with ``layers``. Where they are compiled, every batch has inputs that
-    fit the same graphs.
+    """An encoder or decoder with ``layers``. If they are compiled, the inputs from every batch fit
+    the same graphs.
     """
 
     #: Set by :meth:`.NormedModel.compile_layers`.
@@ -56,8 +56,8 @@ class LayerStack:
         return mask_of(tokens, self.padding_idx, self.layers_are_compiled)
 
     def layer_input(self, x: Tensor | None) -> Tensor | None:
-        """``x``, for compiled layers a contiguous copy: torch.compile compiles a layer once more
-        for an input that is a view, or whose strides do not follow from its shape.
+        """``x``, or for compiled layers a contiguous copy: torch.compile would compile a layer once
+        more for an input that is a view, or whose strides do not follow from its shape.
         """
         if x is None or not self.layers_are_compiled:
             return x
@@ -76,8 +76,7 @@ def placement_of(cfg, side: str, number: int = 1, cross_attention: bool = True) 
 
 
 class NormedLayer:
-    """The sublayers of a layer of fairseq with their norms; must precede fairseq's class in the
-    bases.
+    """The sublayers of a fairseq layer with their norms; must precede fairseq's class in the bases.
 
     ``x``, (T, B, C), is the stream before a sublayer, ``entry`` the stream before the layer, and
     ``mask``, (B, T) bool, True = padding, or None, the padding of both, which every norm gets.
@@ -106,7 +105,8 @@ class NormedLayer:
     ):
         """The stream after the attention ``name``, and its weights.
 
-        ``memory``: keys, and their padding as fairseq's attention gets it; by default those of x.
+        ``memory``: keys, and their padding in the form for fairseq's attention; by default those of
+        x.
         ``options`` are further arguments of the attention.
         """
         attention = getattr(self, name)

@@ -39,12 +39,12 @@ SYNC = ("auto", "on", "off")
 
 
 def flag(help: str, argument: dict, default=None):
-    """A field with a flag of its name; ``argument`` is for argparse."""
+    """A field whose flag has the same name; ``argument`` is for argparse."""
     return field(default=default, metadata={"help": help, **argument})
 
 
 _AFTER_MODULE = " (--norm-module has to come before it)"
-#: Loads the files of ``--norm-module``, so that the flags after it know their norms.
+#: Loads the files of ``--norm-module``, so that the flags after this one know their norms.
 _modules = checked(lambda text: [load_norms(path) for path in text.split(",")], "FILE[,FILE]")
 _norm = checked(find_norm, "NAME", _AFTER_MODULE)
 _placement = checked(find_placement, "NAME", _AFTER_MODULE)
@@ -53,17 +53,17 @@ _whole = {"type": int, "metavar": "N"}
 
 @dataclass(frozen=True)
 class NormOptions:
-    """The norms of one transformer: the values of the flags of these names, ``norms_folded``, and
+    """The norms of one transformer: the values of the flags with these names, ``norms_folded``, and
     ``run``.
 
     None: the norm's own default, or the default in the help of the flag. ``encoder_norm`` is None
-    in a model that has only a decoder: there ``layer_scale_groups`` applies to all norms.
+    in a model that has only a decoder, in which ``layer_scale_groups`` applies to all norms.
 
     ``run``: the training run, on which defaults depend.
 
     ``norms_folded``: the norms with running statistics are part of the projections that follow
-    them, and only their layer-scale is left (see :mod:`pn_fairseq.models.fold_checkpoint`). There
-    is no flag for it: ``pn fold`` writes it into the settings of a checkpoint.
+    them, and only their layer-scale is left (see :mod:`pn_fairseq.models.fold_checkpoint`). This
+    setting has no flag: ``pn fold`` writes it into the settings of a checkpoint.
     """
 
     norm_module: str | None = flag(
@@ -169,7 +169,7 @@ class NormOptions:
 
     @staticmethod
     def add_args(parser: argparse.ArgumentParser, encoder: bool = True) -> None:
-        """Add the flags. They have no defaults of their own, so that an architecture can set them.
+        """Add the flags, without defaults, so that an architecture can set them.
 
         ``encoder=False``: the flags of a model that has only a decoder.
         """
@@ -210,7 +210,7 @@ class NormOptions:
         back, so that a checkpoint contains what was used.
 
         Raises:
-            ValueError: a norm or an option of norms is unknown, or a value does not fit.
+            ValueError: a norm or an option of a norm is unknown, or a value does not fit.
         """
         run = circumstances_of(args)
         given = {}
@@ -226,7 +226,7 @@ class NormOptions:
         if options.norm_sync not in SYNC:
             raise ValueError(f"norm_sync={options.norm_sync!r} must be one of {', '.join(SYNC)}")
         resolved = {}
-        # Absolute in the checkpoint, which is also loaded from other folders; hydra works in a
+        # Absolute in the checkpoint, which is also loaded from other folders; hydra runs in the
         # folder of the run.
         if options.norm_probe:
             resolved["norm_probe"] = to_absolute_path(options.norm_probe)
@@ -277,12 +277,11 @@ class NormOptions:
         return defaults.pop() if len(defaults) == 1 else None
 
     def resolved_options(self) -> dict[str, object]:
-        """The options of the norms, with the schedules that depend on the run unless they are
-        given.
+        """The options of the norms, including default schedules that depend on the run.
 
         Raises:
-            ValueError: no norm of the model has an option, a value has another type, or an option
-                is needed.
+            ValueError: no norm of the model accepts an option, a value has another type, or a
+                required option is missing.
         """
         given, norms = self.norm_options or {}, self.names()
         if OmegaConf.is_config(given):
@@ -304,8 +303,8 @@ class NormOptions:
         """A norm of the "encoder" or "decoder" over ``num_features`` channels, next to attention
         with ``heads`` heads.
 
-        ``last``: it is the norm after the last layer. ``folds``: it can be fused with the layers
-        after it.
+        ``last``: this is the norm after the last layer. ``folds``: the norm can be fused with the
+        layers after it.
         """
         name = getattr(self, f"{side}_norm")
         if last:

@@ -1,8 +1,8 @@
 r"""``--norm-probe``: the statistics of batches and of their gradients, norm by norm, while a model
 trains.
 
-Hooks from outside the norms compute them, in updates that are recorded and the ten before; at other
-times there are no hooks.
+Hooks outside of the norms compute them in each recorded update and the ten before it; at other
+times no hooks are set.
 """
 
 import fnmatch
@@ -27,16 +27,16 @@ from pn_fairseq.norms.conversion.convert import named_norms
 from pn_fairseq.norms.conversion.converted_norm import ConvertedNorm
 from pn_fairseq.norms.core.distributed import all_reduce_sum, world_size
 
-#: Updates whose batches the probe averages for statistics of which a norm keeps no running average,
-#: and the decay.
+#: If a norm keeps no running average of a statistic, the probe averages it over the batches of this
+#: many updates, with this decay.
 WINDOW = 10
 ALPHA = 0.9
 
-#: The vectors over channels that a use of a norm adds to: sums over real tokens of h, h^2, dy and
-#: dy * h.
+#: Number of vectors over channels that each use of a norm adds to: sums over real tokens of h, h^2,
+#: dy and dy * h.
 _SUMS = 4
 
-#: What precedes the sums of the norms: see :meth:`NormProbe._flat`.
+#: Number of values that precede the sums of the norms: see :meth:`NormProbe._flat`.
 _SCALARS = 4
 
 
@@ -47,8 +47,8 @@ class _Forward:
     recorded: bool
     loss: Tensor | float = 0.0
     sample_size: Tensor | float = 0.0
-    #: d(what is differentiated) / d(loss of the criterion): the loss scale of fp16; 0: a batch of a
-    #: rank without data.
+    #: d(what is differentiated) / d(loss of the criterion), that is, the loss scale of fp16; 0: the
+    #: batch of a rank without data.
     scale: Tensor | None = None
     #: Norm -> count and sums of this rank, (1 + 4 C,) float64.
     sums: dict[str, Tensor] = field(default_factory=dict)
@@ -147,11 +147,11 @@ class NormProbe:
     # What the trainer calls (pn_fairseq.fairseq_patches.training).
 
     def begin(self, completed: int, criterion: nn.Module, training: str) -> None:
-        """Called before an update, when ``completed`` updates are done; ``criterion`` computes its
-        losses.
+        """Called before an update, when ``completed`` updates are done; ``criterion`` computes the
+        losses of the update.
 
         Args:
-            training: names the run, by the folder of its checkpoints.
+            training: identifies the run by the folder of its checkpoints.
 
         Raises:
             ValueError, OSError: see :func:`pn_fairseq.models.probe_files.open_probe`.
@@ -187,8 +187,7 @@ class NormProbe:
             self._handles.append(norm.register_forward_hook(hook, with_kwargs=True))
 
     def end(self, completed: int) -> None:
-        """After an update: every rank calls it. An update that was skipped leaves ``completed`` as
-        it was.
+        """Called on every rank after an update. A skipped update leaves ``completed`` unchanged.
 
         Raises:
             OSError: the update cannot be written.
@@ -213,7 +212,7 @@ class NormProbe:
     def _at_forward(
         self, name: str, norm: ChannelNorm, args: tuple, kwargs: dict, y: Tensor
     ) -> None:
-        # the first computation of a checkpointed layer; the second one has a gradient
+        # the first computation of a checkpointed layer; only the second one has a gradient
         if not y.requires_grad:
             return
         forward = self._forwards[-1]
@@ -221,8 +220,8 @@ class NormProbe:
         x, mask = _channels_last(norm, given["x"]), given.get("padding_mask")
         if forward.recorded and name not in forward.states:
             forward.states[name] = _state(norm)
-        # Once per backward, however often a forward is recomputed; and the loss scale is known
-        # there.
+        # The hook runs once per backward, however often a forward is recomputed, and when the loss
+        # scale is known.
         y.register_hook(partial(_at_gradient, forward, name, norm, x.detach(), mask))
 
     # Recording.
@@ -267,7 +266,7 @@ class NormProbe:
 
     def _rows(self, name, norm, forwards, sums, scalars, window: list[int]) -> list[dict]:
         """The rows of one norm; ``sums`` and ``scalars`` begin with the forwards of earlier
-        updates; ``window`` gives their number for each update.
+        updates; ``window`` holds the number of forwards in each of these.
         """
         past = sum(window)
         decay = norm.alpha_fwd if isinstance(norm, RunningNorm) else ALPHA
@@ -279,7 +278,7 @@ class NormProbe:
             batches.append((index, state, sums[:end], sums[end], scalars[end]))
         if len(forwards) > 1:
             state = next((state for state in states if state is not None), None)
-            if window:  # each update before, as one batch
+            if window:  # each earlier update as one batch
                 before = np.add.reduceat(before, np.cumsum([0, *window[:-1]]))
             batches.append((None, state, before, sums[past:].sum(0), scalars[past:].sum(0)))
         rows = []
@@ -304,8 +303,8 @@ def quantities(batch, state: dict, average: dict, eps: float, sample_size: float
             scale, (1 + 4 C,).
         state: ``mu``, ``sigma2``, ``psi2`` that the norm keeps, ``nu``, and its ``gain``, each
             (C,); a norm may lack some of them.
-        average: statistics in the place of statistics that the norm does not keep.
-        sample_size: what the criterion's loss is divided by.
+        average: substitutes for statistics that the norm does not keep.
+        sample_size: the divisor of the criterion's loss.
     """
     count = batch[0]
     mean_h, psi2, mean_dy, mean_dyh = batch[1:].reshape(_SUMS, -1) / count
@@ -370,14 +369,14 @@ def _at_gradient(
 
 
 def _channels_last(norm: ChannelNorm, x: Tensor) -> Tensor:
-    """(N H W, C) instead of (N, C, H, W), which a norm in an image model takes after
+    """(N H W, C) instead of (N, C, H, W), the input of a norm in an image model after
     :func:`convert_norms`.
     """
     return x.movedim(1, -1).flatten(0, -2) if isinstance(norm, ConvertedNorm) else x
 
 
 def _state(norm: ChannelNorm) -> dict[str, Tensor]:
-    """What the norm keeps, as it is now: running statistics, nu, and the gain."""
+    """The present running statistics and nu of the norm, and its gain."""
     state = {}
     if isinstance(norm, RunningNorm):
         mean, moment = norm.evaluation_statistics()
@@ -393,7 +392,7 @@ def _state(norm: ChannelNorm) -> dict[str, Tensor]:
 
 
 def _average(sums: np.ndarray, decay: float) -> dict[str, np.ndarray]:
-    """The exponential average of the statistics of batches, (n, 1 + 4 C), the last one being the
+    """The exponential average of the statistics of batches, (n, 1 + 4 C), of which the last is the
     newest.
     """
     sums = sums[sums[:, 0] > 0]
@@ -411,7 +410,7 @@ def _average(sums: np.ndarray, decay: float) -> dict[str, np.ndarray]:
 
 
 def _width(norm: ChannelNorm) -> int:
-    """How many numbers a forward has of ``norm``: the number of tokens and the sums of each
+    """How many numbers a forward records of ``norm``: the number of tokens and the sums of each
     channel.
     """
     return 1 + _SUMS * norm.num_features

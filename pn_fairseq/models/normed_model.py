@@ -1,5 +1,5 @@
-"""What every model with these norms does: averaging statistics, logging diagnostics, folding for
-decoding.
+"""The common part of all models with these norms: averaging statistics, logging diagnostics,
+folding for decoding.
 """
 
 import logging
@@ -23,8 +23,8 @@ class NormedModel:
     """
 
     def use_norms(self, norms: NormOptions) -> None:
-        #: Whether :mod:`pn_fairseq.fairseq_patches.training` averages its statistics over the
-        #: ranks.
+        #: Whether :mod:`pn_fairseq.fairseq_patches.training` averages the model's statistics over
+        #: the ranks.
         self.averages_norm_stats = not norms.no_average_norm_stats
         interval = norms.norm_stats_interval
         self.diagnostics_log = DiagnosticsLog(running_norms(self), interval) if interval else None
@@ -62,7 +62,7 @@ class NormedModel:
             )
 
     def compile_layers(self) -> None:
-        """Compile each layer in place, once, if ``--compile-layers`` asks for it.
+        """Compile each layer in place, once, if ``--compile-layers`` is set.
 
         Training calls this; a model that only decodes is not compiled.
         """

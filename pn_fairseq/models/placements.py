@@ -101,7 +101,7 @@ class Pre:
         return layer.residual_connection(output, x)
 
     def leave(self, x: Tensor, norm: nn.Module | None, mask: Tensor | None) -> Tensor:
-        """Output of the last layer from the stream; ``norm`` stands after the last layer."""
+        """Output of the last layer from the stream; ``norm`` is the norm after the last layer."""
         return x if norm is None else norm(x, mask)
 
 
@@ -242,7 +242,7 @@ class Sub(Pre):
         scale_initial_weights(layer, math.sqrt(factor_squared), r"^(?!encoder_attn).*" + _SCALED)
         attention = layer.self_attn
         attention.out_proj = NormedInput(build(layer.embed_dim), attention.out_proj)
-        # else torch's own function reads the weight of out_proj
+        # otherwise torch's own function reads the weight of out_proj
         attention.skip_embed_dim_check = True
         layer.fc2 = NormedInput(build(layer.fc2.in_features), layer.fc2)
 

@@ -1,7 +1,7 @@
 """The file of ``--norm-probe``: a folder of Parquet files, one for every recorded update.
 
-``pandas.read_parquet(FILE)`` and every other reader of Parquet takes the folder as one table. A
-file is written as a whole and named after its update, so that a run that is killed and resumed has
+``pandas.read_parquet(FILE)`` and every other Parquet reader reads the folder as one table. A file
+is written as a whole and named after its update, so that a run that is killed and resumed records
 every update once.
 """
 
@@ -56,20 +56,20 @@ SCHEMA = pa.schema(
 
 _NAME = "update-{:09d}.parquet"
 _PATTERN = re.compile(r"update-(\d{9})\.parquet")
-#: The metadata of a file that names the run that wrote it.
+#: The key in a file's metadata for the run that wrote it.
 _TRAINING = b"training"
 
 
 def open_probe(folder: Path, update: int, training: str) -> None:
-    """Make the folder, or remove what was recorded after ``update``: a run that resumes there does
-    it again.
+    """Create the folder, or remove what was recorded after ``update``, because a run that resumes
+    there records it again.
 
     Args:
-        training: names the run; one that starts again replaces only its own file.
+        training: identifies the run, which replaces only its own file when it starts again.
 
     Raises:
         ValueError: ``folder`` is neither a new file of ``--norm-probe`` nor one of this run.
-        OSError: it cannot be made.
+        OSError: the folder cannot be created.
     """
     advice = "give a new folder, or that of the same training"
     if folder.exists() and not folder.is_dir():

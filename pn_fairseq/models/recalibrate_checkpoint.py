@@ -1,5 +1,5 @@
-"""Re-estimating the running statistics of a fairseq checkpoint on training data, and its validation
-loss.
+"""Re-estimate the running statistics of a fairseq checkpoint on training data, and compute its
+validation loss.
 """
 
 import math
@@ -35,15 +35,14 @@ class Loss:
 
 
 class ModelWithData:
-    """The model of a checkpoint with the data to re-estimate its statistics on; float32, on the GPU
-    if there is one.
+    """The model of a checkpoint, and the data on which to re-estimate its statistics; float32, on
+    the GPU if there is one.
 
     Args:
         state: a checkpoint as :func:`pn_fairseq.common.checkpoints.load_checkpoint` returns it. Its
             settings specify the task, the model, the batch size and the seed.
-        name: of the checkpoint in error messages.
-        data: a folder that fairseq-preprocess made, with the dictionaries that the model was
-            trained with.
+        name: name of the checkpoint in error messages.
+        data: a folder that fairseq-preprocess made, with the dictionaries of the model's training.
 
     Raises:
         CheckpointError: model and data do not fit each other, or one of them cannot be used.
@@ -73,13 +72,13 @@ class ModelWithData:
         self.model.to(self.device).eval()
 
     def batches(self, split: str, train: bool):
-        """The batches of a split: shuffled by the checkpoint's seed for training, else all
+        """The batches of a split: shuffled with the checkpoint's seed for training, else all
         sentences in order.
         """
         settings = self.cfg.dataset
         max_tokens, max_sentences = settings.max_tokens_valid, settings.batch_size_valid
-        # Training skips what is too long for the model; validation does if the run's settings say
-        # so.
+        # Training skips sentences that are too long for the model; validation does so if the run's
+        # settings say so.
         skips, limit = settings.skip_invalid_size_inputs_valid_test, None
         if train:
             max_tokens, max_sentences = settings.max_tokens, settings.batch_size
@@ -126,8 +125,8 @@ class ModelWithData:
 
     @torch.no_grad()
     def recalibrate(self, number: int) -> int:
-        """Re-estimate the running statistics on ``number`` training batches, or all; returns how
-        many there were.
+        """Re-estimate the running statistics on ``number`` training batches, or all if there are
+        fewer; returns their number.
         """
         subset = self.cfg.dataset.train_subset
         batches = self.batches(subset, train=True)
@@ -140,8 +139,8 @@ class ModelWithData:
         return number
 
     def store(self, weights: dict[str, torch.Tensor]) -> None:
-        """Write the running statistics into ``weights``, the ``"model"`` of a checkpoint, each
-        in its dtype there.
+        """Write the running statistics into ``weights``, the ``"model"`` of a checkpoint, and keep
+        the dtypes there.
         """
         for prefix, norm in self.model.named_modules(remove_duplicate=False):
             if isinstance(norm, RunningNorm):
@@ -150,8 +149,8 @@ class ModelWithData:
                     weights[key] = buffer.to("cpu", weights[key].dtype, copy=True)
 
     def on_device(self, samples: Iterable[dict], total: int, what: str) -> Iterator[dict]:
-        """The batches on the model's device, with a progress bar that says ``what`` is done."""
-        # disable=None: no bar unless it goes to a terminal.
+        """The batches on the model's device, with a progress bar labelled ``what``."""
+        # disable=None: show a bar only on a terminal.
         for sample in tqdm(
             samples, desc=what, total=total, unit="batch", leave=False, disable=None
         ):

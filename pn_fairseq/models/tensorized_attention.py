@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-#: Rows i of the attention tensor that are computed together: their keys and values end at the last
-#: of them.
+#: Rows i of the attention tensor that are computed together; their keys and values end at the last
+#: of these rows.
 ROWS = 8
 
 
@@ -19,8 +19,8 @@ class TensorizedAttention(nn.Module):
         A_ijk = 0                                                      otherwise
         y_i = sum_{j, k} A_ijk O_jk,      O: (T_max, T_max, C)
 
-    A shorter block uses the first rows and columns of O and of P, so a prefix gives the outputs
-    that it has in the whole block. The mean over cores is exact: A is linear in g (core-2 with g_1
+    A shorter block uses the first rows and columns of O and of P, so a prefix yields the same
+    outputs as in the whole block. The mean over cores is exact: A is linear in g (core-2 with g_1
     and g_2 is core-1 with their mean).
 
     Args:
@@ -30,8 +30,8 @@ class TensorizedAttention(nn.Module):
         cores: h, the number of cores.
         softmax: g_r = softmax(core)_r as in the paper; otherwise the core itself, as in the
             authors' code.
-        masked: the condition on j and k. Without it the model is not causal: row i sees what comes
-            after it.
+        masked: apply the condition on j and k. Without it the model is not causal: row i sees what
+            comes after it.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class TensorizedAttention(nn.Module):
         Args:
             positions: P, (T, C).
             content_bias, position_bias: u and w, (R,), which all layers of a model share.
-            mask: (B, T) bool, True = padding, which is neither key nor value.
+            mask: (B, T) bool, True = padding, which is used neither as key nor as value.
         """
         time, batch, dim = x.shape
         cores = self.core.softmax(dim=-1) if self.softmax else self.core

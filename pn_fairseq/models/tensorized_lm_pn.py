@@ -26,7 +26,7 @@ from pn_fairseq.models.transformer_lm_pn import bands, keep_block_length
 
 logger = logging.getLogger(__name__)
 
-#: Settings that are at least 1.
+#: Settings that must be at least 1.
 SIZES = ("decoder_embed_dim", "decoder_ffn_embed_dim", "decoder_layers", "core_rank", "cores")
 
 #: Standard deviation of the initial weights.
@@ -83,7 +83,7 @@ class TensorizedLayer(nn.Module):
 
 
 class TiedAdaptiveSoftmax(AdaptiveSoftmax):
-    """fairseq's adaptive softmax over the rows of one embedding, with biases and without
+    """fairseq's adaptive softmax over the rows of one embedding, with biases but without
     projections.
 
     The first ``cutoff[0]`` tokens and one cluster for each further band are the head; a band is its
@@ -114,14 +114,15 @@ class TiedAdaptiveSoftmax(AdaptiveSoftmax):
         return [partial(self._band, *band) for band in pairwise(self.cutoff)]
 
     def upgrade_state_dict_named(self, state_dict, name):
-        """Accepts weights without a ``version``, unlike fairseq's."""
+        """Accept weights without a ``version``, unlike fairseq's method."""
 
 
 class TensorizedDecoder(LayerStack, FairseqDecoder):
     """Embedding, layers and an output layer that shares the embedding; full or adaptive softmax,
     with biases.
 
-    Not one of fairseq's incremental decoders: generation computes the whole prefix for each token.
+    It is not an incremental decoder of fairseq: generation computes the whole prefix for each
+    token.
     """
 
     def __init__(self, args, norms: NormOptions, dictionary):
@@ -156,7 +157,7 @@ class TensorizedDecoder(LayerStack, FairseqDecoder):
         """Features, (B, T, C), and a dict as from fairseq's decoders.
 
         Raises:
-            ValueError: ``prev_output_tokens``, (B, T), has more than T_max positions.
+            ValueError: ``prev_output_tokens``, (B, T), exceeds T_max positions.
         """
         time = prev_output_tokens.size(1)
         if time > self.length:
@@ -175,7 +176,7 @@ class TensorizedDecoder(LayerStack, FairseqDecoder):
         return x.transpose(0, 1), {"attn": [None]}
 
     def output_layer(self, features: Tensor, **_) -> Tensor:
-        """Logits, (B, T, V); an adaptive softmax takes the features as they are."""
+        """Logits, (B, T, V); for an adaptive softmax the features themselves."""
         if self.adaptive_softmax is not None:
             return features
         return F.linear(features, self.embed_tokens.weight, self.output_bias)
@@ -195,7 +196,7 @@ def sinusoids(length: int, dim: int) -> Tensor:
 
 @register_model("tensorized_lm_pn")
 class TensorizedLanguageModel(NormedModel, FairseqLanguageModel):
-    """The tensorized transformer with the norms of ``--decoder-norm``; a legacy model, as
+    """The tensorized transformer with the norms of ``--decoder-norm``; a legacy model like
     ``transformer_pn``.
     """
 
@@ -271,7 +272,7 @@ class TensorizedLanguageModel(NormedModel, FairseqLanguageModel):
         """Build the model.
 
         Raises:
-            ValueError: a setting does not fit; the message holds its value.
+            ValueError: a setting does not fit; the message contains its value.
         """
         keep_block_length(args, task)
         for name in SIZES:

@@ -16,10 +16,9 @@ from pn_fairseq.models.transformer_pn import TransformerPNConfig, TransformerPND
 
 
 def keep_block_length(args, task) -> None:
-    """Write ``max_target_positions`` into the settings of a model, so that they are in its
-    checkpoints.
+    """Write ``max_target_positions`` into the settings of a model, and so into its checkpoints.
 
-    It is the longest block that the model takes: ``--max-target-positions``, else
+    This is the longest block that the model accepts: ``--max-target-positions``, else
     ``--tokens-per-sample``.
     """
     if safe_getattr(args, "max_target_positions", None) is None:
@@ -53,7 +52,7 @@ class TransformerPNLanguageModel(NormedModel, TransformerLanguageModel):
     """fairseq's decoder-only transformer, pre-norm, with the norms of ``--decoder-norm`` in every
     place.
 
-    A legacy model in fairseq's terms, without a registered dataclass, as ``transformer_pn``.
+    A legacy model in fairseq's terms, without a registered dataclass, like ``transformer_pn``.
     """
 
     def __init__(self, decoder):
@@ -71,8 +70,8 @@ class TransformerPNLanguageModel(NormedModel, TransformerLanguageModel):
         """Build the model.
 
         Raises:
-            ValueError: the settings ask for something that this model does not do, or contradict
-                each other.
+            ValueError: the settings request something that this model does not support, or
+                contradict each other.
         """
         keep_block_length(args, task)
         for name in ("character_embeddings", "layernorm_embedding"):
@@ -94,7 +93,7 @@ class TransformerPNLanguageModel(NormedModel, TransformerLanguageModel):
         for name in cutoffs:
             cutoff = getattr(args, name)
             if cutoff:
-                bands(name, cutoff, len(task.target_dictionary))  # raises if it does not fit
+                bands(name, cutoff, len(task.target_dictionary))  # raises if cutoff does not fit
         if args.tie_adaptive_weights:
             _check_tied(args)
         cfg = TransformerPNConfig.from_namespace(args)
@@ -107,8 +106,8 @@ class TransformerPNLanguageModel(NormedModel, TransformerLanguageModel):
 
 
 def _check_tied(args) -> None:
-    """What fairseq asserts: the adaptive softmax can share its weights only with an adaptive input
-    of its shape.
+    """Check what fairseq asserts: the adaptive softmax can share its weights only with an adaptive
+    input of the same shape.
     """
     if not args.adaptive_input:
         raise ValueError("--tie-adaptive-weights needs --adaptive-input")

@@ -31,7 +31,7 @@ class TransformerPNConfig(TransformerConfig):
     """fairseq's transformer settings and the norms.
 
     fairseq builds a TransformerConfig from its argument and drops what that class does not know,
-    unless the argument is an instance of it already. This subclass carries the norms through.
+    unless the argument is already an instance. This subclass preserves the norms.
     """
 
     norms: NormOptions = NormOptions()
@@ -42,7 +42,7 @@ class TransformerPNConfig(TransformerConfig):
         """Settings from a Namespace or hydra's ``model`` node.
 
         Raises:
-            ValueError: the settings ask for something that this model does not do.
+            ValueError: the settings request something that this model does not support.
         """
         cfg = cls.from_namespace(args)
         if not (cfg.encoder.normalize_before and cfg.decoder.normalize_before):
@@ -71,7 +71,7 @@ class TransformerPNEncoder(LayerStack, TransformerEncoderBase):
         )
         self.layer_norm = build(last=True) if self.placement.last_norm else None
         self.input_norm = build(folds=False) if self.placement.input_norm else None
-        #: fairseq 0.8, which the release is a fork of, does not set the embeddings at padding to 0,
+        #: fairseq 0.8, of which the release is a fork, does not set the embeddings at padding to 0,
         #: and the release's PN counts padding in its backward statistics.
         self.keeps_padding_embeddings = cfg.norms.norm_variant == "release"
 
@@ -116,8 +116,8 @@ class TransformerPNEncoder(LayerStack, TransformerEncoderBase):
 
 
 class TransformerPNDecoder(LayerStack, TransformerDecoderBase):
-    """fairseq's decoder with norms built by ``cfg.norms``, each of which sees the target's
-    padding mask.
+    """fairseq's decoder with norms built by ``cfg.norms``, each of which sees the target's padding
+    mask.
     """
 
     def __init__(self, cfg, dictionary, embed_tokens, no_encoder_attn: bool):
@@ -229,8 +229,8 @@ class TransformerPNDecoder(LayerStack, TransformerDecoderBase):
 class TransformerPNModel(NormedModel, TransformerModel):
     """fairseq's pre-norm transformer with the norms of ``--encoder-norm`` and ``--decoder-norm``.
 
-    A legacy model in fairseq's terms, without a registered dataclass: one that is registered with a
-    subclass of TransformerConfig has its flags silently ignored by ``fairseq-train``.
+    A legacy model in fairseq's terms, without a registered dataclass: ``fairseq-train`` silently
+    ignores the flags of a model that is registered with a subclass of TransformerConfig.
     """
 
     def __init__(self, args, encoder, decoder):

@@ -1,4 +1,4 @@
-"""Normalization layers for padded sequences of tokens. Needs torch and nothing else.
+"""Normalization layers for padded sequences of tokens. They need only torch.
 
 To add a norm, subclass :class:`ChannelNorm` (no state) or :class:`RunningNorm` (running statistics)
 and register it with :func:`register_norm`; see docs/adding_a_norm.md.

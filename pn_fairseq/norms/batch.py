@@ -10,8 +10,8 @@ from pn_fairseq.norms.core.step import Moments, Step
 
 
 class BatchStatsNorm(RunningNorm):
-    r"""A norm by the statistics of the batch with the exact gradient; what BN and PN-V have in
-    common.
+    r"""A norm by the statistics of the batch with the exact gradient: the common part of BN and
+    PN-V.
 
     y = weight x_hat + bias, x_hat = (h - mean) / D, D = sqrt(moment + eps), where mean and moment
     are taken over the N real tokens M of the batch. With dx_hat = weight dy, real tokens get (Shen
@@ -20,7 +20,7 @@ class BatchStatsNorm(RunningNorm):
     .. math:: \mathrm{d}h = (\mathrm{d}\hat x - \hat x\,\mathrm{mean}_M(\mathrm{d}\hat x\,\hat x)
         - [\text{BN}]\;\mathrm{mean}_M(\mathrm{d}\hat x)) / D
 
-    and padding dx_hat / D: it is divided by the statistics and takes no part in their gradient.
+    and padding gets dx_hat / D: it is normalized, but does not contribute to the statistics.
     """
 
     reads = ()
@@ -52,7 +52,7 @@ class BatchStatsNorm(RunningNorm):
         return step.normalize(batch.moment, batch.mean, *self.training_affine(step))
 
     def training_affine(self, step: Step) -> tuple[Tensor | None, Tensor | None]:
-        """What :meth:`effective_affine` is in evaluation."""
+        """The counterpart in training of :meth:`effective_affine`."""
         return self.effective_affine(
             step.weight, step.bias, step.further, step.batch.mean, step.batch.moment
         )
@@ -90,7 +90,7 @@ class BatchStatsNorm(RunningNorm):
         self, step: Step, weight: Tensor | None = None, total: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """dx and the sums over tokens of dy x_hat and of dy, (2, C), for y = weight x_hat +
-        bias. ``total``: the factor of dy in dx, if it is another one.
+        bias. ``total``: the factor of dy in dx, if it differs from ``weight``.
         """
         batch = step.batch
         parameters, products = step.gradient_sums(batch.moment, batch.mean, weight)
@@ -101,7 +101,7 @@ class BatchStatsNorm(RunningNorm):
         return dx, parameters
 
     def corrections(self, step: Step, products: Tensor) -> tuple[Tensor, Tensor]:
-        """What multiplies x_hat and 1 in the gradient through the statistics, times N:
+        """The factors of x_hat and 1 in the gradient through the statistics, times N. Here:
         ``products``.
         """
         return products.unbind()
@@ -111,7 +111,7 @@ class MaskedBatchNorm(BatchStatsNorm):
     r"""Batch normalization, BN (Ioffe & Szegedy 2015; Shen et al. 2020, Algorithm 1, gradient Eq.
     3).
 
-    What ``torch.nn.BatchNorm1d`` computes when it is given only the N real tokens:
+    Computes what ``torch.nn.BatchNorm1d`` computes from only the N real tokens:
 
     .. math:: \hat x = (x - \mu_B) / \sqrt{\sigma_B^2 + \epsilon}, \qquad y = \gamma \hat x + \beta
 
@@ -130,7 +130,7 @@ class MaskedBatchNorm(BatchStatsNorm):
 
     moment_name = "running_var"
     mean_name = "running_mean"
-    unbiased = True  # infinite for one token: such a batch does not count
+    unbiased = True  # not finite for one token: such a batch does not count
 
     def __init__(self, num_features: int, **common):
         super().__init__(num_features, **common)
@@ -142,15 +142,15 @@ class MaskedBatchNormRelease(MaskedBatchNorm):
     r"""Batch normalization as in the code released with PowerNorm; it is not known whether it gave
     the published BLEU.
 
-    Padding is filled with the mean of the real tokens and counted. With A positions, N of them real
-    tokens M,
+    Padding is filled with the mean of the real tokens and counted. With A positions, of which N are
+    real tokens M,
 
     .. math:: \mu_B = \mathrm{mean}_M(x), \qquad \sigma_B^2 = \frac{1}{A} \sum_M (x - \mu_B)^2
 
-    so the more padding, the smaller the variance and the larger the real tokens come out. The
-    running variance is :math:`\sigma_B^2 A / (A - 1)`. The gradient is the exact one of this
-    forward. A transformer puts layer-scale with one group in front, does not synchronize it and
-    averages with ``alpha_fwd`` 0.95 by default.
+    so more padding makes the variance smaller and the normalized real tokens larger. The running
+    variance averages :math:`\sigma_B^2 A / (A - 1)`. The gradient is the exact one of this forward.
+    By default a transformer puts layer-scale with one group in front of this norm, does not
+    synchronize the norm, and averages with ``alpha_fwd`` 0.95.
 
     Arguments, buffers and errors: see :class:`MaskedBatchNorm`.
     """

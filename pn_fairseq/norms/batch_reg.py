@@ -21,24 +21,23 @@ class RegularizedBatchNorm(MaskedBatchNorm):
     .. math:: P = \lambda_\mu \sum_c (\mu_B - \mu)^2 + \lambda_\sigma \sum_c (\sigma_B - \sigma)^2,
         \qquad \sigma_B = \sqrt{\mathrm{var}_B + \epsilon}
 
-    with :math:`\mu` and :math:`\sigma` of the running statistics before the batch, as constants.
+    where :math:`\mu` and :math:`\sigma` are the running statistics before the batch, as constants.
 
     **What the penalty is added to.** The backward pass adds the gradient of P to that of the
     activations, once for each forward of each norm, with the factor :attr:`penalty_scale`. Under
     fairseq that factor is the gradient that reaches the criterion's loss
-    (:mod:`pn_fairseq.fairseq_patches.training`): the loss is L + P, as with an auxiliary loss of a
-    criterion, for every criterion, under a loss scale, and with recomputed activations. The loss
-    that is logged is L; ``--norm-stats-interval`` logs the mean of P over the norms as
-    ``norm_penalty``.
+    (:mod:`pn_fairseq.fairseq_patches.training`): the loss is L + P, as with a criterion's auxiliary
+    loss, for every criterion, under a loss scale, and with recomputed activations. The logged loss
+    is L; ``--norm-stats-interval`` logs the mean of P over the norms as ``norm_penalty``.
 
     **How lambda counts.** fairseq's criteria sum L over the tokens of a batch (sentences with
-    ``--sentence-avg``) and the trainer divides by their number in the whole update. P is added once
-    per batch and norm. Per token it therefore weighs lambda divided by the number of tokens in a
-    batch: the larger ``--max-tokens``, the weaker. ``--update-freq`` and more ranks change nothing
-    as long as a batch stays the same; but a norm that is synchronized, the default, has one P for
-    the batches of all ranks together. In a training loop of your own ``DistributedDataParallel``
-    divides by the number of ranks W: where the loss is multiplied by W, ``set_loss_scale(model,
-    W)`` keeps the weight of P.
+    ``--sentence-avg``), and the trainer divides by their number in the whole update. P is added
+    once per batch and norm. Per token it therefore weighs lambda divided by the number of tokens in
+    a batch: the larger ``--max-tokens``, the weaker. ``--update-freq`` and more ranks change
+    nothing as long as a batch stays the same; but a synchronized norm, the default, computes one P
+    for the batches of all ranks together. In your own training loop ``DistributedDataParallel``
+    divides by the number of ranks W: if the loss is multiplied by W, ``set_loss_scale(model, W)``
+    keeps the weight of P.
 
     Args:
         alpha_fwd: decay of the running statistics, in (0, 1).
@@ -103,8 +102,8 @@ class RegularizedBatchNormRelease(RegularizedBatchNorm):
     r"""Regularized batch normalization as in the authors' code, with the settings that its
     instructions give.
 
-    (a) The penalty has the absolute difference of the variances in place of the squared one of the
-    deviations:
+    (a) The penalty contains the absolute difference of the variances instead of the squared
+    difference of the standard deviations:
 
         .. math:: P = \lambda_\mu \sum_c (\mu_B - \mu)^2 + \lambda_\sigma \sum_c |\mathrm{var}_B -
           \mathrm{var}|
@@ -117,7 +116,7 @@ class RegularizedBatchNormRelease(RegularizedBatchNorm):
     Arguments, buffers and errors: see :class:`RegularizedBatchNorm`.
     """
 
-    keeps = ("variance",)  # of the batch, before a clamp
+    keeps = ("variance",)  # of the batch, not clamped
     unbiased = False  # (c)
 
     def batch_moments(self, step: Step) -> Moments:
@@ -127,7 +126,7 @@ class RegularizedBatchNormRelease(RegularizedBatchNorm):
         return batch
 
     def _clamped(self, variance: Tensor) -> Tensor:
-        """What gives max(variance, eps) when eps is added to it, as all normalization does: (d)."""
+        """max(variance, eps) - eps: all normalization adds eps to the variance. (d)"""
         return variance.clamp(min=self.eps) - self.eps
 
     def evaluation_statistics(self) -> tuple[Tensor, Tensor]:

@@ -20,17 +20,17 @@ class BatchRenorm(MaskedBatchNorm):
         d = \mathrm{clip}((\mu_B - \mu) / \sigma,\, -d_\mathrm{max},\, d_\mathrm{max}) \\
         \hat x = (x - \mu_B) / \sigma_B, \qquad y = \gamma (\hat x r + d) + \beta
 
-    r and d count as constants in the gradient, which otherwise is exact. Where nothing is clipped,
+    r and d are constants in the gradient, which is otherwise exact. Where nothing is clipped,
     :math:`y = \gamma (x - \mu) / \sigma + \beta`, as in evaluation. Afterwards :math:`\mu` and
     :math:`\sigma` (the standard deviation, not the variance) move towards the batch's values by
     exponential averages.
 
     **Schedule**, in completed optimizer updates (:meth:`set_num_updates`; without these calls a
     module counts its training steps). The paper's 5,000, 25,000 and 40,000 steps are here 1/8, 5/8
-    and all of ``renorm_updates``: up to the first r_max = 1 and d_max = 0, which is BN; then d_max
-    grows linearly up to the second and r_max up to the third. In a transformer ``renorm_updates``
-    is 3/10 of ``--max-update`` unless it is given: the paper uses 40,000 steps, and its baseline
-    trains for 130,000.
+    and all of ``renorm_updates``: up to the first point r_max = 1 and d_max = 0, which is BN; then
+    d_max grows linearly up to the second point and r_max up to the third. In a transformer,
+    ``renorm_updates`` is by default 3/10 of ``--max-update``: the paper uses 40,000 steps, and its
+    baseline trains for 130,000.
 
     Args:
         alpha_fwd: decay of :math:`\mu` and :math:`\sigma`, in (0, 1).

@@ -12,8 +12,8 @@ class DynamicTanh(ChannelNorm):
     r"""Dynamic Tanh, DyT (Zhu et al. 2025): :math:`y = \gamma \tanh(\alpha x) + \beta`, without
     statistics.
 
-    ``alpha``, (1,), is always learned, also with ``affine=False``. It has no state, and a padding
-    mask changes nothing.
+    ``alpha``, (1,), is always learned, even with ``affine=False``. The norm has no state, and a
+    padding mask changes nothing.
 
     Args:
         alpha_init: initial value of ``alpha``, greater than 0. The paper's is 0.5, less in large
@@ -42,7 +42,7 @@ class DynamicErf(DynamicTanh):
     r"""Dynamic erf, Derf (Chen et al. 2025): :math:`y = \gamma\, \mathrm{erf}(\alpha x + s) +
     \beta`.
 
-    ``shift`` is s, (1,), learned, initially 0. All else is as in :class:`DynamicTanh`.
+    ``shift`` is s, (1,), learned, initially 0. The rest is as in :class:`DynamicTanh`.
     """
 
     def __init__(self, num_features: int, **common):

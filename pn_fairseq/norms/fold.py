@@ -1,4 +1,4 @@
-"""A norm with running statistics, in evaluation, as part of the linear maps that follow it."""
+"""A norm with running statistics, in evaluation, as part of the maps before or after it."""
 
 import torch
 from torch import Tensor, nn
@@ -9,16 +9,16 @@ from pn_fairseq.norms.core.channel import no_fast_path
 
 @torch.no_grad()
 def folded_linear(norm: RunningNorm, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    r"""Weight (K, C) and bias (K,) of the linear map that takes the place of ``norm`` and the one
-    that follows it.
+    r"""Weight (K, C) and bias (K,) of the linear map that replaces ``norm`` and the linear map
+    after it.
 
     In evaluation a norm is :math:`s \odot h + b` with constant vectors s and b
     (:meth:`RunningNorm.evaluation_affine`) of the layer-scaled input h, so that
 
     .. math:: W (s \odot h + b) + c = (W\,\mathrm{diag}(s))\, h + (W b + c)
 
-    What is left of the norm is its layer-scale, ``norm.layer_scale``, which does nothing where it
-    has no groups.
+    What is left of the norm is its layer-scale, ``norm.layer_scale``, which does nothing without
+    groups.
 
     Args:
         norm: a norm over C channels.
@@ -49,20 +49,20 @@ def _folded(
 
 @torch.no_grad()
 def fold_norms(model: nn.Module, *args, **kwargs) -> list[tuple[str, str]]:
-    r"""Make the norms with running statistics of ``model`` a part of the maps before or after them,
-    in evaluation.
+    r"""Fold the norms with running statistics of ``model``, in evaluation, into the maps before or
+    after them.
 
-    As ``torch.nn.utils.fusion``, but it finds the maps itself: ``model(*args, **kwargs)`` runs once
-    to see which linear maps and convolutions produce the input of a norm or take its output, and
+    Like ``torch.nn.utils.fusion``, but finds the maps itself: ``model(*args, **kwargs)`` runs once
+    to see which linear maps and convolutions produce the input of a norm or read its output, and
     after each fold to compare. A fold is kept if the output stays the same (to 1e-4 of its greatest
-    value; use an input with padding if the model has it, and float32 or wider). A norm is left as
-    it is if its output is also used elsewhere, as in a post-norm transformer, or if the weight of
-    the map is computed (weight norm, pruning) or belongs to other modules as well (tied
-    embeddings). An ``nn.Identity`` takes the place of a folded norm, so a checkpoint of the model
-    no longer fits.
+    value; use an input with padding if the model accepts it, and float32 or wider).
+    A norm stays as it is if its output is also used elsewhere, as in a post-norm transformer, or if
+    the weight of the map is computed (weight norm, pruning) or belongs to other modules as well
+    (tied embeddings). An ``nn.Identity`` replaces a folded norm, so a checkpoint of the model no
+    longer fits.
 
     Returns:
-        The names of the folded norms, each with the names of the maps that it is a part of now.
+        The names of the folded norms, each with the names of the maps that now contain it.
 
     Raises:
         ValueError: the model is in training mode.
@@ -78,7 +78,7 @@ def fold_norms(model: nn.Module, *args, **kwargs) -> list[tuple[str, str]]:
     makers: dict[int, nn.Module] = {}
     inputs: dict[nn.Module, tuple[nn.Module | None, Tensor]] = {}
     takers: dict[int, list[nn.Module]] = {}
-    kept: list[Tensor] = []  # so that no two tensors have one id
+    kept: list[Tensor] = []  # so that no two tensors have the same id
 
     def watch(module: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> None:
         given = next(iter((*args, *kwargs.values())))
@@ -108,13 +108,13 @@ def fold_norms(model: nn.Module, *args, **kwargs) -> list[tuple[str, str]]:
     return folded
 
 
-#: Maps over channels. A transposed convolution has them in another place of its weight.
+#: Maps over channels. In the weight of a transposed convolution, channels are another dimension.
 _MAPS = (nn.Linear, nn.Conv1d, nn.Conv2d)
 
 
 class FoldedNorm(nn.Identity):
-    """In the place of a folded norm. ``nn.TransformerEncoderLayer`` reads eps, and computes
-    LayerNorm without calling its norms unless one of them has a hook.
+    """Replaces a folded norm. ``nn.TransformerEncoderLayer`` reads eps, and computes LayerNorm
+    without calling its norms unless one of them has a hook.
     """
 
     def __init__(self, eps: float):
@@ -127,14 +127,14 @@ class FoldedNorm(nn.Identity):
 def _try(
     model: nn.Module, norm: RunningNorm, maps: list[nn.Module], after: bool, expected, args, kwargs
 ) -> bool:
-    """Fold ``norm`` into each of ``maps``, which come after it or before it; undo it where the
+    """Fold ``norm`` into each of ``maps``, which come after or before it; undo the fold if the
     output changes, or if the model uses ``norm`` other than by calling it.
     """
     if getattr(norm, "zero_padding", False):
         return False
     for module in maps:
         weight = module._parameters.get("weight")  # None: it is computed
-        # also where a convolution has groups
+        # differs also for a convolution with groups
         if weight is None or weight.size(int(after)) != norm.num_features:
             return False
         if _is_shared(module, model):
@@ -186,7 +186,7 @@ def _is_close(output: Tensor, original: Tensor) -> bool:
 
 
 def tensors_of(output) -> list[Tensor]:
-    """The floating-point tensors of what a model returns."""
+    """The floating-point tensors in the output of a model."""
     if isinstance(output, Tensor):
         if output.is_floating_point():
             return [output]

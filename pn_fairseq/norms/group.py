@@ -14,8 +14,8 @@ class GroupNorm(ChannelNorm):
       \beta_g
 
     for each group g of a token's channels, with the biased variance:
-    ``torch.nn.functional.group_norm`` of activations (T*B, C). One group is LN. It has no state,
-    and a padding mask changes nothing.
+    ``torch.nn.functional.group_norm`` of activations (T*B, C). One group is LN. The norm has no
+    state, and a padding mask changes nothing.
 
     Args:
         groups: number of equal groups that the channels split into. A transformer has as many as

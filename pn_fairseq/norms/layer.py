@@ -23,8 +23,8 @@ class LayerNorm(ChannelNorm):
 
     .. math:: y = \gamma\, (x - \mathrm{mean}(x)) / \sqrt{\mathrm{var}(x) + \epsilon} + \beta
 
-    ``torch.nn.functional.layer_norm`` does the work, also on half types; parameters are named as in
-    ``torch.nn.LayerNorm``. It has no state, and a padding mask changes nothing.
+    ``torch.nn.functional.layer_norm`` computes it, also for half types; parameters are named as in
+    ``torch.nn.LayerNorm``. The norm has no state, and a padding mask changes nothing.
 
     Arguments: see :class:`~pn_fairseq.norms.core.base.ChannelNorm`.
     """

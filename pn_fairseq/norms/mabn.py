@@ -26,9 +26,9 @@ class MovingAverageBatchNorm(WindowNorm):
     longer. After each step :math:`\psi^2` enters the running :math:`\psi^2`, which evaluation uses,
     by an exponential average.
 
-    The paper also centralizes the weights of the layer in front, so that its output has mean 0. In
-    a pre-norm transformer the residual stream is in front, the sum of many layers' outputs: there
-    is no such layer, and nothing is centralized here.
+    The paper also centralizes the weights of the layer in front, so that the output of that layer
+    has mean 0. In a pre-norm transformer the residual stream, the sum of many layers' outputs, is
+    in front, so nothing is centralized here.
 
     Args:
         alpha_fwd: decay of the running :math:`\psi^2`, in (0, 1).

@@ -62,11 +62,11 @@ def read_pairs(text: str) -> dict[str, object]:
 
 
 def typed(option: str, value: object, argument: inspect.Parameter) -> object:
-    """A value in the type of the constructor's argument: that of its annotation, else that of its
-    default.
+    """A value in the type of the constructor's argument: the type of its annotation, else that of
+    its default.
 
     Raises:
-        ValueError: it is none. The constructors check ranges.
+        ValueError: the value does not have that type. The constructors check ranges.
     """
     if argument.annotation is argument.empty:
         kinds = (type(argument.default),)
@@ -83,8 +83,8 @@ def typed(option: str, value: object, argument: inspect.Parameter) -> object:
 
 
 def _kinds(annotation: object) -> tuple:
-    """The types in an annotation, such as ``int | None``; a text where the module postpones
-    annotations.
+    """The types in an annotation, such as ``int | None``; the annotation is a text if the module
+    postpones annotations.
     """
     if isinstance(annotation, str):
         words = re.findall(r"\w+", annotation)
@@ -97,11 +97,11 @@ def parse_options(given: object, norms: Mapping[str, NormEntry]) -> dict[str, ob
 
     Args:
         given: text as for :func:`read_pairs`, or option -> value, and name of a norm -> options of
-            this norm only. A value None is left out.
+            this norm only. Values that are None are left out.
         norms: the norms of the model.
 
     Raises:
-        ValueError: no norm of the model has an option, or a value has another type.
+        ValueError: no norm of the model accepts an option, or a value has another type.
     """
     try:
         given = read_pairs(given) if isinstance(given, str) else dict(given)

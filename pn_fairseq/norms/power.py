@@ -38,8 +38,8 @@ class PowerNorm(RunningNorm):
     **psi warm-up.** For the first ``psi_warmup_updates`` optimizer updates D = sqrt(psi_B^2 + eps),
     and psi^2 is the mean of psi_B^2 over the batches since the warm-up began.
     :meth:`set_num_updates` sets how many updates are completed; 0 begins a new warm-up. Without
-    these calls a module counts its training steps. A step of the warm-up reads x twice; so does a
-    compiled module that was not told the number of updates, also after the warm-up.
+    these calls a module counts its training steps. A step of the warm-up reads x twice; so do later
+    steps of a compiled module that was not told the number of updates.
 
     Args:
         alpha_fwd, alpha_bwd: decay of :math:`\psi^2` and of :math:`\nu`, in (0, 1).
@@ -63,8 +63,8 @@ class PowerNorm(RunningNorm):
     normalizes_by = "running"
     reports = ("nonfinite_steps", "psi_distance", "guarded_steps", "gamma_max")
 
-    #: Without :meth:`set_num_updates`: steps until the module checks whether its own steps have
-    #: ended the warm-up.
+    #: Without :meth:`set_num_updates`: steps until the module next checks whether its own steps
+    #: have ended the warm-up.
     _steps_until_look = 1
 
     def __init__(
@@ -103,8 +103,8 @@ class PowerNorm(RunningNorm):
             self._warmup, self.reads = self.psi_warmup_updates, (*self.reads, COUNT)
 
     def _look_at_own_steps(self, number: Tensor) -> None:
-        """Note when the module's own steps have ended the warm-up. Reading their ``number`` waits
-        for the device, so it is read only when enough steps have run that they may have ended it.
+        """Record when the module's own steps have ended the warm-up. Reading their ``number`` waits
+        for the device, so it is read only after enough steps to end the warm-up.
         """
         if not 0 < self._warmup < ALWAYS or torch.compiler.is_compiling():
             return

@@ -12,9 +12,10 @@ class PowerNormRelease(PowerNorm):
     r"""Power normalization as in the authors' released code, which gave the published 35.87 BLEU on
     IWSLT14 De-En.
 
-    The released code is not Algorithm 2 of the paper, which :class:`~pn_fairseq.norms.PowerNorm`
-    is. In the notation there, with M the real tokens, A all T*B positions, padding included, and W
-    the length of the psi warm-up, training forward number t computes
+    The released code differs from Algorithm 2 of the paper, which
+    :class:`~pn_fairseq.norms.PowerNorm` computes. In the notation there, with M the real tokens, A
+    all T*B positions, padding included, and W the length of the psi warm-up, training forward
+    number t computes
 
     .. math::
         \hat x &= x / D_t, \qquad y = \gamma \hat x + \beta, \qquad
@@ -27,7 +28,7 @@ class PowerNormRelease(PowerNorm):
         \nu_t &= \nu_{t-1} (1 - (1 - \alpha_\mathrm{bwd})\, \mathrm{mean}_A(\hat x^2))
         + (1 - \alpha_\mathrm{bwd})\, \mathrm{mean}_A(\gamma\,\mathrm{d}y\,\hat x)
 
-    What differs from the paper, in the order in which it is likely to be noticed:
+    Differences from the paper, in the order in which they are likely to be noticed:
 
     (a) The gradient is divided by :math:`\sqrt{\psi_B^2 + \epsilon}`, also after the warm-up, where
         the paper divides it by :math:`\sqrt{\psi_{t-1}^2 + \epsilon}`, as the forward pass does.
@@ -44,17 +45,18 @@ class PowerNormRelease(PowerNorm):
         is :math:`\nu`, for the same recursion.
     (e) The warm-up counts training forwards, not optimizer updates: gradient accumulation shortens
         it.
-    (f) In a transformer, the norm after the last encoder layer has a warm-up of its own, 1,000,
-        which the model passes as ``psi_warmup_updates``.
+    (f) In a transformer, the norm after the last encoder layer has its own warm-up of 1,000
+        forwards, which the model passes as ``psi_warmup_updates``.
 
     Evaluation is the paper's, :math:`y = \gamma x / \sqrt{\psi^2 + \epsilon} + \beta`.
 
-    One difference remains: the released code's group scaling has a fixed epsilon of 1e-5, also in a
-    norm with another ``eps``. Here layer-scale has ``eps``, as in all norms: with m the mean square
-    of a token's group, its scaled activations are :math:`\sqrt{(m + 10^{-5}) / (m + \epsilon)}`
-    times the released ones. With the default ``eps``, 1e-5, they are equal.
+    One difference from the released code remains: its group scaling uses a fixed epsilon of 1e-5,
+    even in a norm with another ``eps``. Here layer-scale uses ``eps``, as in all norms: with m the
+    mean square of a token's group, its scaled activations are
+    :math:`\sqrt{(m + 10^{-5}) / (m + \epsilon)}` times the released ones. With the default ``eps``,
+    1e-5, they are equal.
 
-    The released code has no rules about faults. This module keeps the rules of
+    The released code does not handle faults. This module keeps the rules of
     :class:`~pn_fairseq.norms.core.base.RunningNorm`, which change no result of a training run
     without faults. Since padding enters the means of (c), a number at padding that is not finite
     also counts as a fault.
@@ -77,7 +79,7 @@ class PowerNormRelease(PowerNorm):
     reports = (*RunningNorm.reports, "gamma_max")
 
     def _warm_up(self, warming: bool) -> None:
-        pass  # the state says whether it is on: (e)
+        pass  # the state determines whether the warm-up is on: (e)
 
     def set_num_updates(self, num_updates: int | None) -> None:
         RunningNorm.set_num_updates(self, num_updates)  # (e)
@@ -111,7 +113,7 @@ class PowerNormRelease(PowerNorm):
         if self.collecting:
             self.note("gamma_max", gamma.max())
         number = (state[COUNT] + 1).to(step.batch.moment.dtype)
-        # (b): both steps of a batch in one.
+        # (b): both steps of a batch combined.
         share = torch.where(
             number < self.psi_warmup_updates,
             1.0 - self.alpha_fwd * (1.0 - 1.0 / number),

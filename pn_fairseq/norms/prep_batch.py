@@ -20,15 +20,15 @@ class ProgressiveBatchNorm(MaskedBatchNorm):
     .. math:: y = \lambda\, \mathrm{LN}(x) + (1 - \lambda)\, \mathrm{RepBN}(x), \qquad
         \mathrm{RepBN}(x) = \mathrm{BN}(x) + \alpha x
 
-    BN is :class:`~pn_fairseq.norms.MaskedBatchNorm` with ``weight`` and ``bias``; LN has a gain and
-    a bias of its own; :math:`\alpha` is one learned number. All gradients are exact. In evaluation
-    y = RepBN(x) by the running statistics, at every :math:`\lambda`: validation says little before
-    the fade has ended. It is a constant affine map, which folds.
+    BN is :class:`~pn_fairseq.norms.MaskedBatchNorm` with ``weight`` and ``bias``; LN has its own
+    gain and bias; :math:`\alpha` is one learned number. All gradients are exact. In evaluation
+    y = RepBN(x) by the running statistics, at every :math:`\lambda`, so validation means little
+    before the fade has ended. RepBN is then a constant affine map, which folds.
 
     **Fade.** :math:`\lambda = \max(0, 1 - n / N)` after n completed optimizer updates
     (:meth:`set_num_updates`; without these calls training steps are counted, and LN is always
-    computed), with N = ``fade_updates``. In a transformer N is 4/5 of ``--max-update`` unless it is
-    given. The authors' code counts training forwards.
+    computed), with N = ``fade_updates``. In a transformer, N is by default 4/5 of ``--max-update``.
+    The authors' code counts training forwards.
 
     Args:
         fade_updates: length N of the fade in optimizer updates; 0: none, RepBN from the start.
@@ -65,8 +65,8 @@ class ProgressiveBatchNorm(MaskedBatchNorm):
 
     def set_num_updates(self, num_updates: int | None) -> None:
         super().set_num_updates(num_updates)
-        # An attribute that changes once, unlike the number: torch.compile compiles a graph for each
-        # value.
+        # An attribute that, unlike the number, changes once: torch.compile compiles a graph for
+        # each value.
         self.faded = self.fade_updates <= (num_updates or 0)
 
     def rest(self, state: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
@@ -86,8 +86,8 @@ class ProgressiveBatchNorm(MaskedBatchNorm):
         )
 
     def further_parameters(self) -> tuple[Tensor, ...]:
-        # LN's gain and bias get their gradients in token_part, and zeros from backward_pass:
-        # without any gradient after the fade they would stop DistributedDataParallel.
+        # LN's gain and bias get their gradients in token_part, and zeros from backward_pass: if
+        # they got no gradient after the fade, DistributedDataParallel would fail.
         if self.affine:
             return (self.rep_alpha, self.ln_weight, self.ln_bias)
         return ()
@@ -121,7 +121,7 @@ class ProgressiveBatchNorm(MaskedBatchNorm):
         return dx, parameters, by_alpha, *torch.zeros_like(parameters)
 
     def effective_affine(self, weight, bias, further, mean, moment):
-        r"""Of RepBN: as x = D x_hat + mu, the factors are gamma + alpha D and beta + alpha mu."""
+        r"""For RepBN: as x = D x_hat + mu, the factors are gamma + alpha D and beta + alpha mu."""
         sigma = (moment + self.eps).sqrt()
         if not further:
             return 1.0 + sigma, mean

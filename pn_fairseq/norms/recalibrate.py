@@ -1,4 +1,4 @@
-"""Running statistics of a whole model: estimated again for other weights, and averaged over the
+"""Running statistics of a whole model: re-estimated for other weights, or averaged over the
 ranks.
 """
 
@@ -25,12 +25,12 @@ def recalibrating(model: nn.Module) -> Iterator[list[RunningNorm]]:
                 model(batch)
 
     Every :class:`RunningNorm` normalizes with the statistics of the batch, and its running mean and
-    second moment become their mean over the n batches, :math:`\psi^2 = \frac{1}{n} \sum_i
-    \psi_{B,i}^2`. That is what ``torch.optim.swa_utils.update_bn`` computes for torch's BatchNorm,
-    but the rest of the model is in evaluation mode: the statistics are taken over activations
+    second moment become the means of those of the n batches, :math:`\psi^2 = \frac{1}{n} \sum_i
+    \psi_{B,i}^2`. ``torch.optim.swa_utils.update_bn`` computes the same for torch's BatchNorm, but
+    here the rest of the model is in evaluation mode: the statistics are taken over activations
     without dropout, as in evaluation.
 
-    All batches count equally, whether they have few or many real tokens, as in the averages of
+    All batches count equally, however many real tokens they contain, as in the averages of
     training. Give batches of about the same size. A batch without a real token, or with statistics
     that are not finite, does not count.
 
@@ -40,10 +40,10 @@ def recalibrating(model: nn.Module) -> Iterator[list[RunningNorm]]:
     inside the block all norms do.
 
     Args:
-        model: any module that holds norms of this package.
+        model: any module that contains norms of this package.
 
     Yields:
-        The norms concerned, as :func:`running_norms`.
+        The norms concerned, those of :func:`running_norms`.
     """
     norms = running_norms(model)
     if not any(isinstance(module, ChannelNorm) for module in model.modules()):
@@ -94,7 +94,7 @@ class Recalibration:
         return norm.normalize_by(x, batch.mean, batch.moment)
 
     def finish(self) -> None:
-        """Give the mean to the norm, if a batch has entered it."""
+        """Set the norm's statistics to the mean, if a batch has entered it."""
         if self.batches > 0:
             self.norm.begin_epoch()
             for name, total in self.sums.items():
@@ -106,9 +106,9 @@ def average_running_stats(model: nn.Module, group=None) -> bool:
     """Replace the running statistics of every unsynchronized norm of ``model`` by their mean over
     the ranks.
 
-    Variances are combined about the common mean: var = mean(var_k + mean_k^2) - mean(mean_k)^2. One
-    all-reduce, which every rank has to join. Returns whether it ran: it does not with one rank, or
-    without such norms.
+    Variances are combined about the common mean: var = mean(var_k + mean_k^2) - mean(mean_k)^2.
+    This takes one all-reduce, which every rank must join. Returns whether it ran: with one rank, or
+    without such norms, it does not.
     """
     ranks = world_size(group)
     norms = [norm for norm in running_norms(model) if not norm.synchronises()]
@@ -116,7 +116,7 @@ def average_running_stats(model: nn.Module, group=None) -> bool:
         return False
     states = []
     for norm in norms:
-        # float64 also holds the counters: ranks that skipped different batches have different ones.
+        # float64 also holds the counters, which differ if ranks skipped different batches.
         state = {name: buffer.double() for name, buffer in norm.named_buffers(recurse=False)}
         if norm.mean_name is not None:
             state[norm.moment_name] += state[norm.mean_name].square()

@@ -47,7 +47,7 @@ FIXED = ("affine", "batch_first", "process_group")
 
 @dataclass(frozen=True)
 class Circumstances:
-    """What a default can depend on. None: not known.
+    """What a default can depend on. None: unknown.
 
     Attributes:
         heads: attention heads of the layers around the norm.
@@ -65,9 +65,9 @@ class FromRun:
     """A default that depends on the transformer or on its training run.
 
     Attributes:
-        words: its name in ``pn norms``.
-        source: the attribute of :class:`Circumstances` that it depends on.
-        part: what the source is multiplied by.
+        words: the name of the default in ``pn norms``.
+        source: the attribute of :class:`Circumstances` that the default depends on.
+        part: the factor of the source.
     """
 
     words: str
@@ -75,7 +75,7 @@ class FromRun:
     part: float = 1.0
 
     def value(self, circumstances: Circumstances) -> int | None:
-        """The default; None (use the constructor's) if its source is not known."""
+        """The default; None (use the constructor's) if its source is unknown."""
         number = getattr(circumstances, self.source)
         if number is None:
             return None
@@ -99,7 +99,7 @@ TRANSFORMER_DEFAULTS = {"groups": HEADS, "psi_warmup_updates": WARMUP, "sync": T
 
 @dataclass(frozen=True)
 class NormEntry:
-    """A norm that can be asked for by name.
+    """A norm that can be selected by name.
 
     Attributes:
         cls: the module class.
@@ -107,13 +107,13 @@ class NormEntry:
         title: one line for help texts.
         variants: variant -> the class that replaces ``cls`` in it, with the same constructor
             arguments.
-        defaults: argument -> its default in a transformer, where that is neither the one of
+        defaults: argument -> its default in a transformer, if that is neither the default in
             :data:`TRANSFORMER_DEFAULTS` nor the constructor's. A value can be a :class:`FromRun`.
         variant_defaults: variant -> the defaults that replace these in it.
         variant_last: variant -> argument -> its value in the norm after the last encoder layer,
             whatever the other norms get.
         converted_defaults: argument -> its default in a model that :func:`.convert_norms` changes,
-            where that is not the constructor's.
+            if that is not the constructor's.
         label: the name in tables and legends; if none is given, the abbreviation in capitals.
     """
 
@@ -132,15 +132,15 @@ class NormEntry:
             object.__setattr__(self, "label", self.short.upper())
 
     def variant(self, name: str) -> type[ChannelNorm]:
-        """The class of this norm in one of :data:`VARIANTS`: ``cls`` unless it has another one
-        there.
+        """The class of this norm in one of :data:`VARIANTS`: ``cls`` unless the variant has its
+        own.
         """
         return self.variants.get(name, self.cls)
 
     @property
     def options(self) -> dict[str, inspect.Parameter]:
-        """Options of :func:`build_norm` that this norm uses: the arguments of its constructor and
-        those it inherits.
+        """Options of :func:`build_norm` that this norm uses: its constructor's arguments, own and
+        inherited.
         """
         return _arguments(self.cls)
 
@@ -174,7 +174,7 @@ class NormEntry:
         return default
 
 
-@cache  # a model asks some 900 times
+@cache  # a model calls this some 900 times
 def _arguments(cls: type[ChannelNorm]) -> dict[str, inspect.Parameter]:
     """The arguments of the constructor of ``cls`` and of the constructors above it."""
     arguments = dict(inspect.signature(cls).parameters)
@@ -326,10 +326,10 @@ def load_norms(path: str) -> None:
     process.
 
     Raises:
-        ValueError: there is no such file, or it cannot be imported.
+        ValueError: the file does not exist, or cannot be imported.
     """
     file = Path(path).resolve()
-    # The same name in every process: what is pickled in one can be loaded in another.
+    # The same name in every process, so that what one process pickles another can load.
     checksum = crc32(str(file).encode())
     module_name = f"pn_fairseq_norm_module_{file.stem}_{checksum:08x}"
     if module_name in sys.modules:
@@ -350,7 +350,7 @@ def find_norm(name: str) -> NormEntry:
     """The entry of ``name``.
 
     Raises:
-        ValueError: no norm has that name; the message holds the most similar one.
+        ValueError: no norm has that name; the message contains the most similar one.
     """
     if name not in NORMS:
         plain = re.sub("[-_]?norm$", "", str(name).lower())  # LayerNorm, batch_norm
@@ -365,11 +365,11 @@ def find_norm(name: str) -> NormEntry:
 
 
 def check_option(option: str, known: Mapping[str, object], introduction: str):
-    """What ``option`` is in ``known``: the one check behind ``--norm-options``,
+    """The entry of ``option`` in ``known``: the one check behind ``--norm-options``,
     ``--convert-norms``, :func:`.convert_norms` and :func:`build_norm`.
 
     Raises:
-        ValueError: it is not there. ``introduction`` comes before the names that are.
+        ValueError: there is none. ``introduction`` comes before the known names.
     """
     if option not in known:
         names = ", ".join(sorted(known)) or "none"

@@ -15,7 +15,7 @@ class RMSNorm(ChannelNorm):
 
     .. math:: y = \gamma\, x / \sqrt{\mathrm{mean}(x^2) + \epsilon}
 
-    What ``torch.nn.RMSNorm`` computes. There is no bias. It has no state, and a padding mask
+    Computes the same as ``torch.nn.RMSNorm``. The norm has no bias and no state, and a padding mask
     changes nothing.
 
     Arguments: see :class:`~pn_fairseq.norms.core.base.ChannelNorm`.
@@ -40,12 +40,12 @@ class RMSNormRelease(RMSNorm):
 
 
 class ScaleNorm(ChannelNorm):
-    r"""ScaleNorm (Nguyen & Salazar 2019, Eq. 5): every token gets the length g, which is learned.
+    r"""ScaleNorm (Nguyen & Salazar 2019, Eq. 5): every token gets the learned length g.
 
     .. math:: y = g\, x / \max(\lVert x \rVert_2, \epsilon)
 
-    ``g``, (1,), is initially :math:`\sqrt{C}`; it is always learned, also with ``affine=False``.
-    There are no gain and bias per channel. It has no state, and a padding mask changes nothing.
+    ``g``, (1,), is initially :math:`\sqrt{C}`; it is always learned, even with ``affine=False``.
+    The norm has no gain and bias per channel and no state, and a padding mask changes nothing.
 
     Args:
         eps: the least length that is divided by, and epsilon of layer-scale.

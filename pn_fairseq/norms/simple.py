@@ -13,7 +13,7 @@ class NoNorm(ChannelNorm):
     """No normalization ("w/o Norm" in Xu et al. 2019, Table 1): y = x itself, or the layer-scaled
     x.
 
-    There are no parameters and no state, and a padding mask changes nothing.
+    It has no parameters and no state, and a padding mask changes nothing.
 
     Arguments: see :class:`~pn_fairseq.norms.core.base.ChannelNorm`.
     """
@@ -30,8 +30,8 @@ class LayerNormSimple(ChannelNorm):
 
     .. math:: y = (x - \mathrm{mean}(x)) / \sqrt{\mathrm{var}(x) + \epsilon}
 
-    Mean and biased variance are taken over the channels of a token. There are no parameters and no
-    state, and a padding mask changes nothing.
+    Mean and biased variance are taken over the channels of a token. The norm has no parameters and
+    no state, and a padding mask changes nothing.
 
     Arguments: see :class:`~pn_fairseq.norms.core.base.ChannelNorm`.
     """
@@ -46,7 +46,7 @@ class DetachNorm(LayerNormSimple):
     r"""DetachNorm (Xu et al. 2019, Section 3.2): LayerNorm-simple with mean or standard deviation
     as constants.
 
-    Forward it is :class:`LayerNormSimple`. With the standard deviation :math:`\sigma =
+    In the forward it is :class:`LayerNormSimple`. With the standard deviation :math:`\sigma =
     \sqrt{\mathrm{var}(x) + \epsilon}`, the output y, and means over the channels of a token, the
     gradient is
 
@@ -80,7 +80,7 @@ class AdaNorm(LayerNormSimple):
     .. math:: z = (x - \mathrm{mean}(x)) / \sqrt{\mathrm{var}(x) + \epsilon}, \qquad
         y = a\, \mathrm{sg}(1 - k z) \odot z
 
-    sg is a constant to the gradient. Mean and biased variance are taken over the channels of a
+    sg(.) is a constant for the gradient. Mean and biased variance are taken over the channels of a
     token.
 
     Args:

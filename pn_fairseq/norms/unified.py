@@ -29,9 +29,9 @@ class UnifiedNorm(WindowNorm):
     :math:`\psi^2` enters the running :math:`\psi^2`, which evaluation uses, by an exponential
     average.
 
-    **Filtration of outliers** (``outlier_filtration``; the authors recommend it for images and not
+    **Filtration of outliers** (``outlier_filtration``; the authors recommend it for images but not
     for text). With v the variance of all numbers of sqrt(``psi2_window``) before this step, a step
-    that is not early is *skipped* if the arithmetic mean of the window that holds it exceeds the
+    that is not early is *skipped* if the arithmetic mean of the window that contains it exceeds the
     geometric one by more than v ``window`` in some channel. A skipped step uses its own
     :math:`\psi_B^2`, r = 1 and its own :math:`\lambda_B` in place of :math:`\nu`; the windows take
     the running :math:`\psi^2` and the old :math:`\nu` in place of its statistics. With ``window=1``

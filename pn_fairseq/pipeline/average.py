@@ -45,7 +45,7 @@ and uses a GPU if there is one (docs/averaging.md).
 
 #: Default number of training batches for --recalibrate.
 BATCHES = 100
-#: How checkpoints were chosen that the user has named.
+#: How the checkpoints were chosen if the user named them.
 FILES = "files"
 
 
@@ -109,11 +109,11 @@ def _select(args: argparse.Namespace, run: Run | None) -> tuple[list[Path], str]
 
 
 def _note_on_newer(paths: Sequence[Path], output: Path, updates: int | None = None) -> None:
-    """Say that the folder holds a newer checkpoint than ``paths``, the newest of which was saved at
-    update ``updates``; None: the last one is read.
+    """Report a newer checkpoint in the folder of ``paths``, the newest of which was saved at update
+    ``updates``; None: read the update from the last of them.
 
-    The last model of a training is in checkpoint_last.pt only, unless its update is one at which
-    the training saves.
+    The last model of a training is only in checkpoint_last.pt, unless the training saves at its
+    update anyway.
     """
     folder = paths[0].parent
     last = folder / LAST
@@ -142,7 +142,7 @@ def _note_on_newer(paths: Sequence[Path], output: Path, updates: int | None = No
 
 @contextlib.contextmanager
 def _explained(run: Run | None, paths: Sequence[Path]) -> Iterator[None]:
-    """Say so if a file is gone since it was listed, because the run is being trained."""
+    """Explain the error if a listed file is gone because the run is being trained."""
     try:
         yield
     except (CheckpointError, OSError) as error:
@@ -191,12 +191,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
     check_output_path(output, paths)
 
-    # Imported here: --help and a misspelt name are answered at once.
+    # Imported here, so that --help and a misspelt name are answered at once.
     from pn_fairseq.common.checkpoints import save_checkpoint
     from pn_fairseq.models.average_checkpoints import average_checkpoints, num_updates
 
     with only_writer(output):
-        # Removed while the output changes: after an interruption it must not describe another file.
+        # Removed before the output changes: after an interruption the stamp must not describe
+        # another file.
         stamp_file.unlink(missing_ok=True)
         with _explained(run, paths):
             state = average_checkpoints(paths)

@@ -1,7 +1,7 @@
 """Settings, prepared data and checkpoints, checked before a training run begins.
 
 hydra compares the settings of all sections but the model with the types that fairseq declares.
-fairseq declares a model by the flags of its parser, and declares no ranges: :data:`RANGES` has
+fairseq declares a model by the flags of its parser, and declares no ranges: :data:`RANGES` lists
 them.
 """
 
@@ -63,10 +63,10 @@ RANGES = (
 
 
 def check_end(cfg: DictConfig) -> str:
-    """How a training ends that has no largest number of updates or epochs; "" if it has one.
+    """How a training without a largest number of updates or epochs ends; "" if it has one.
 
     Raises:
-        UserError: it would never end.
+        UserError: the training would never end.
     """
     if cfg.optimization.max_update or cfg.optimization.max_epoch:
         return ""
@@ -82,7 +82,7 @@ def check_end(cfg: DictConfig) -> str:
 
 
 def check_values(cfg: DictConfig) -> None:
-    """Refuse a value of a wrong type, one that is none of a flag's choices, and one outside of
+    """Refuse a value of a wrong type, one that is not among a flag's choices, and one outside of
     its range.
     """
     parser = argparse.ArgumentParser()
@@ -133,10 +133,10 @@ def _check_range(name: str, value: object, low: float, high: float) -> None:
 
 
 def build(cfg: DictConfig, with_data: bool = True) -> tuple:
-    """The task and the model, on the meta device, after criterion, optimizer and schedule; ``cfg``
-    stays as it is.
+    """The task and the model, on the meta device; criterion, optimizer and schedule are built as a
+    check. ``cfg`` is not changed.
 
-    Without the data a vocabulary stands in for its own.
+    Without the data, a made-up vocabulary replaces that of the data.
     """
     cfg = OmegaConf.create(OmegaConf.to_container(cfg))
     is_lm = issubclass(ARCH_MODEL_REGISTRY[cfg.model._name], FairseqLanguageModel)
@@ -165,7 +165,7 @@ def build(cfg: DictConfig, with_data: bool = True) -> tuple:
         return task, model
     except (UserError, OSError):
         raise
-    except Exception as error:  # fairseq asserts, or raises plain ones
+    except Exception as error:  # fairseq asserts, or raises plain Exceptions
         reason = " ".join(str(error).split()) or type(error).__name__
         known = isinstance(error, ValueError) or type(error) is Exception
         raise UserError(reason if known else f"the settings fit no model: {reason}") from error
@@ -182,15 +182,15 @@ def _task_with_data(cfg: DictConfig) -> tasks.FairseqTask:
 
 
 def check_model(cfg: DictConfig, data: Path, batches: Batches) -> torch.nn.Module:
-    """Build all parts of the training, without memory for the weights, and look at the lengths of
-    all sentences.
+    """Build all parts of the training, without memory for the weights, and check the lengths of all
+    sentences.
 
     Returns:
         The model, on the meta device.
 
     Raises:
         UserError: a part cannot be built, the data is damaged or does not fit the model, or a
-            sentence is too long: fairseq would silently skip it.
+            sentence is too long, so that fairseq would silently skip it.
     """
     task, model = build(cfg)
     if cfg.task._name == "language_modeling":
@@ -230,7 +230,7 @@ def _subsets_of(cfg: DictConfig) -> list[str]:
 
 
 def check_subsets(cfg: DictConfig, data: Path) -> None:
-    """Refuse the name of a split that prepared data does not have."""
+    """Refuse the name of a split that prepared data does not contain."""
     known = {file.name.partition(".")[0] for file in (data / "bin").glob("*.idx")}
     for name in ("train_subset", "valid_subset"):
         for split in str(cfg.dataset[name]).split(","):
@@ -243,7 +243,7 @@ def check_subsets(cfg: DictConfig, data: Path) -> None:
 
 
 def _check_blocks(cfg: DictConfig, data: Path, task, model) -> None:
-    """Every block of text has to fit model and batches."""
+    """Check that every block of text fits model and batches."""
     block = whole_number("task.tokens_per_sample", cfg.task.tokens_per_sample)
     mode = cfg.task.sample_break_mode or "none"
     for split in _subsets_of(cfg):
@@ -265,9 +265,10 @@ def _check_blocks(cfg: DictConfig, data: Path, task, model) -> None:
 
 
 def open_data(folder: Path, name: str, dictionary: Dictionary) -> MMapIndexedDataset:
-    """fairseq's data set ``name`` in the folder bin/, whose files are whole and fit the dictionary.
+    """fairseq's data set ``name`` in the folder bin/, whose files are checked to be whole and to
+    fit the dictionary.
 
-    Its ``sizes`` are a view of a file that is open for as long as it exists.
+    Its ``sizes`` are a view of a file that stays open as long as the data set exists.
     """
     problem = fault(folder, name, len(dictionary))
     if problem:
@@ -334,7 +335,7 @@ def check_same_run(cfg: DictConfig, data: Path, run: Path) -> None:
 
 
 def longer_than_asked(cfg: DictConfig, run: Path) -> str:
-    """How a run is longer than the settings ask for, by its log; "" if it is not."""
+    """By how much a run is longer than the settings ask for, by its log; "" if it is not."""
     log = Run(run).log
     if log is None or log.saved is None:
         return ""
@@ -351,8 +352,8 @@ def longer_than_asked(cfg: DictConfig, run: Path) -> str:
 
 
 def check_last(model: torch.nn.Module, last: Path, cfg: DictConfig) -> dict:
-    """Read the checkpoint that a run resumes from; the message about a damaged one names the newest
-    other.
+    """Read the checkpoint that a run resumes from; if it is damaged, the message names the newest
+    other one.
     """
     try:
         state = load_checkpoint(last)
@@ -366,7 +367,7 @@ def check_last(model: torch.nn.Module, last: Path, cfg: DictConfig) -> dict:
 
 
 def _copy_of_newest(last: Path) -> str:
-    """The command that copies the newest other checkpoint over ``last``; "" without one."""
+    """The command that copies the newest other checkpoint over ``last``; "" if there is none."""
     newest = newest_checkpoint(last.parent, last)
     return shlex.join(["cp", str(newest), str(last)]) if newest else ""
 
@@ -390,8 +391,8 @@ def check_optimizer_state(state: dict, last: Path, cfg: DictConfig) -> None:
 
 
 def check_last_is_there(run: Path) -> None:
-    """Refuse a run that has checkpoints, but not the one that it resumes from: it would begin again
-    among them. A run that was killed within its first save begins again.
+    """Refuse a run with checkpoints, but without the one that it resumes from: it would begin again
+    among them. A run that was killed during its first save begins again.
     """
     folder = run / "checkpoints"
     newest = newest_checkpoint(folder, folder / LAST)
@@ -409,6 +410,6 @@ def check_last_is_there(run: Path) -> None:
 def check_fit(
     model: torch.nn.Module, state: dict, file: str | os.PathLike, cfg: DictConfig
 ) -> None:
-    """Refuse the checkpoint of a file that does not fit ``model``, which is on the meta device."""
+    """Refuse a checkpoint in ``file`` that does not fit ``model``, which is on the meta device."""
     with warnings.catch_warnings(action="ignore"):  # nothing is copied to the meta device
         load_weights(model, state["model"], file, cfg.model)

@@ -29,7 +29,7 @@ class Perplexity:
     # tokens of a block that are only context; with 0 the first token of a block has no context
     context: int
     causal: bool  # False if the model sees the tokens that it predicts
-    # nll with batch statistics, without dropout; None without norms that have them
+    # nll with batch statistics, without dropout; None without norms that use them
     batch_nll: float | None = None
     # fairseq's sample_break_mode: none for blocks of one length, eos for sentences
     blocks: str = "none"
@@ -40,7 +40,7 @@ class Perplexity:
 
     @property
     def batch_perplexity(self) -> float:
-        """The perplexity with batch statistics; NaN without norms that have them."""
+        """The perplexity with batch statistics; NaN without norms that use them."""
         return math.nan if self.batch_nll is None else math.exp(min(self.batch_nll, 700))
 
     @property
@@ -108,8 +108,8 @@ def evaluate(
     context: int = 0,
     norm_module: str | None = None,
 ) -> Perplexity:
-    """Score all tokens of a split, in blocks as in training, with ``context`` tokens of context
-    for each block.
+    """Score all tokens of a split, in blocks as in training, each with ``context`` tokens of
+    context.
     """
     index = run.bin / f"{subset}.idx"
     if not index.is_file():
@@ -141,7 +141,7 @@ def evaluate(
 def measured(
     run: Run, checkpoint: Path, subset: str, context: int, norm_module: str | None
 ) -> Perplexity:
-    """What :func:`evaluate` computes."""
+    """The computation of :func:`evaluate`."""
     from pn_fairseq.common.checkpoints import load_checkpoint
     from pn_fairseq.models.from_checkpoint import with_norm_module
     from pn_fairseq.models.recalibrate_checkpoint import ModelWithData
@@ -175,7 +175,7 @@ def measured(
         if norms:
             batch_nll, _, _ = score(loaded, subset, context, max_tokens)
     dictionary = loaded.task.target_dictionary
-    data = open_data(run.bin, subset, dictionary)  # sizes live no longer than it
+    data = open_data(run.bin, subset, dictionary)  # keeps data.sizes alive
     expected = int(data.sizes.sum())
     if tokens != expected:
         raise UserError(f"{tokens} of the {expected} tokens of {subset} were scored")
@@ -190,7 +190,7 @@ def measured(
         unknown=unknown,
         block=block,
         context=context,
-        # of tensorized attention
+        # the attribute masked belongs to tensorized attention
         causal=all(getattr(module, "masked", True) for module in loaded.model.modules()),
         batch_nll=batch_nll,
         blocks=blocks,
@@ -228,8 +228,8 @@ def score(loaded, subset: str, context: int, max_tokens: int) -> tuple[float, in
     with torch.no_grad():
         for sample in loaded.on_device(batches, len(batches), "scoring"):
             output, target = model(**sample["net_input"])[0].float(), sample["target"]
-            # fairseq's AdaptiveLoss leaves out the word that has the number of the padding in its
-            # cluster.
+            # fairseq's AdaptiveLoss leaves out the word whose number in its cluster is that of
+            # padding.
             clusters = [(output, target)]
             if adaptive:
                 clusters = list(zip(*adaptive(output, target), strict=True))

@@ -1,4 +1,4 @@
-"""``pn export``: encoder and decoder step of a checkpoint as ONNX or ``torch.export`` files."""
+"""``pn export``: encoder and decoder step of a checkpoint as files for ONNX or ``torch.export``."""
 
 import importlib.util
 import logging
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for folder in folders.values():
         folder.mkdir(parents=True, exist_ok=True)
     with without_fairseqs_log(logging.CRITICAL):
-        # Imported here: --help and a misspelt name are answered at once.
+        # Imported here, so that --help and a misspelt name are answered at once.
         from pn_fairseq.models.export import (
             compare_graphs,
             export_graphs,

@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     state = load_checkpoint(args.checkpoint)
     outdated.note_on_average("fold", [args.checkpoint])
     with without_fairseqs_log(logging.CRITICAL):
-        # Imported here: --help and a misspelt name are answered at once.
+        # Imported here, so that --help and a misspelt name are answered at once.
         from pn_fairseq.models.fold_checkpoint import fold_checkpoint
         from pn_fairseq.models.from_checkpoint import with_norm_module
 

@@ -145,8 +145,8 @@ class Decoding:
             options += [f"--{name.replace('_', '-')}", str(value)]
         options += ["--remove-bpe", self.text.segmentation.replace("-", "_")]
         options += ["--max-tokens", str(args.max_tokens), "--batch-size", str(args.batch_size)]
-        # With its default of 8, fairseq silently drops the last batch unless it has a multiple of 8
-        # sentences.
+        # With its default of 8, fairseq silently drops the last batch unless it contains a multiple
+        # of 8 sentences.
         options += ["--required-batch-size-multiple", "1"]
         options += ["--num-workers", "0", "--log-format", "none"]
         if self.fp16:
@@ -156,8 +156,8 @@ class Decoding:
         return options
 
     def too_long(self, lines: Sequence[str]) -> dict[int, str]:
-        """Number of each line of subwords that the model cannot take -> why; fairseq would
-        translate nothing.
+        """Number of each line of subwords that is too long for the model -> why; with such a line
+        fairseq would translate nothing.
         """
         positions = self.max_positions["source"]
         reason = "the model takes" if positions <= self.max_tokens else "--max-tokens allows"
@@ -170,13 +170,12 @@ class Decoding:
         return reasons
 
     def at_limit(self, log: Iterable[str], lengths: Sequence[int]) -> list[int]:
-        """The numbers of the sentences, from 0, whose best hypothesis has as many subwords as it
-        may have.
+        """The numbers, from 0, of the sentences whose best hypothesis is as long as allowed.
 
         Args:
-            log: of fairseq, whose lines P- have a score for each subword and for the end of the
-                sentence.
-            lengths: of the sources, with their ends.
+            log: fairseq's log, whose lines P- contain a score for each subword and for the end of
+                the sentence.
+            lengths: lengths of the sources, with their ends.
         """
         a, b = self.search["max_len_a"], self.search["max_len_b"]
         positions = self.max_positions["target"] - 1
@@ -196,12 +195,12 @@ class Decoding:
     def run(
         self, verb: str, commands: Sequence[list[str]], sentences: int, kept: Path
     ) -> list[str]:
-        """The lines that ``python -m COMMAND`` prints, for all commands; they run at once, one on
-        each GPU.
+        """The lines that ``python -m COMMAND`` prints, for all commands, which run in parallel, one
+        on each GPU.
 
         Raises:
-            UserError: a command failed: the others are ended, and what it wrote to stderr is in the
-                file ``kept``.
+            UserError: a command failed: the others are ended, and the file ``kept`` holds what it
+                wrote to stderr.
         """
         printed: list[list[str]] = [[] for _ in commands]
         translated = [0] * len(commands)
@@ -226,8 +225,8 @@ class Decoding:
                     started.append(process)
                     running.add(pool.submit(read, shard, process))
                 while running:
-                    # A batch is printed at once: counted line by line, its first sentence would
-                    # take all its time.
+                    # A batch is printed all at once: counted line by line, its first sentence would
+                    # seem to take all the time.
                     ended, running = wait(running, timeout=1, return_when=FIRST_COMPLETED)
                     bar.update(sum(translated) - bar.n)
                     for code in filter(None, (result.result() for result in ended)):
@@ -248,13 +247,13 @@ class Decoding:
             *command,
             env=environment,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,  # so that the processes end when this one is killed
+            stdout=subprocess.PIPE,  # so that the process ends when this one is killed
             stderr=errors,
         )
 
 
 def positions(run: Run, side: str) -> int:
-    """The most subwords that a model takes on a side, the end of the sentence included."""
+    """The most subwords that a model accepts on a side, the end of the sentence included."""
     given = [run.get(f"{section}.max_{side}_positions") for section in ("model", "task")]
     return min((int(limit) for limit in given if limit), default=1024)  # fairseq's default
 
@@ -309,11 +308,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _may_be_replaced(output: Path) -> bool:
-    """Whether what stands there is an empty folder, or hypotheses and what belongs to them."""
+    """Whether ``output`` is an empty folder, or contains hypotheses and what belongs to them."""
     if not output.is_dir():
         return False
     names = {path.name for path in output.iterdir()}
-    # pn train writes a made.txt as well, which names no subset
+    # pn train also writes a made.txt, but it names no subset
     is_decoded = "subset" in stamp.read(output / "made.txt")
     others = {"config.yaml", "settings.txt", "checkpoints", "bin"}
     return not names or (is_decoded and not names & others)
@@ -325,14 +324,14 @@ class Subset:
 
     files: list[Path]  # its binary data, and the dictionaries
     index: Path  # of its sources
-    texts: dict[str, Path]  # src.tok and ref.tok -> the text; nothing where it is not known
+    texts: dict[str, Path]  # src.tok and ref.tok -> the text; empty if it is unknown
 
     @classmethod
     def find(cls, run: Run, name: str, text: Settings) -> Subset:
         """The subset ``name`` of a run's data.
 
         Raises:
-            UserError: there is no such subset; the text names those that there are.
+            UserError: there is no such subset; the text names the existing ones.
         """
         texts = {}
         if run.data:
@@ -357,7 +356,7 @@ class Subset:
 def _stamp(
     args: argparse.Namespace, decoding: Decoding, run: Run, subset: Subset
 ) -> dict[str, str]:
-    """What the hypotheses are made from."""
+    """The inputs that the hypotheses are made from."""
     settings = {"subset": args.subset, **decoding.search}
     if args.nbest > 1:
         settings["nbest"] = args.nbest
@@ -378,7 +377,7 @@ def _decode(
     wanted: Mapping[str, str],
 ) -> list[str]:
     """Decode the subset into the folder ``output``, and return the output of fairseq."""
-    # There are at least as many batches as sentences / batch size; fairseq-generate divides by zero
+    # The number of batches is at least sentences / batch size; fairseq-generate divides by zero
     # without a batch.
     batches = max(1, math.ceil(subset.sentences / args.batch_size))
     shards = min(processes(args.ranks, len(decoding.gpus)), batches)
@@ -391,7 +390,8 @@ def _decode(
     )
     common = ["fairseq_cli.generate", str(run.bin), "--gen-subset", args.subset, *decoding.options]
     common += ["--nbest", str(args.nbest)]
-    # --num-shards and --shard-id are accepted and not read: every process would decode everything.
+    # fairseq accepts --num-shards and --shard-id but does not read them: every process would decode
+    # everything.
     common += ["--distributed-world-size", str(shards), "--distributed-rank"]
     kept = output.with_name(f"{output.name}.err")
     with only_writer(output), atomic_folder(output) as partial:
@@ -424,7 +424,7 @@ def _reason(code: int, errors: bytes, kept: Path, checkpoints: Sequence[Path]) -
         mistake = re.match(r"fairseq-\w+: error: (.*)", line)
         if mistake:
             names = f"{' + '.join(map(str, checkpoints))}: "
-            # a line of fairseq_patches may name the file already
+            # a line from fairseq_patches may already name the file
             return names + mistake[1].removeprefix(names)
     exceptions = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
     reason = why_it_failed(code, exceptions or lines)
@@ -457,7 +457,7 @@ def hypotheses(lines: Iterable[str], sentences: int, nbest: int = 1) -> list[lis
 
     Raises:
         UserError: a sentence has no hypothesis, or more than ``nbest``; the message names the first
-            one.
+            such sentence.
     """
     options = _printed(lines, "H")
     missing = [sentence for sentence in range(sentences) if sentence not in options]

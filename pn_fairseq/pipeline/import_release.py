@@ -1,5 +1,5 @@
-"""``pn import-release``: a checkpoint of the code released with the PowerNorm paper, as one that
-this plugin loads.
+"""``pn import-release``: convert a checkpoint of the code released with the PowerNorm paper for
+this plugin.
 """
 
 import logging
@@ -35,9 +35,7 @@ or unknown is an error. The optimizer state is left out: to continue training, u
 
 
 class _Meter:
-    """Stands for the meters of fairseq 0.8 in its checkpoints: their numbers are read, and
-    nothing else.
-    """
+    """Replaces the meters of fairseq 0.8 in its checkpoints: only their numbers are read."""
 
 
 def load_release(path: Path) -> dict:
@@ -70,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_output_path(args.output, [args.checkpoint])
     state = load_release(args.checkpoint)
     with without_fairseqs_log(logging.CRITICAL):
-        # Imported here: --help and a misspelt name are answered at once.
+        # Imported here, so that --help and a misspelt name are answered at once.
         from pn_fairseq.models.import_release import import_release
 
         imported = import_release(state, str(args.checkpoint), args.alpha_fwd, args.alpha_bwd)
@@ -79,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if others:
         what = f"{len(others)} of its tensors are not finite ({others[0]}, ...)"
         raise UserError(f"{args.checkpoint}: {what}; use another checkpoint")
-    if faulty:  # nu, which decoding does not need
+    if faulty:  # only nu, which decoding does not need
         text = (
             f"nu of {len(faulty)} norms is not finite ({faulty[0]}, ...): use it for decoding only"
         )

@@ -1,6 +1,6 @@
 """``pn info``: version, kernels and patches of this installation.
 
-``pn check``: are its kernels right?
+``pn check``: are the kernels of this installation correct?
 """
 
 from __future__ import annotations

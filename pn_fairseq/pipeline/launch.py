@@ -2,7 +2,7 @@
 them.
 
 ``pn train`` starts torchrun itself, on several machines with the options in torchrun's variables
-``PET_...``. Or the user starts torchrun, which starts ``pn train`` as each rank
+``PET_...``. Alternatively the user starts torchrun, which starts ``pn train`` as each rank
 (docs/several_gpus.md).
 """
 
@@ -13,22 +13,22 @@ from unittest import mock
 
 from pn_fairseq.common.command import UserError
 
-#: What helps after a failure of the machine.
+#: Advice after a failure of the machine.
 RESUME = "run the same command again to resume"
 
 
 @dataclass(frozen=True)
 class RankLayout:
-    """The ranks that this process launches on its machine, or the one that torchrun started it
-    as.
+    """The ranks that this process launches on its machine, or the rank as which torchrun started
+    it.
     """
 
     gpu: bool  # whether the ranks compute on GPUs
     world_size: int = 1
-    # of this process; None if it is to launch the ranks, or is the only one
+    # number of this process; None if it must launch the ranks, or is the only rank
     rank: int | None = None
     local_rank: int = 0  # its number on its machine, and the number of its GPU
-    machines: int = 1  # on each of which a process launches ranks
+    machines: int = 1  # a process launches ranks on each
 
     @property
     def ranks_per_machine(self) -> int:
@@ -53,7 +53,7 @@ def find_layout(env: Mapping[str, str], gpus: int, ranks: int | None = None) -> 
 
 
 def processes(ranks: int | None, gpus: int) -> int:
-    """How many processes: one per GPU, one where there is none, or ``--ranks``."""
+    """The number of processes: one per GPU, one without a GPU, or ``--ranks``."""
     count = ranks or max(1, gpus)
     if gpus and count > gpus:
         raise UserError(
@@ -64,14 +64,14 @@ def processes(ranks: int | None, gpus: int) -> int:
 
 
 class TrainingFailed(Exception):
-    """The training ended by an error that is not a mistake in the command; the text is one line."""
+    """The training ended with an error that is not the user's mistake; the text is one line."""
 
 
 def torchrun(layout: RankLayout, arguments: list[str]) -> int:
     """Launch the ranks of this machine, each ``python -m pn_fairseq train ARGUMENTS``, wait, and
     return the exit code.
 
-    torchrun stops all ranks when one of them fails or when it gets a signal.
+    torchrun stops all ranks when one of them fails or when torchrun gets a signal.
 
     Raises:
         TrainingFailed: a rank failed. The text names the rank, and its error or the signal that
@@ -86,10 +86,10 @@ def torchrun(layout: RankLayout, arguments: list[str]) -> int:
     if layout.machines == 1:
         launch.insert(0, "--standalone")
     options = get_args_parser().parse_args(launch)
-    # torchrun's parser would take --run for one of its own
+    # torchrun's parser would mistake --run for one of its own options
     options.training_script_args = ["train", *arguments]
     try:
-        # This process writes the line about an interruption or a failure, and its ranks do not.
+        # This process, not its ranks, writes the line about an interruption or a failure.
         with mock.patch.dict(os.environ, PN_FAIRSEQ_STEP="1", PN_FAIRSEQ_RANK="1"):
             run(options)
     except ChildFailedError as error:
@@ -97,7 +97,7 @@ def torchrun(layout: RankLayout, arguments: list[str]) -> int:
         if failure.exitcode in (130, 143):
             raise KeyboardInterrupt(failure.exitcode - 128) from error
         if failure.exitcode == 2:
-            return 2  # a mistake of the user, which the rank has already named
+            return 2  # a mistake of the user, which the rank has already reported
         if failure.exitcode < 0:
             how = f"was killed by {failure.signal_name()}, and all ranks were stopped"
             raise TrainingFailed(f"rank {rank} {how}; {RESUME}") from error

@@ -21,12 +21,12 @@ def describe_machine() -> dict:
     Returns:
         ``python``, ``torch``, ``fairseq`` (name and version of the distribution that is imported as
         fairseq, None if there is none), ``pn_fairseq``: versions. ``git_commit``: the commit of the
-        checkout that this package is in, with ``-modified`` appended if a tracked file differs from
-        it; None outside a checkout. ``os``: name and kernel. ``cpu``: model name. ``cores``: how
-        many this process may use. ``gpus``: names of the GPUs that this process sees, in order.
-        ``cuda``: the version that torch was built for, None for a build without.
+        checkout that contains this package, with ``-modified`` appended if a tracked file differs
+        from it; None outside a checkout. ``os``: name and kernel. ``cpu``: model name. ``cores``:
+        how many this process may use. ``gpus``: names of the GPUs that this process sees, in order.
+        ``cuda``: the version that torch was built for, None for a build without CUDA.
     """
-    import torch  # a second; own_cores does without
+    import torch  # takes a second, and own_cores does not need it
 
     return {
         "python": platform.python_version(),
@@ -58,8 +58,8 @@ def _git_commit(folder: Path) -> str | None:
         ).stdout.strip()
 
     try:
-        # A copy of the package in somebody else's repository, such as an environment inside a
-        # checkout, is not it.
+        # The repository may only contain a copy of the package, such as an environment inside a
+        # checkout.
         git("ls-files", "--error-unmatch", "__init__.py")
         modified = git("status", "--porcelain", "--untracked-files=no")
         return git("rev-parse", "HEAD") + ("-modified" if modified else "")

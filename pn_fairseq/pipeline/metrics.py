@@ -1,6 +1,6 @@
 """The measures of translations that ``pn score`` computes, all of them in :data:`METRICS`.
 
-A number that something else computed reaches the reports by a file (``report/measures.py``).
+A number from another program reaches the reports through a file (``report/measures.py``).
 """
 
 import math
@@ -35,7 +35,7 @@ class Scoring:
 
 @dataclass(frozen=True)
 class Measure:
-    """What runs are compared by.
+    """A measure by which runs are compared.
 
     Attributes:
         name: the column of report.csv, and the key in scores.json.
@@ -43,8 +43,7 @@ class Measure:
         short: its name in ``pn report --planned SYSTEM:MEASURE``.
         better: "higher" or "lower".
         margin: systems whose whole interval is within this distance of the control are equivalent,
-            by a choice of this project. None: differences over seeds are not tested by this
-            measure.
+            by a choice of this project. None: this measure does not test differences over seeds.
     """
 
     name: str
@@ -55,7 +54,7 @@ class Measure:
 
     @property
     def decimals(self) -> int:
-        """How many are shown: one more than the margin has; two without a margin."""
+        """How many decimals are shown: one more than the margin has; two without a margin."""
         if self.margin is None:
             return 2
         return max(0, 1 - math.floor(math.log10(self.margin)))
@@ -72,11 +71,11 @@ class Metric(Measure):
     """A measure of hypotheses against references.
 
     Attributes:
-        compute: the metric of sacrebleu, for a :class:`Scoring`. It raises :class:`UserError` where
-            it cannot score the language.
-        about: what it measures, for ``pn score --help``.
+        compute: returns sacrebleu's metric for a :class:`Scoring`. Raises :class:`UserError` if it
+            cannot score the language.
+        about: what the metric measures, for ``pn score --help``.
         on_tokens: whether it scores tokens as prepared; otherwise plain text.
-        symbol: what sacrebleu calls it in a line of scores.
+        symbol: sacrebleu's name for it in a line of scores.
     """
 
     compute: Callable[[Scoring], SacrebleuMetric]
@@ -86,7 +85,7 @@ class Metric(Measure):
 
 
 def split_compounds(line: str) -> str:
-    """Words with hyphens in parts, as in the WMT14 scores of the literature.
+    """Split words at hyphens, as for the WMT14 scores in the literature.
 
     Perl's ``s{(\\S)-(\\S)}{$1 ##AT##-##AT## $2}g``, from fairseq's
     ``scripts/compound_split_bleu.sh``. As Perl reads without ``-C``, ``\\S`` is a byte of UTF-8,
@@ -97,7 +96,7 @@ def split_compounds(line: str) -> str:
 
 
 class TokenizedBLEU(BLEU):
-    """BLEU of tokens as Moses' ``multi-bleu.perl`` computes it, and its ``-lc`` for ``lowercase``.
+    """BLEU of tokens as Moses' ``multi-bleu.perl`` computes it, with ``-lc`` for ``lowercase``.
 
     As Perl reads without ``-C``, only ASCII spaces separate tokens, and only A to Z are
     lower-cased.
@@ -110,7 +109,7 @@ class TokenizedBLEU(BLEU):
     def _preprocess_segment(self, sent: str) -> str:
         text = (split_compounds(sent) if self.compound_split else sent).encode()
         tokens = (text.lower() if self.ascii_lowercase else text).split()
-        # sacrebleu splits at all spaces of Unicode. BLEU depends only on which tokens are equal.
+        # sacrebleu splits at all Unicode spaces. BLEU depends only on which tokens are equal.
         return " ".join(token.hex() for token in tokens)
 
     def get_signature(self) -> Signature:

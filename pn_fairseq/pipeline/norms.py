@@ -22,7 +22,7 @@ and --decoder-norm-placement set where the norms are placed, and --qk-norm adds 
 
 
 def describe_norm(name: str) -> str:
-    """The options and flags of the norm ``name``, a line each, with the defaults in a transformer.
+    """The options and flags of the norm ``name``, one per line, with the defaults in a transformer.
 
     Raises:
         ValueError: no norm has that name.
@@ -59,7 +59,7 @@ def _default(entry, option: str) -> object:
     """The default of an option or a flag in a transformer, for the table."""
     default = entry.default(option)
     if isinstance(default, FromRun):
-        if default.source == "updates":  # of a run without a last update, that of the constructor
+        if default.source == "updates":  # the constructor's default if a run has no last update
             return f"{default.words}, else {default_of(entry.cls, option)}"
         return default.words
     if option == "sync":

@@ -1,8 +1,8 @@
-"""What was made before a run was trained further: the only place that decides it.
+"""What was made before a run was trained further: the only place that determines this.
 
-``pn average --run`` records up to which checkpoint it averaged, and what decodes or measures a run
-records from which checkpoint. The commands that read ``averaged.pt`` say what is outdated, and
-``pn report`` lists it.
+``pn average --run`` records up to which checkpoint it averaged, and the commands that decode or
+measure a run record from which checkpoint. The commands that read ``averaged.pt`` print what is
+outdated, and ``pn report`` lists it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pn_fairseq.pipeline.training_log import read_log
 
 
 def record_of_average(averaged: Sequence[Path], kind: str) -> dict[str, object]:
-    """What a stamp says of the checkpoints that are averaged, oldest first; ``kind`` as in
+    """The record in a stamp of the averaged checkpoints, oldest first; ``kind`` as in
     :func:`~pn_fairseq.common.checkpoint_files.checkpoints_to_average`.
     """
     newest = numbers_in(averaged[-1])[0] if kind in ("epoch", "update") else ""
@@ -26,19 +26,19 @@ def record_of_average(averaged: Sequence[Path], kind: str) -> dict[str, object]:
 
 
 def record_of_training(run: Path) -> dict[str, str]:
-    """What a stamp says of the run at the time of the average; not compared."""
+    """The record in a stamp of the run at the time of the average; it is not compared."""
     return {"trained_to": str(_last_update(run))}
 
 
 def number_averaged(averaged: Path) -> int | None:
-    """How many checkpoints of a run the file is the average of; None: not recorded."""
+    """The number of checkpoints of a run that the file averages; None: not recorded."""
     kind, _, number = stamp.read(stamp.stamp_of(averaged)).get("averaged", "").partition(" ")
     return int(number) if kind in ("epoch", "update", "last") and number else None
 
 
 def record_of_result(checkpoints: Sequence[Path], run_checkpoints: Path) -> dict[str, str]:
-    """What a stamp says of the checkpoints that a result was made from; not compared, since a run
-    may be moved.
+    """The record in a stamp of the checkpoints that a result was made from; it is not compared,
+    since a run may be moved.
     """
     names = [os.path.relpath(path, run_checkpoints) for path in checkpoints]
     return {"checkpoint_file": " + ".join(names)}
@@ -46,7 +46,7 @@ def record_of_result(checkpoints: Sequence[Path], run_checkpoints: Path) -> dict
 
 def of_average(averaged: Path) -> str:
     """How far a run was trained further after ``pn average --run`` wrote the file; "" if it was
-    not, or if that is not known.
+    not, or if this is unknown.
     """
     made = stamp.read(stamp.stamp_of(averaged))
     kind = made.get("averaged", "").partition(" ")[0]
@@ -77,8 +77,8 @@ def of_average(averaged: Path) -> str:
 
 
 def _last_update(run: Path) -> int:
-    """The update of the last checkpoint, by the log of ``pn train``; 0 without a log. It is in
-    checkpoint_last.pt only where the training ended between two saves by updates.
+    """The update of the last checkpoint, by the log of ``pn train``; 0 without a log. This
+    checkpoint is only in checkpoint_last.pt if the training ended between two saves by updates.
     """
     log = run / "train.log"
     saved = read_log(log).saved if log.is_file() else None
@@ -86,8 +86,8 @@ def _last_update(run: Path) -> int:
 
 
 def of_result(result: str, made: Path, averaged: Path) -> list[str]:
-    """What is outdated of a result, whose stamp is ``made``: the average of its run, and the result
-    that was made from an earlier average.
+    """What is outdated about a result, whose stamp is ``made``: the average of its run, and the
+    result itself if it was made from an earlier average.
     """
     texts = [of_average(averaged)] if averaged.is_file() else []
     own = stamp.read(made).get("checkpoint_file") == averaged.name
@@ -99,7 +99,7 @@ def of_result(result: str, made: Path, averaged: Path) -> list[str]:
 
 
 def note_on_average(step: str, checkpoints: Sequence[Path]) -> None:
-    """Say which of the checkpoints that a command reads are outdated averages."""
+    """Print which of the checkpoints that a command reads are outdated averages."""
     for path in checkpoints:
         text = of_average(path)
         if text:

@@ -18,13 +18,13 @@ RESAMPLES = 1000
 
 
 class Comparison(NamedTuple):
-    """The result of :func:`paired_bootstrap`: a metric's signature, and one result for the name of
-    each system.
+    """The result of :func:`paired_bootstrap`: a metric's signature, and name of a system -> its
+    result.
 
-    A result has the ``score`` on the whole text, the ``mean`` of the scores over the resamples,
-    half the width ``ci`` of their 95% confidence interval, and ``p_value`` of no difference from
-    the baseline, which is the first system and has no p. p is 1 if every resample gives both
-    systems the same score.
+    A result contains the ``score`` on the whole text, the ``mean`` of the scores over the
+    resamples, half the width of their 95% confidence interval, ``ci``, and the ``p_value`` of no
+    difference from the baseline, which is the first system and has no p. p is 1 if on every
+    resample both systems score the same.
     """
 
     signature: str
@@ -46,7 +46,7 @@ def paired_bootstrap(
     test sentences.
 
     Paired bootstrap resampling (Koehn 2004, "Statistical significance tests for machine translation
-    evaluation") by sacrebleu's ``PairedTest``: the same resampled sets of sentences for both. With
+    evaluation") by sacrebleu's ``PairedTest``: both systems get the same resampled sentences. With
     the difference ``d`` of scores on the whole text, and ``d_b`` on the b-th set, ``p = (1 + #{b:
     |d_b| - mean(|d_b|) > |d|}) / (1 + resamples)``. If ``d`` is large compared with the spread of
     ``d_b``, this is the area under one tail: a two-sided p would be twice as large. If ``d`` is 0,
@@ -57,7 +57,7 @@ def paired_bootstrap(
     Args:
         systems: name -> hypotheses; the baseline first.
         reference: a line for each sentence.
-        metric: as :attr:`.Metric.compute` makes it.
+        metric: a metric from :attr:`.Metric.compute`.
         resamples: number of resampled sets.
     """
     check_same_length(systems, reference)
@@ -67,7 +67,7 @@ def paired_bootstrap(
     ((key, signature),) = signatures.items()
     results = table[key]
     for result in results[1:]:
-        # If no resample makes a difference, sacrebleu's formula gives its smallest p.
+        # If no resample makes a difference, sacrebleu's formula returns its smallest p.
         first = results[0]
         if (result.score, result.mean, result.ci) == (first.score, first.mean, first.ci):
             result.p_value = 1.0
@@ -77,8 +77,8 @@ def paired_bootstrap(
 def compare_folders(
     folders: Mapping[str, Path], resamples: int = RESAMPLES
 ) -> dict[str, Comparison]:
-    """:func:`paired_bootstrap` for decodings that :func:`score_run` has scored, by each metric that
-    all of them have.
+    """:func:`paired_bootstrap` for decodings that :func:`score_run` has scored, by each metric for
+    which all of them have a score.
 
     ``folders`` maps the name of a system to its folder, the baseline first. All systems must have
     translated the same text and be scored in the same way.

@@ -26,7 +26,7 @@ The same command resumes. Line counts are checked after every step. --dest then 
 """
 
 
-#: Options of the recipes that download files, and of those that learn subwords.
+#: Options of recipes that download files, and of recipes that learn subwords.
 MIRROR = {
     "--mirror": {
         "metavar": "DIR-OR-URL",
@@ -90,7 +90,7 @@ def main(argv: list[str]) -> None:
     options = _parser().parse_args(argv)
     recipe = RECIPES[options.recipe]
     if "corpus" in options:
-        # a recipe of one's own may declare another type
+        # a user's recipe may declare another type
         options.corpus = absolute(options.corpus)
         if not options.check:
             check_folders([options.corpus], "--corpus")
@@ -120,7 +120,7 @@ def main(argv: list[str]) -> None:
     try:
         with locked(dest), scratch_folder(data.partial):
             recipe.prepare(data, options)
-    except OSError as error:  # an error of writing names no file
+    except OSError as error:  # an error while writing may not name the file
         raise UserError(f"{error.filename or dest}: {error.strerror or error}") from None
     if getattr(options, "test", None):
         say_next("prepare", "generate", "--run", "RUN", "--subset", options.test)

@@ -1,5 +1,5 @@
-"""Published scores, for ``--table`` and ``pn report``: the tables of data/published.yaml, and a
-file of a user.
+"""Published scores, for ``--table`` and ``pn report``: the tables in data/published.yaml, and a
+user's file.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import yaml
 from pn_fairseq.common.command import UserError, did_you_mean
 from pn_fairseq.common.files import shipped
 
-#: Settings of rows, where a run does not have them.
+#: Values of the settings of rows that a run lacks.
 _DEFAULTS = {
     "decoder_norm": "layer",
     "norm_variant": "paper",
@@ -29,16 +29,14 @@ class Row:
 
     label: str  # the model, as the table calls it
     norm: str  # a key of pn_fairseq.norms.NORMS
-    # tokenized BLEU; None where the table has none, NaN where it says that it diverges
+    # tokenized BLEU; None if the table has none, NaN if it reports divergence
     bleu: float | None = None
-    # of the model, in addition to the architecture, as text
+    # settings of the model, in addition to the architecture, as text
     settings: Mapping[str, str] = field(default_factory=dict)
     signature: str = ""  # how the score was computed, and its parts
 
     def missing(self, settings: Mapping[str, object]) -> list[str]:
-        """Those of the row's settings, as ``model.key=value``, that a run with ``settings`` does
-        not have.
-        """
+        """The row's settings, as ``model.key=value``, that a run with ``settings`` lacks."""
         absent = []
         for key, value in self.settings.items():
             of_run = settings.get(f"model.{key}")
@@ -56,15 +54,15 @@ class Table:
     rows: tuple[Row, ...]  # in the table's order
     config: str = ""  # the file in configs/ with which --table trains the rows
     title: str = ""  # the corpus
-    source: str = ""  # paper and table, and what has to be known of all its numbers
+    source: str = ""  # paper and table, and what a reader must know about all its numbers
     measure: str = "tokenized BLEU"  # which BLEU it is
-    # in the settings of prepared data: languages, case, BPE, ...
+    # settings of the prepared data: languages, case, BPE, ...
     data: Mapping[str, str] = field(default_factory=dict)
     sentences: int | None = None  # size of the test set
     training: int | None = None  # pairs of the training set
     compound_split: bool = False  # whether compounds were split for it
-    exact: bool = False  # a row is shown beside systems with all of its settings only
-    note: str = ""  # what else a reader has to know
+    exact: bool = False  # a row is shown only beside systems with all of its settings
+    note: str = ""  # what else a reader must know
     # rows that the table takes from other papers -> BLEU
     cited: Mapping[str, float] = field(default_factory=dict)
 
@@ -73,8 +71,8 @@ class Table:
         return None not in (training, self.training) and training < 0.9 * self.training
 
     def row(self, norm: str, settings: Mapping[str, object]) -> Row | None:
-        """The row of a system with the encoder norm ``norm``; of several, the one whose settings
-        the system has.
+        """The row of a system with the encoder norm ``norm``; if there are several, the row with
+        the system's settings.
         """
         rows = [row for row in self.rows if row.norm == norm]
         if len(rows) > 1 or self.exact:
@@ -83,8 +81,8 @@ class Table:
 
 
 def _made(kind: type, values: object, where: str):
-    """A row or a table of a file; every key must be a field, and every field without a default
-    must be there.
+    """A row or a table from a file; every key must be a field, and no field without a default may
+    be missing.
     """
     fields = {declared.name: declared for declared in dataclasses.fields(kind)}
     if not isinstance(values, dict):
@@ -112,10 +110,10 @@ def _table(values: object, where: str) -> Table:
 
 
 def read_table(file: Path) -> Table:
-    """The table of a user's file.
+    """The table in a user's file.
 
     Raises:
-        UserError: the file is not of this form.
+        UserError: the file does not have this form.
     """
     try:
         return _table(yaml.safe_load(file.read_text("utf-8")), str(file))
@@ -137,7 +135,7 @@ def _tables(section: str) -> dict[str, Table]:
     return tables
 
 
-#: By name. Data is recognised as that of the first table with the same data.
+#: Tables by name. Data is recognised as that of the first table with the same data.
 PAPER = _tables("tables")
 #: Rows of language models, by name.
 LM_TABLES = _tables("language_model_tables")
@@ -151,16 +149,16 @@ PAPER_SPECTRA, SPECTRA_INDICES = _FIGURES["spectra"], _FIGURES["spectra_indices"
 
 
 def recognise(data: Mapping[str, str], sentences: int | None, training: float | None) -> str | None:
-    """The first of :data:`PAPER` whose data the prepared data is, or None.
+    """The first table of :data:`PAPER` with the same data as the prepared data, or None.
 
-    Settings and sizes must be the same: other corpora share the languages, and a part of one cannot
-    be compared. Only the training set, whose size depends on the tokenizer, may be larger, or up to
-    10% smaller.
+    Settings and sizes must be the same: other corpora share the languages, and results on a part of
+    a corpus cannot be compared. Only the training set, whose size depends on the tokenizer, may be
+    larger, or up to 10% smaller.
 
     Args:
         data: settings of the prepared data.
-        sentences: size of the test set; None if it is not known.
-        training: pairs of the training set; None if their number is not known.
+        sentences: size of the test set; None if unknown.
+        training: pairs of the training set; None if their number is unknown.
     """
     for name, table in PAPER.items():
         same = sentences == table.sentences and data.items() >= table.data.items()

@@ -1,9 +1,9 @@
 """``pn reproduce``: a corpus, a configuration, a study, or the demo.
 
-A study is a YAML file: ``about`` is its text, ``planned`` the comparisons that were named before
-its runs (``pn report --planned``), and ``parts`` has what
-:func:`~pn_fairseq.pipeline.steps.reproduce` is called with. Its lists are written out, so that
-a new norm or placement changes no study.
+A study is a YAML file: ``about`` is its text, ``planned`` lists the comparisons that were named
+before its runs (``pn report --planned``), and ``parts`` holds the arguments for
+:func:`~pn_fairseq.pipeline.steps.reproduce`. The lists are written out, so that a new norm or
+placement changes no study.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ with torchrun (docs/several_gpus.md); this command then does the remaining steps
 
 
 def word_list(text: str) -> list[str]:
-    """The type of an option that is a list, with commas or blanks between its parts."""
+    """The type of an option that is a list, separated by commas or blanks."""
     parts = re.findall(r"[^\s,]+", text)
     if parts:
         return parts
@@ -182,7 +182,7 @@ def of_corpus(name: str, argv: Sequence[str]) -> int:
 
 
 def check_no_folder(path: Path) -> None:
-    """Refuse a folder of text or of prepared data in the place of a configuration."""
+    """Refuse a folder of text or of prepared data instead of a configuration."""
     if not path.is_dir():
         return
     if is_prepared(path):
@@ -199,7 +199,7 @@ def check_no_folder(path: Path) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    # else fairseq configures logging when it is imported
+    # otherwise fairseq configures logging when it is imported
     logging.getLogger().addHandler(logging.NullHandler())
     if argv and not argv[0].startswith("-"):
         what, *options = argv
@@ -244,7 +244,7 @@ class Part:
     corpus: str = _key("verses", default=MISSING)
     seeds: list[int] = _key([1, 2, 3], default=MISSING)
     norms: list[str] = _key(["ln", "pn"], default=MISSING)
-    # where its runs go, within the study's folder (default: corpus)
+    # folder of its runs within the study's folder (default: corpus)
     folder: str = _key("slow", default="")
     models: list[str] = _key(["transformer"], default_factory=list)
     settings: list[str] = _key(["optimization.max_update=6"], default_factory=list)
@@ -264,7 +264,7 @@ class Study:
 
 
 def read_study(name: str) -> Study:
-    """The study in configs/studies of this name, or in a file."""
+    """The study with this name in configs/studies, or in a file."""
     file = find_yaml(name, STUDIES)
     settings = load_config(file)
     fault = _fault(OmegaConf.to_container(settings))
@@ -289,7 +289,7 @@ def read_study(name: str) -> Study:
 
 
 def _fault(study: dict) -> str:
-    """What is wrong with the form of a study; "" if nothing is."""
+    """What is wrong with the form of a study; "" if nothing."""
     known = [key.name for key in fields(Study)]
     for key in study:
         if key not in known:
@@ -307,7 +307,7 @@ def _fault(study: dict) -> str:
 
 
 def _fault_of_part(part: dict) -> str:
-    """The same of one part."""
+    """The same for one part."""
     known = [key.name for key in fields(Part)]
     for key in part:
         if key not in known:
@@ -362,7 +362,7 @@ def study_command(argv: Sequence[str]) -> int:
     _check_planned_once(study)
     failed = 0
     for seed in sorted({seed for part in study.parts for seed in part.seeds}):
-        # each seed is finished before the next one begins
+        # each seed is finished before the next begins
         for part in study.parts:
             if seed not in part.seeds:
                 continue
@@ -424,7 +424,7 @@ def _study_parser(what: str, study: Study) -> ArgumentParser:
 
 
 def _of_part(key: str) -> Callable[[str], NoReturn]:
-    """The type of an option that the parts of a study have as a key."""
+    """The type of an option that is a key in the parts of a study."""
 
     def refuse(value: str) -> NoReturn:
         raise argparse.ArgumentTypeError(

@@ -4,8 +4,8 @@
 A run of ``pn train`` is a directory:
   config.yaml    every setting
   data           the absolute path of the prepared data
-  data.settings  the data's settings when it was trained
-  starts.jsonl   when, where and with what it was started
+  data.settings  the data's settings when the run was trained
+  starts.jsonl   when, where and with what the run was started
   train.log      fairseq's log
   tensorboard/   the same for TensorBoard
   checkpoints/   fairseq's checkpoints, and averaged.pt
@@ -33,24 +33,23 @@ from pn_fairseq.pipeline.training_log import TrainingLog, read_log
 
 @dataclass(frozen=True)
 class Run:
-    """A training run. A property reads its file when it is first asked for.
-
-    Each property raises :class:`UserError` if its file is damaged.
+    """A training run. Each property reads its file on first access, and raises :class:`UserError`
+    if the file is damaged.
     """
 
     path: Path
 
     @cached_property
     def ours(self) -> bool:
-        """Whether ``pn train`` wrote the folder; a run that failed at once has only the last of
-        these files.
+        """Whether ``pn train`` wrote the folder; a run that failed at once contains only the last
+        of these files.
         """
         names = ("config.yaml", "data", "data.settings", "starts.jsonl", "failed")
         return any((self.path / name).is_file() for name in names)
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of the checkpoints: fairseq-train's --save-dir is the run itself."""
+        """The folder of the checkpoints; for fairseq-train, --save-dir is the run itself."""
         folder = self.path / "checkpoints"
         return folder if folder.is_dir() else self.path
 
@@ -61,7 +60,7 @@ class Run:
 
     @property
     def in_training(self) -> bool:
-        """Whether another process trains it now."""
+        """Whether another process is training the run now."""
         return is_locked(self.lock)
 
     @cached_property
@@ -69,7 +68,7 @@ class Run:
         """All settings, from config.yaml, hydra's file, or a checkpoint.
 
         Raises:
-            UserError: none of these is there, or it is damaged.
+            UserError: none of these exists, or it is damaged.
         """
         for name in SETTINGS:
             if (self.path / name).is_file():
@@ -90,7 +89,8 @@ class Run:
         if not cfg:
             raise UserError(f"{files[-1]} has no settings: an older fairseq wrote it")
         settings = {name: getattr(section, "__dict__", section) for name, section in cfg.items()}
-        # The model of fairseq-train has every flag: the flags of other sections are left out.
+        # The model section of fairseq-train contains every flag: those of other sections are left
+        # out.
         others = {"arch", *settings}
         for name, section in settings.items():
             if name != "model" and isinstance(section, dict):
@@ -124,15 +124,15 @@ class Run:
 
     @cached_property
     def data(self) -> Path | None:
-        """The prepared data around ``bin``, with tok/ and settings; None where only
-        fairseq-preprocess made it.
+        """The prepared data around ``bin``, with tok/ and settings; None if only fairseq-preprocess
+        made the data.
         """
         ours = (self.path / "data").is_file() and (self.path / "config.yaml").is_file()
         return self.bin.parent if ours or (self.bin.parent / "settings.txt").is_file() else None
 
     def settings_of_data(self) -> Settings:
-        """How the text was prepared, as its folder says now; only the languages where
-        fairseq-preprocess made it.
+        """How the text was prepared, as its folder now states; only the languages if
+        fairseq-preprocess made the data.
 
         Raises:
             UserError: neither the settings nor the names of the data's files tell the languages.
@@ -146,8 +146,8 @@ class Run:
 
     @cached_property
     def log_file(self) -> Path | None:
-        """train.log, or else the text in the folder that is fairseq's log and has the most updates;
-        None without one.
+        """train.log, or else the file in the folder that is fairseq's log with the most updates;
+        None if there is none.
 
         Raises:
             OSError: a file cannot be read.
@@ -177,7 +177,7 @@ class Run:
         return self.checkpoints / "averaged.pt"
 
     def checkpoint_files(self, given: list[Path] | None, step: str) -> list[Path]:
-        """``given``, or else averaged.pt; a note of ``step`` says what of them is outdated."""
+        """``given``, or else averaged.pt; ``step`` prints a note about those that are outdated."""
         paths = given or [self.averaged]
         for path in paths:
             if path.is_file():
@@ -211,8 +211,8 @@ def infer_languages(folder: Path) -> tuple[str, str]:
 
 
 def parts_of(architecture: str) -> tuple[str, str, str] | None:
-    """Model, norm (by its abbreviation) and size of ``MODEL_NORM_SIZE``; None if the name is not
-    of this form.
+    """Model, norm (by its abbreviation) and size of ``MODEL_NORM_SIZE``; None if the name does not
+    have this form.
     """
     from pn_fairseq.norms import NORMS  # needs torch
 
@@ -224,13 +224,13 @@ def parts_of(architecture: str) -> tuple[str, str, str] | None:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder has the settings of a training run."""
+    """Whether a folder contains the settings of a training run."""
     has_settings = any((path / name).is_file() for name in SETTINGS)
     return has_settings or any(Run(path).checkpoints.glob("checkpoint*.pt"))
 
 
 def check_run_folder(path: Path) -> None:
-    """Refuse what is near a run, and name the run: a misspelt name, a checkpoint, the folder of the
+    """Refuse a path near a run, and name the run: a misspelt name, a checkpoint, the folder of the
     checkpoints, or of several runs.
     """
     if path.is_file():
@@ -253,13 +253,13 @@ def check_run_folder(path: Path) -> None:
 
 
 def open_run(path: Path, same_data: bool = False) -> Run:
-    """Read the run in ``path``, which has settings and data.
+    """Read the run in ``path``, which must have settings and data.
 
-    ``same_data``: refuse it if the prepared data is not what it was trained on.
+    ``same_data``: refuse the run if its prepared data has changed since it was trained.
     """
     check_run_folder(path)
     run = Run(path)
-    run.config  # noqa: B018 (a folder that is not a run is named before its data)
+    run.config  # noqa: B018 (a folder that is not a run is reported before its data)
     if not run.bin.is_dir():
         raise UserError(f"the data of '{path}' is gone: {run.bin}")
     kept, present = path / "data.settings", run.bin.parent / "settings.txt"
@@ -283,7 +283,7 @@ def load_config(file: Path) -> DictConfig:
     """Read the settings in a YAML file.
 
     Raises:
-        UserError: it is not YAML, or holds no settings.
+        UserError: the file is not YAML, or contains no settings.
     """
     try:
         config = OmegaConf.load(file)
@@ -297,7 +297,7 @@ def load_config(file: Path) -> DictConfig:
 
 
 def _yaml_fault(file: Path, error: Exception) -> str:
-    """What is wrong with a YAML file, in which line."""
+    """What is wrong with a YAML file, and in which line."""
     mark = getattr(error, "problem_mark", None)
     if mark is None:
         return ": ".join(line.strip() for line in str(error).splitlines()[:2])

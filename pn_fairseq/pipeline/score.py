@@ -41,7 +41,7 @@ fairseq-generate --results-path DIR wrote.
 The paired bootstrap of text files: sacrebleu REF -i BASELINE FILE --paired-bs
 """
 
-#: Option -> the options of which it needs one.
+#: Option -> options of which it needs one.
 NEEDS = {
     "subset": ("run", "compare"),
     "output": ("run",),
@@ -124,8 +124,7 @@ def show(comparisons: Mapping[str, Comparison], text: str) -> str:
     baseline = next(iter(bleu))
     rows, untested = [], []
     for name in bleu:
-        # Where nothing was learned, a significant difference would be one between two kinds of
-        # noise.
+        # If nothing was learned, a significant difference would only separate two kinds of noise.
         low = low_bleu(min(bleu[name].score, bleu[baseline].score))
         tested = name != baseline and not low
         row = [f"{name} (baseline)" if name == baseline else name]
@@ -161,13 +160,13 @@ def show(comparisons: Mapping[str, Comparison], text: str) -> str:
 
 
 def compare_runs(runs: Sequence[Path], subset: str, resamples: int) -> str:
-    """The comparison of runs, which are scored first if they are not."""
+    """The comparison of runs, which are scored first if needed."""
     if len(runs) < 2:
         raise UserError("--compare needs two runs or more, the baseline first (see --help)")
     if len({run.resolve() for run in runs}) != len(runs):
         raise UserError("a run is named twice")
     for run in runs:
-        if not is_scored(run, subset):  # a scored run needs its data no more
+        if not is_scored(run, subset):  # a scored run no longer needs its data
             score_run(run, subset)
     folders = {}
     for name, run in zip(short_names(runs), runs, strict=True):
@@ -178,7 +177,7 @@ def compare_runs(runs: Sequence[Path], subset: str, resamples: int) -> str:
 
 
 def _note_on_outdated(run: Path, folder: Path) -> None:
-    """Say so if the run was trained further or averaged again after decoding into the folder."""
+    """Print a note if the run was trained further or averaged again after decoding."""
     hypotheses = folder / "hyp.tok"
     for text in outdated.of_result(str(hypotheses), folder / "made.txt", Run(run).averaged):
         say("score", f"note: {text}")

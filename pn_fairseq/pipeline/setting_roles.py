@@ -1,8 +1,8 @@
-"""What each setting of a training run is to the run: the only place that says it.
+"""What each setting of a training run means for the run: the only place that defines this.
 
-``pn train`` asks which settings may change when a run is resumed, which of them are limits or of
-decoding; ``pn report`` whether two runs with other values are two systems, and which settings its
-tables show.
+``pn train`` asks which settings may change when a run is resumed, and which of them are limits or
+belong to decoding; ``pn report`` asks whether runs with different values are different systems, and
+which settings its tables show.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import NamedTuple
 
 
 class Role(NamedTuple):
-    """What a setting is to a run."""
+    """What a setting means for a run."""
 
-    identity: bool  # runs with other values are runs of another system
+    identity: bool  # runs with different values belong to different systems
     may_change: bool  # when a run is resumed
-    shown: bool = True  # in reports, where runs differ
-    main: bool = False  # in reports also where runs do not differ: one asks for it first
-    of_norms: bool = False  # systems with other norms may differ in it
+    shown: bool = True  # in reports, if runs differ in it
+    main: bool = False  # in reports even if runs do not differ: readers ask for it first
+    of_norms: bool = False  # systems with different norms may differ in it
     limit: bool = False
     decoding: bool = False
 
 
-#: Decides the weights.
+#: Determines the weights.
 WEIGHTS = Role(identity=True, may_change=False)
 #: What to save and validate.
 RESULT = Role(identity=True, may_change=True)
@@ -33,7 +33,7 @@ RESULT = Role(identity=True, may_change=True)
 LIMIT = RESULT._replace(limit=True)
 #: What pn average and pn generate read.
 DECODING = RESULT._replace(decoding=True)
-#: How a run is logged and distributed. What the distribution means for the result is in
+#: How a run is logged and distributed. The result depends on the distribution only through
 #: ``tokens_per_update``, which stays the same on any number of ranks.
 RUNNING = Role(identity=False, may_change=True)
 #: The same, but a resumed run would have other updates or other rounding.
@@ -41,8 +41,8 @@ STARTED = Role(identity=False, may_change=False)
 #: Where things are.
 PLACE = Role(identity=False, may_change=True, shown=False)
 
-#: Role -> patterns of dotted names, and of what a report computes of them; the first that matches
-#: counts. Each flag of this project's models is named.
+#: Role -> patterns of dotted names, and of values that a report computes from them; the first match
+#: counts. Each flag of this project's models is listed.
 ROLES: Mapping[Role, tuple[str, ...]] = {
     PLACE: (
         r"task\.data",
@@ -110,8 +110,8 @@ ROLES: Mapping[Role, tuple[str, ...]] = {
     ),
 }
 
-#: Copies that hydra makes of a setting under another name, which a report does not show beside it;
-#: the last one in the task language_modeling.
+#: Copies that hydra makes of a setting under another name, which a report does not show beside the
+#: setting; the last copy occurs in the task language_modeling.
 COPIES = {
     "optimizer.lr": "optimization.lr",
     "lr_scheduler.lr": "optimization.lr",
@@ -129,7 +129,7 @@ def listed_role(name: str) -> Role | None:
 
 @functools.cache
 def role_of(name: str) -> Role:
-    """The role of a setting, by its dotted name. One that is not listed, as of another component of
-    fairseq, decides the weights.
+    """The role of a setting, by its dotted name. A setting that is not listed, such as one of
+    another fairseq component, determines the weights.
     """
     return listed_role(name) or WEIGHTS

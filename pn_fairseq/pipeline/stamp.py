@@ -1,9 +1,9 @@
 """Whether a step is done already: its output exists, and its stamp says that it was made from the
 same inputs.
 
-A stamp is a ``settings`` file: the settings of a step that decide its output, and the checksum of
-each input. Contents are compared, not times, so a copy of a folder is as good as the folder. It is
-``settings.txt`` in prepared data, ``made.txt`` in the folder of any other step, and
+A stamp is a ``settings`` file: the settings of a step that determine its output, and the checksum
+of each input. Contents are compared, not times, so a copy of a folder is as good as the folder. The
+stamp is ``settings.txt`` in prepared data, ``made.txt`` in the folder of any other step, and
 ``FILE.made.txt`` beside an output of one file.
 """
 
@@ -36,7 +36,7 @@ def made_from(
 
 
 def read(stamp: Path) -> dict[str, str]:
-    """What a stamp says; nothing where there is none, or a damaged one."""
+    """The content of a stamp; empty if the stamp is missing or damaged."""
     try:
         return read_settings(stamp) if stamp.is_file() else {}
     except UserError:
@@ -44,14 +44,14 @@ def read(stamp: Path) -> dict[str, str]:
 
 
 def differences(stamp: Path, wanted: Mapping[str, str]) -> list[str]:
-    """The names of what is wanted and not in the stamp. A stamp may say more."""
+    """The names of wanted entries that the stamp lacks. A stamp may contain more."""
     made = read(stamp)
     return [name for name, value in wanted.items() if made.get(name) != value]
 
 
 def done(step: str, stamp: Path, wanted: Mapping[str, str], *outputs: Path) -> bool:
-    """Whether all ``outputs`` exist and were made from what is ``wanted``; a line says so, or
-    what is different.
+    """Whether all ``outputs`` exist and were made from what is ``wanted``; prints a line that says
+    so, or what is different.
     """
     if not all(output.exists() for output in outputs):
         return False

@@ -34,18 +34,18 @@ from pn_fairseq.pipeline.prepare import main as prepare_data
 from pn_fairseq.pipeline.published import PAPER
 from pn_fairseq.pipeline.runs import Run, parts_of
 
-#: How long a step may take to end after Ctrl-C, which reaches it as well, before it gets SIGTERM.
+#: How long a step may take to end after Ctrl-C, which also reaches it, before it gets SIGTERM.
 GRACE_SECONDS = 10
 
 
 def experiments() -> dict[str, Experiment]:
-    """What is trained on each corpus that a recipe prepares, by the name of the recipe."""
+    """Name of a recipe -> what is trained on its corpus."""
     recipes = RECIPES.items()
     return {name: recipe.REPRODUCE for name, recipe in recipes if hasattr(recipe, "REPRODUCE")}
 
 
 def is_corpus(name: str) -> bool:
-    """Whether a recipe prepares the data of ``name``; else it is a configuration."""
+    """Whether a recipe prepares the data of ``name``; otherwise ``name`` is a configuration."""
     return name in experiments()
 
 
@@ -62,7 +62,7 @@ def load_corpus(file: str) -> str:
 
 @functools.cache
 def find_experiment(name: str) -> Experiment:
-    """The experiment of a corpus with a recipe; or of a configuration for prepared data, whose
+    """The experiment of a corpus with a recipe, or of a configuration for prepared data, whose
     models should differ only in their norms.
     """
     if is_corpus(name):
@@ -89,7 +89,7 @@ class PlannedRun:
 
     name: str
     model: str  # one of the experiment's models
-    settings: tuple[str, ...]  # of the model: its architecture first
+    settings: tuple[str, ...]  # settings of the model, its architecture first
     seed: int
 
 
@@ -152,19 +152,19 @@ def reproduce(
     preparation: Sequence[str] = (),
     dry_run: bool = False,
 ) -> int:
-    """Prepare the data, make every run and a report on them; what is done is skipped.
+    """Prepare the data, make every run and a report on them; finished steps are skipped.
 
     Args:
-        name: of a corpus with a recipe, or of a configuration, whose ``data`` is prepared.
+        name: a corpus with a recipe, or a configuration, whose ``data`` is prepared.
         norms, seeds, models, size: one run is made for each norm, seed and model; the default is
             the experiment's. A norm is ``NORM[+key=value...]`` with settings of the model.
         table: a published table, whose rows and configuration replace ``norms``.
-        settings: what differs from the configuration, as ``key=value``; ``{run}`` in one is the
-            folder of the run.
+        settings: settings that differ from the configuration, as ``key=value``; ``{run}`` in one
+            means the folder of the run.
         runs: the folder for the runs and the report (default ``runs/CONFIG``).
         data: the prepared data (default ``runs/data/CONFIG``).
-        data_option: how messages call ``data``: the option, or ``data:`` of a study.
-        ranks: of each run and decoding.
+        data_option: the name of ``data`` in messages: the option, or ``data:`` of a study.
+        ranks: ranks of each run and decoding.
         preparation: more options of ``pn prepare``.
         dry_run: check the settings and print the commands.
 
@@ -200,9 +200,9 @@ def reproduce(
         runs / run.name: _commands(run, config, experiment, settings, runs, data, ranks)
         for run in planned
     }
-    unchanged = set()  # the runs that were begun with these settings
+    unchanged = set()  # runs that were begun with these settings
     for run, (train, *_) in commands.items():
-        # it was begun, with its settings and data
+        # the run was begun, and its settings and data exist
         if (run / "config.yaml").is_file() and is_prepared(data):
             settings_of_run = train[1:-2] if ranks else train[1:]  # without --ranks
             of_run = check_training(*map(str, settings_of_run))
@@ -240,8 +240,8 @@ def reproduce(
 def _check_systems(
     planned: Sequence[PlannedRun], config: str, settings: Sequence[str], data: Path | None
 ) -> list[str]:
-    """Check the settings of each norm with settings of its own, or else of one norm of each
-    model; return the notes.
+    """Check the settings of each norm that has its own, or else of one norm for each model; return
+    the notes.
     """
     notes: list[str] = []
     of_models: dict[str, list[PlannedRun]] = {}
@@ -264,7 +264,7 @@ def _commands(
     data: Path,
     ranks: int | None,
 ) -> list[list[str | Path]]:
-    """The commands of a run, in their order."""
+    """The commands of a run, in order."""
     folder = runs / run.name
     on_ranks = ["--ranks", str(ranks)] if ranks else []
     architecture, *own = run.settings
@@ -292,7 +292,7 @@ def check_training(config: str, *arguments: str) -> list[str]:
 
 
 def _done(run: Path, steps: Sequence[Sequence[str | Path]]) -> int:
-    """How many of the first steps are done in a run that was begun with the same settings."""
+    """How many steps from the first on are done in a run that was begun with the same settings."""
     averaged = Run(run).averaged
     for number, (verb, *options) in enumerate(steps):
         subset = options[options.index("--subset") + 1] if "--subset" in options else "test"
@@ -312,28 +312,28 @@ def _done(run: Path, steps: Sequence[Sequence[str | Path]]) -> int:
 
 
 def must(step: Sequence[str | Path]) -> None:
-    """Run a step without which nothing else can be done; it has named the reason if it fails."""
+    """Run a step without which nothing else can be done; if it fails, it reports the reason."""
     code = execute(step)
     if code:
         sys.exit(code)
 
 
 def execute(step: Sequence[str | Path], messages: Path | None = None) -> int:
-    """Run a step to its end and return its exit code; the file ``messages`` also gets what it
-    writes to stderr.
+    """Run a step to its end and return its exit code; what it writes to stderr is also written to
+    the file ``messages``.
     """
 
     def copy_messages() -> None:
         # whole lines: the step also writes to stdout, which may be the same file
         for line in process.stderr or ():
             line = line.removesuffix(b"\n") + b"\n"
-            with contextlib.suppress(OSError):  # a full disk; the step must be able to write
+            with contextlib.suppress(OSError):  # a full disk must not keep the step from writing
                 kept.write(line)
             with contextlib.suppress(OSError):  # `| head`
                 sys.stderr.buffer.write(line)
                 sys.stderr.buffer.flush()
 
-    # -P: this very package, also where the current folder contains another one
+    # -P: run this very package, even if the current folder contains another one
     isolated = ["-P"] if PACKAGE.parent != Path.cwd() else []
     with messages.open("wb", buffering=0) if messages else contextlib.nullcontext() as kept:
         process = programs.start_python(
@@ -343,7 +343,7 @@ def execute(step: Sequence[str | Path], messages: Path | None = None) -> int:
             *step,
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE if messages else None,
-            # the line about an interruption comes from here
+            # this process prints the line about an interruption
             env={**os.environ, "PN_FAIRSEQ_STEP": "1"},
         )
         try:
@@ -366,10 +366,10 @@ def execute(step: Sequence[str | Path], messages: Path | None = None) -> int:
 def _make(
     name: str, run: Path, steps: Sequence[Sequence[str | Path]], note: Callable[[str], None]
 ) -> bool:
-    """One run through its steps; False after a failure, which is noted in its folder and ends
-    this run only.
+    """Take one run through its steps; False after a failure, which is recorded in its folder and
+    ends only this run.
 
-    ``note`` is told each step.
+    ``note`` is called with each step.
     """
     # not in the folder of the run: `pn report DIR/*_seed*` finds runs only
     work = run.parent / "logs" / run.name
@@ -381,7 +381,7 @@ def _make(
         code = execute(step, messages)
         if not code:
             continue
-        if Run(run).in_training:  # that is no failure of this run
+        if Run(run).in_training:  # not a failure of this run
             say(name, f"{run.name} is trained by another process now: run this command again later")
             return False
         say(name, f"{run.name} failed in {verb} (its messages are in {work})")

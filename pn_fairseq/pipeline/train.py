@@ -1,5 +1,5 @@
-"""``pn train``: check the settings of a training run, launch its ranks, run fairseq's training
-in each.
+"""``pn train``: check the settings of a training run, launch its ranks, and run fairseq's training
+in each rank.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ If one rank fails, all stop, and the exit code is not 0. Several machines, and S
 docs/several_gpus.md.
 """
 
-#: Seconds between two lines of progress where the output is not a terminal.
+#: Seconds between two lines of progress if the output is not a terminal.
 LOG_SECONDS = 30
 
 
 def main(argv: list[str]) -> int:
-    # else fairseq configures logging when it is imported
+    # otherwise fairseq configures logging when it is imported
     logging.getLogger().addHandler(logging.NullHandler())
     parser = ArgumentParser(prog="pn train", epilog=EPILOG, setting_of=setting_of)
     names = ", ".join(names_in(CONFIGS))
@@ -126,7 +126,7 @@ def main(argv: list[str]) -> int:
 
 
 def check_may_be_run(run: Path) -> None:
-    """Refuse a folder of something else, whose files a run would replace or stumble over."""
+    """Refuse a folder of something else, whose files a run would replace or misread."""
     if (run / "settings.txt").is_file():
         raise UserError(f"--run '{run}' is prepared data; name another folder")
     for name in ("config.yaml", "data", "data.settings", "made.txt", "starts.jsonl", "train.log"):
@@ -145,7 +145,7 @@ def check_may_be_run(run: Path) -> None:
 
 
 def start(args, argv: list[str], config: Path, data: Path, run: Path) -> int:
-    """Find this process's place among the ranks, and train."""
+    """Find the place of this process among the ranks, and train."""
     logging.captureWarnings(True)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
@@ -174,8 +174,8 @@ def start(args, argv: list[str], config: Path, data: Path, run: Path) -> int:
 
 
 def setting_of(option: str, value: str | None, words: list[str]) -> str:
-    """The setting that corresponds to an option of fairseq-train, in the words of a command line
-    with a configuration.
+    """The setting that corresponds to an option of fairseq-train, where ``words`` are a command
+    line with a configuration.
     """
     from pn_fairseq.pipeline import training_settings
 
@@ -184,7 +184,7 @@ def setting_of(option: str, value: str | None, words: list[str]) -> str:
         return (
             training_settings.of_flag(option, value, find_yaml(names[0], CONFIGS)) if names else ""
         )
-    except UserError:  # the configuration is wrong as well
+    except UserError:  # the configuration is also wrong
         return ""
 
 
@@ -201,7 +201,7 @@ def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, r
     }
     overrides = []
     for key, path in where.items():
-        # a string of JSON is also one of hydra
+        # a JSON string is also a hydra string
         overrides.append(f"{key}={json.dumps(str(path), ensure_ascii=False)}")
     overrides += args.settings
     cfg, batches = compose(config, overrides, layout.world_size, not layout.gpu)
@@ -248,7 +248,7 @@ def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, r
     begun = (run / "config.yaml").exists()
     if begun and (last.exists() or is_finished(cfg, 0, run, data)):
         checks.check_same_run(cfg, data, run)
-        # without the file (checkpoint.no_last_checkpoints=true) the stamp says it
+        # without the file (checkpoint.no_last_checkpoints=true) only the stamp shows the end
         state = checks.check_last(model, last, cfg) if last.exists() else {}
         updates = state["optimizer_history"][-1]["num_updates"] if state else 0
         if is_finished(cfg, updates, run, data):
@@ -263,7 +263,7 @@ def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, r
             os.environ.setdefault(
                 "OMP_NUM_THREADS", str(max(1, own_cores() // layout.ranks_per_machine))
             )
-        # torchrun's words about signals and failures; this process has its own
+        # hides torchrun's messages about signals and failures; this process prints its own
         logging.disable(logging.CRITICAL)
         return torchrun(layout, argv)
     if not layout.rank:
@@ -275,8 +275,8 @@ def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, r
 
 
 def goal(cfg, data: Path) -> dict[str, str]:
-    """The stamp of a finished run: its limits and its data. config.yaml has the settings that may
-    not change.
+    """The stamp of a finished run: its limits and its data. config.yaml contains the settings that
+    may not change.
     """
     settings = flat(OmegaConf.to_container(cfg))
     limits = {key: value for key, value in settings.items() if role_of(key).limit}
@@ -291,7 +291,7 @@ def is_finished(cfg, updates: int, run: Path, data: Path) -> bool:
 
 
 def note_on_longer(cfg, run: Path) -> None:
-    """Say that a run has more updates or epochs than the settings ask for."""
+    """Print a note if a run has more updates or epochs than the settings ask for."""
     from pn_fairseq.pipeline import checks
 
     text = checks.longer_than_asked(cfg, run)
@@ -300,7 +300,7 @@ def note_on_longer(cfg, run: Path) -> None:
 
 
 def note_on_changes(cfg, run: Path, data: Path) -> None:
-    """Say which results of a finished run the settings would make again."""
+    """Print which results of a finished run would be remade with the settings."""
     if not ((run / "made.txt").is_file() and (data / "settings.txt").is_file()):
         return
     log = Run(run).log
@@ -314,9 +314,7 @@ def note_on_changes(cfg, run: Path, data: Path) -> None:
 
 
 def changed_decoding(cfg, run: Path) -> dict[str, object]:
-    """The settings that ``pn average`` and ``pn generate`` read and that differ from those of a
-    run.
-    """
+    """The settings read by ``pn average`` and ``pn generate`` that differ from those of a run."""
     before = Run(run).settings_by_name
     changed = {}
     for key, value in flat(OmegaConf.to_container(cfg)).items():
@@ -327,7 +325,7 @@ def changed_decoding(cfg, run: Path) -> dict[str, object]:
 
 def take_settings_of_decoding(cfg, run: Path) -> str:
     """Write the settings that ``pn average`` and ``pn generate`` read into a finished run's
-    config.yaml; say which.
+    config.yaml; return a text that lists them.
     """
     changed = changed_decoding(cfg, run)
     if not changed:
@@ -341,8 +339,8 @@ def take_settings_of_decoding(cfg, run: Path) -> str:
 
 
 def begin(cfg, batches, layout: RankLayout, data: Path, run: Path, argv: list[str]) -> None:
-    """What the first rank does before it trains: lock the run, and write down what is trained,
-    and how.
+    """What the first rank does before it trains: lock the run, and record what is trained, and
+    how.
     """
     run.mkdir(parents=True, exist_ok=True)
     lock(
@@ -377,7 +375,7 @@ def begin(cfg, batches, layout: RankLayout, data: Path, run: Path, argv: list[st
 
 
 def being_written(run: Path) -> Path:
-    """The checkpoint that an interrupted save has left, or the folder of all."""
+    """The checkpoint that an interrupted save has left, or the folder of the checkpoints."""
     partial = next((run / "checkpoints").glob("checkpoint*.pt.tmp"), None)
     return partial.with_suffix("") if partial else run / "checkpoints"
 
@@ -400,12 +398,12 @@ def train(cfg, layout: RankLayout, data: Path, run: Path) -> None:
 
     rank = layout.rank or 0
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        # A rank in a collective call waits for the others for ever: it must not outlive torchrun,
-        # however that ends.
+        # A rank in a collective call waits for the others forever, so it must not outlive torchrun,
+        # however torchrun ends.
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)
     settings = OmegaConf.to_yaml(cfg), (data / "settings.txt").read_bytes()
     wanted = goal(cfg, data)
-    # the handler below has all of fairseq's log, not only the log of fairseq_cli.train
+    # the handler below receives all of fairseq's log, not only that of fairseq_cli.train
     cfg.common.log_file = None
     # fairseq reads torchrun's variables itself, but divides the local rank by the number of GPUs.
     cfg.distributed_training.distributed_rank = rank
@@ -505,8 +503,8 @@ def logging_to(log: Path, total: int, rank: int):
 
 
 class Progress(logging.Handler):
-    """One line of progress from fairseq's JSON records: rewritten on a terminal, every so often
-    in a log.
+    """One line of progress from fairseq's JSON records: rewritten on a terminal, repeated at
+    intervals in a log.
     """
 
     def __init__(self, total: int):

@@ -10,14 +10,13 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-#: A JSON record, at the start of a line or after what a logger writes there. A setting can also
-#: hold JSON.
+#: A JSON record, at the start of a line or after a logger's prefix. A setting can also hold JSON.
 _JSON = re.compile(r'(?:^|[|-] )(?=\{")')
 _DEVICES = re.compile(r"training on (\d+) devices")
 _PARAMETERS = re.compile(r"num\. (?:shared )?model params: ([\d,]+)")
 _SAVED = re.compile(r"Saved checkpoint .* \(epoch (\d+) @ (\d+) updates, score")
 _DONE = re.compile(r"done training in ([\d.]+) seconds")
-#: What fairseq writes before it ends -> why it ends, by the name of the setting.
+#: What fairseq writes before it ends -> the name of the setting that ended it.
 _REASONS = {
     "Stopping training due to num_updates": "max_update",
     "Stopping training due to cumulative_training_time": "stop_time_hours",
@@ -46,7 +45,7 @@ class Start:
 
     @property
     def seconds(self) -> float:
-        """Length in seconds; of a start that was cut off, up to its last record."""
+        """Length in seconds; if the start was cut off, up to its last record."""
         return (
             max(self.wall, self.interval_seconds)
             if self.done_seconds is None
@@ -56,7 +55,7 @@ class Start:
 
 @dataclass
 class TrainingLog:
-    """What one log says. Losses are in bits per target token."""
+    """The content of one log. Losses are in bits per target token."""
 
     # update -> fairseq's loss since the previous record
     train: dict[int, float] = field(default_factory=dict)
@@ -66,10 +65,10 @@ class TrainingLog:
     valid: dict[int, float] = field(default_factory=dict)
     starts: list[Start] = field(default_factory=list)  # in order
     tokens_per_second: dict[int, float] = field(default_factory=dict)  # update -> fairseq's wps
-    # epoch and update of the last checkpoint; None if the log has none
+    # epoch and update of the last checkpoint; None if the log mentions none
     saved: tuple[int, int] | None = None
     parameters: int | None = None  # of the model; None if the log does not say
-    unreadable: int = 0  # lines that look like a record but are cut off or hold no numbers
+    unreadable: int = 0  # lines that look like a record but are cut off or contain no numbers
     faults: int = 0  # lines in which fairseq reports a NaN or an infinity
 
     @property
@@ -120,7 +119,7 @@ class TrainingLog:
         loss = float(record["loss"])
         start = self._current()
         if start.updates and update <= start.updates[-1]:
-            # A resumed run whose log does not say on how many devices.
+            # A resumed run whose log does not state the number of devices.
             start = Start()
             self.starts.append(start)
         if start.updates:
@@ -144,8 +143,8 @@ class TrainingLog:
 def read_log(path: str | Path) -> TrainingLog:
     """Read a log.
 
-    Where a resumed run repeated an update, the later record counts; the time of both does. A line
-    that was cut off is counted in ``unreadable``.
+    If a resumed run repeated an update, the later record counts, but the time of both. Lines that
+    were cut off are counted in ``unreadable``.
 
     Raises:
         OSError: the file cannot be read.
@@ -165,6 +164,6 @@ def read_log(path: str | Path) -> TrainingLog:
 
 
 def _number(record: dict, name: str) -> float:
-    """A number of a record; 0 where it is missing or not finite."""
+    """A number of a record; 0 if it is missing or not finite."""
     value = float(record.get(name) or 0)
     return value if math.isfinite(value) else 0.0

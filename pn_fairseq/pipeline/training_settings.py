@@ -2,9 +2,9 @@
 world size.
 
 hydra reads the file and the overrides as ``fairseq-hydra-train`` does; then every key is checked,
-and the tokens of an update are spread over the ranks. A mistake is a
-:class:`~pn_fairseq.common.command.UserError`, before anything is written. Every rank composes the
-settings for itself.
+and the tokens of an update are spread over the ranks. A mistake raises
+:class:`~pn_fairseq.common.command.UserError` before anything is written. Every rank composes the
+settings itself.
 """
 
 import argparse
@@ -36,8 +36,8 @@ from pn_fairseq.fairseq_patches.convert_norms import SETTINGS
 from pn_fairseq.pipeline.runs import load_config
 from pn_fairseq.pipeline.setting_roles import role_of
 
-#: Settings of this pipeline in addition to fairseq's. Configs hold average_last in fairseq's free
-#: section ``scoring``.
+#: Settings of this pipeline in addition to fairseq's. Configs hold average_last in fairseq's
+#: free-form section ``scoring``.
 OWN = ("tokens_per_update", "average_last")
 #: A short run logs more often than its configuration says, so that its learning curve has this many
 #: points.
@@ -60,9 +60,9 @@ SECTIONS = {
     for name, field in FairseqConfig.__dataclass_fields__.items()
     if name != "_name"
 }
-#: Sections whose component is often exchanged for another with other settings.
+#: Sections whose component is often replaced by another with other settings.
 EXCHANGED = ("criterion", "lr_scheduler", "optimizer")
-#: These follow from the number of ranks.
+#: Settings that follow from the number of ranks.
 DERIVED = ("world_size", "rank", "num_procs", "init_method", "port", "no_spawn")
 
 
@@ -71,8 +71,8 @@ class Batches:
     """How the tokens of one update are spread: ``world_size * update_freq * max_tokens`` of
     ``tokens_per_update``.
 
-    Where batches are counted in sentences (``dataset.batch_size``, one rank only), the latter two
-    may be None.
+    If batches are counted in sentences (``dataset.batch_size``, one rank only), the latter two may
+    be None.
     """
 
     world_size: int
@@ -93,13 +93,13 @@ class Batches:
 
 
 def spread(tokens_per_update: int, cap: int, world_size: int) -> Batches:
-    """Spread ``tokens_per_update`` over ``world_size`` ranks, none of which takes more than ``cap``
-    tokens at once.
+    """Spread ``tokens_per_update`` over ``world_size`` ranks, none of which processes more than
+    ``cap`` tokens at once.
 
     update_freq = ceil(tokens_per_update / (world_size * cap)), and then max_tokens =
     floor(tokens_per_update / (world_size * update_freq)), which is ``cap`` where that divides.
-    fairseq deals the batches of an update out in turn, so ranks with the same max_tokens get the
-    very batches that one rank takes one after the other.
+    fairseq assigns the batches of an update to the ranks in turn, so with the same max_tokens they
+    get the very batches that a single rank would process in sequence.
     """
     update_freq = -(-tokens_per_update // (world_size * cap))
     max_tokens = tokens_per_update // (world_size * update_freq)
@@ -153,8 +153,8 @@ def compose(
 def _fit_batches(cfg: DictConfig, batches: Batches) -> None:
     if batches.max_tokens is None:
         return
-    # fairseq's value of max_tokens_valid is a reference to max_tokens. Validation is not part of an
-    # update.
+    # In fairseq max_tokens_valid is a reference to max_tokens; the assignment fixes its value,
+    # because validation is not part of an update.
     cfg.dataset.max_tokens_valid = cfg.dataset.max_tokens_valid
     cfg.dataset.max_tokens = batches.max_tokens
     cfg.optimization.update_freq = [batches.update_freq]
@@ -163,7 +163,7 @@ def _fit_batches(cfg: DictConfig, batches: Batches) -> None:
 def _fit_ranks(cfg: DictConfig, world_size: int, on_cpu: bool, backend_given: bool) -> None:
     distributed = cfg.distributed_training
     distributed.distributed_world_size = world_size
-    # fairseq takes LOCAL_RANK, and the settings of all ranks must be the same
+    # fairseq reads LOCAL_RANK, and the settings of all ranks must be the same
     distributed.device_id = 0
     if world_size > 1:
         distributed.distributed_no_spawn = True
@@ -171,7 +171,7 @@ def _fit_ranks(cfg: DictConfig, world_size: int, on_cpu: bool, backend_given: bo
         if on_cpu and not backend_given:
             distributed.distributed_backend = "gloo"
     if on_cpu and cfg.common.fp16 and not cfg.common.memory_efficient_fp16:
-        cfg.common.fp16_no_flatten_grads = True  # fairseq asks CUDA when it flattens them
+        cfg.common.fp16_no_flatten_grads = True  # fairseq calls CUDA to flatten gradients
 
 
 def _make_absolute(cfg: DictConfig) -> None:
@@ -192,16 +192,16 @@ def _make_absolute(cfg: DictConfig) -> None:
 
 
 def _read(config: Path, overrides: Sequence[str]) -> DictConfig:
-    """The settings as fairseq-hydra-train composes them, every key checked.
+    """The settings as fairseq-hydra-train composes them, with every key checked.
 
-    The ``defaults`` of the file can name other files next to it, and those in configs/.
+    The ``defaults`` of the file can name other files next to it, and files in configs/.
     """
-    # With ++, hydra sets a key whether or not the file has it.
+    # With ++, hydra sets a key whether or not the file contains it.
     forced = [
         override if override.startswith("~") else f"++{override.lstrip('+')}"
         for override in overrides
     ]
-    load_config(config)  # hydra's message about a broken file has many lines
+    load_config(config)  # checked first: hydra's message about a broken file has many lines
     with (
         warnings.catch_warnings(action="ignore"),
         initialize_config_dir(str(config.parent), version_base="1.1"),
@@ -214,7 +214,7 @@ def _read(config: Path, overrides: Sequence[str]) -> DictConfig:
         )
     _drop(cfg, overrides)
     check_keys(cfg)
-    # fairseq declares lists; a number is a list of one
+    # fairseq declares lists; a number becomes a list of one
     for key in ("optimization.lr", "optimization.update_freq"):
         value = OmegaConf.select(cfg, key)
         if value is not None and not OmegaConf.is_list(value):
@@ -226,7 +226,7 @@ def _read(config: Path, overrides: Sequence[str]) -> DictConfig:
     # fairseq's dataclasses of models have no fields for the settings of a patch
     with open_dict(cfg):
         of_patch = {key: cfg.model.pop(key) for key in SETTINGS if key in cfg.model}
-    # fairseq's own: begin() in fairseq_patches/starting.py is for training runs
+    # fairseq's own function: begin() in fairseq_patches/starting.py is for training runs
     inspect.unwrap(add_defaults)(cfg)
     with open_dict(cfg.model):
         cfg.model.update(of_patch)
@@ -234,8 +234,8 @@ def _read(config: Path, overrides: Sequence[str]) -> DictConfig:
 
 
 def _drop(cfg: DictConfig, overrides: Sequence[str]) -> None:
-    """Remove from a section whose ``_name`` is overridden the file's settings that its new
-    component does not have.
+    """If the ``_name`` of a section is overridden, remove the file's settings that the new
+    component lacks.
     """
     given = {override.lstrip("+~").partition("=")[0] for override in overrides}
     for section in EXCHANGED:
@@ -267,14 +267,14 @@ def _one_line(error: Exception) -> str:
     text = str(error)
     if isinstance(error, HydraException) and error.__cause__:
         text += f"\n{error.__cause__}"
-    # "Sweep parameters 'common.seed=1,2' requires --multirun"; of a sweep such as 'key=range(1,3)'
-    # the text is no list that quotes would keep together.
+    # "Sweep parameters 'common.seed=1,2' requires --multirun"; in a sweep such as 'key=range(1,3)'
+    # the text is not a list that quotes would keep together.
     sweep = re.search(r"'\+*([\w.]+)=(.*?)'", text)
     if sweep and "--multirun" in text:
         return one_value(sweep[1], "" if "(" in sweep[2] else sweep[2])
-    # Below its message hydra has lines such as "    full_key: optimization.lr[0]" and
+    # Below its message hydra prints lines such as "    full_key: optimization.lr[0]" and
     # "    object_type=DictConfig".
-    kept: dict[str, None] = {}  # each line once, in their order
+    kept: dict[str, None] = {}  # each line once, in order
     for line in text.splitlines():
         line = line.strip().rstrip(".")
         if line and not re.match(r"full_key:|reference_type=|object_type=|See https", line):
@@ -301,7 +301,7 @@ def check_keys(cfg: DictConfig) -> None:
 
 
 def _check_copies(cfg: DictConfig) -> None:
-    """Refuse another value in a key to which fairseq copies a setting of another section."""
+    """Refuse a different value in a key to which fairseq copies a setting of another section."""
     for section, node in cfg.items():
         if section in OWN or not OmegaConf.is_dict(node):
             continue
@@ -317,8 +317,8 @@ def _check_copies(cfg: DictConfig) -> None:
 def _copies(section: str, cfg: DictConfig) -> dict[str, str]:
     """The keys of a section to which fairseq copies a setting -> that setting.
 
-    A setting that may change when a run is resumed is left out: a schedule of learning rates keeps
-    its own ``max_update`` where the run's ``max_update`` is raised.
+    A setting that may change when a run is resumed is left out: a learning-rate schedule keeps its
+    own ``max_update`` when the run's ``max_update`` is raised.
     """
     declared = SECTIONS[section]
     if not dataclasses.is_dataclass(declared):
@@ -327,15 +327,15 @@ def _copies(section: str, cfg: DictConfig) -> dict[str, str]:
     copies = {}
     for field in dataclasses.fields(declared) if declared else ():
         original = re.fullmatch(r"\$\{(\w+\.\w+)\}", str(field.default))
-        # as fairseq's own parsers tell a copy from a setting with such a default
+        # fairseq's own parsers distinguish a copy from a setting with such a default in this way
         if original and "help" not in field.metadata and not role_of(original[1]).may_change:
             copies[field.name] = original[1]
     return copies
 
 
 def _advice(name: str, cfg: DictConfig) -> str:
-    """Advice on an unknown setting or section: the most similar one of its section, or a very
-    similar one of another; or which component has it, as another learning-rate schedule.
+    """Advice on an unknown setting or section: the most similar name in its section, a very similar
+    one in another, or the component that has the setting, such as another learning-rate schedule.
     """
     own_section, _, key = name.rpartition(".")
     if name == "model.arch":
@@ -347,7 +347,7 @@ def _advice(name: str, cfg: DictConfig) -> str:
                     f": {own_section}._name={cfg[own_section]._name} has no such setting, {owner} "
                     "has one"
                 )
-    # without its section -> with it; where several sections have it, with its own
+    # name without section -> name with section; its own section if several have the name
     names = {own: own for own in (*OWN, *SECTIONS)}
     for section in sorted(SECTIONS, key=lambda section: section != own_section):
         for known in known_keys(section, cfg) - {"_name"}:
@@ -376,7 +376,7 @@ def of_flag(option: str, value: str | None, config: Path) -> str:
 
 
 def known_keys(section: str, cfg: DictConfig) -> set[str]:
-    """The keys of a section, which depend on the component that its ``_name`` chooses."""
+    """The keys of a section, which depend on the component that its ``_name`` selects."""
     if dataclasses.is_dataclass(SECTIONS[section]):
         return {field.name for field in dataclasses.fields(SECTIONS[section])}
     node = cfg.get(section)
@@ -393,8 +393,8 @@ def known_keys(section: str, cfg: DictConfig) -> set[str]:
 
 
 def _known_components(name: str, components: Mapping[str, type]) -> str:
-    """This project's components, or else fairseq's: those that have ``name`` in their names, as
-    architectures have the norm, or else all.
+    """This project's components, or else fairseq's: those whose names contain ``name``, as names of
+    architectures contain the norm, or else all.
     """
     ours = []
     for known, component in components.items():
@@ -408,7 +408,7 @@ def _known_components(name: str, components: Mapping[str, type]) -> str:
 
 
 def components_of(section: str) -> Mapping[str, type]:
-    """The components that a section can choose, by name."""
+    """The components that a section can select, by name."""
     registries = {"model": ARCH_MODEL_REGISTRY, "task": TASK_REGISTRY}
     return registries[section] if section in registries else REGISTRIES[section]["registry"]
 
@@ -421,7 +421,7 @@ def keys_of(section: str, component: type) -> set[str]:
 
 
 def flags(section: str, component: type) -> list[argparse.Action]:
-    """The flags of fairseq-train for a component, and for any model those of the patches."""
+    """The flags of fairseq-train for a component, and for a model also those of the patches."""
     parser = argparse.ArgumentParser(argument_default=argparse.SUPPRESS, add_help=False)
     if section == "model":
         options.add_model_args(parser)
@@ -431,10 +431,10 @@ def flags(section: str, component: type) -> list[argparse.Action]:
 
 
 def _batches(config: Path, cfg: DictConfig, given: Mapping[str, str], world_size: int) -> Batches:
-    """The tokens per update are ``tokens_per_update``; without it, and where
-    ``optimization.update_freq`` is overridden, ``update_freq * max_tokens``, which states them for
-    one rank. Where ``dataset.max_tokens`` is overridden and ``update_freq`` is not, a rank takes
-    another number of tokens at once, and an update the same.
+    """The tokens per update are ``tokens_per_update``; without it, or if
+    ``optimization.update_freq`` is overridden, they are ``update_freq * max_tokens``, the number
+    for one rank. If ``dataset.max_tokens`` is overridden but ``update_freq`` is not, a rank
+    processes another number of tokens at once, but an update the same number.
     """
     frequencies = list(cfg.optimization.update_freq)
     if len(set(frequencies)) != 1 or int(frequencies[0]) < 1:

@@ -11,7 +11,7 @@ from pn_fairseq.pipeline.data.tokens import detokenize, tokenizer
 from pn_fairseq.pipeline.generate import Decoding, add_decoding_options, hypotheses
 from pn_fairseq.pipeline.runs import Run, check_translates, open_run
 
-#: How many lines whose translations may be cut off are named.
+#: How many lines are named whose translations may be cut off.
 SHOWN = 10
 
 
@@ -28,8 +28,8 @@ def to_subwords(run: Run, lines: list[str], moses: Path | None) -> list[str]:
 
 
 def check_output(output: Path | None, given: Path | None) -> None:
-    """Refuse a file that the translations could not be written to, or would destroy, before they
-    are made.
+    """Before translating, refuse a file that the translations could not be written to, or would
+    destroy.
     """
     if output is None:
         return
@@ -104,12 +104,12 @@ def _decode(decoding: Decoding, run: Run, sentences: list[str], batch_size: int)
         write_lines(source, sentences)
         command = ["fairseq_cli.interactive", str(run.bin), "--input", str(source)]
         command += [*decoding.options, "--buffer-size", str(max(len(sentences), batch_size))]
-        errors = Path(f"{folder}.err")  # beside the folder: it survives it
+        errors = Path(f"{folder}.err")  # beside the temporary folder, which it must outlive
         return decoding.run("translate", [command], len(sentences), errors)
 
 
 def _warn_of_limit(decoding: Decoding, numbers: list[int], translated: int) -> None:
-    """Name the lines whose translations are as long as they may be."""
+    """Warn of lines whose translations are as long as allowed."""
     named = ", ".join(map(str, numbers[:SHOWN]))
     if len(numbers) > SHOWN:
         named += f" and {len(numbers) - SHOWN} more"

@@ -38,12 +38,12 @@ class Score:
     """One corpus score.
 
     In the signature ``detok:`` names the detokenizer of the hypotheses (:func:`detokenize`);
-    ``ref:detok`` means that the references were detokenized by it as well.
+    ``ref:detok`` means that it also detokenized the references.
     """
 
     score: float  # from 0 to 100
     signature: str  # how it was computed, in sacrebleu's notation
-    verbose: str  # of BLEU: precisions (BP = ... ratio = ... hyp_len = ... ref_len = ...)
+    verbose: str  # for BLEU: precisions (BP = ... ratio = ... hyp_len = ... ref_len = ...)
     compound_split: bool = False  # whether words with hyphens were split (split_compounds)
 
 
@@ -51,14 +51,14 @@ class Score:
 class Scores:
     """All scores of one decoded subset.
 
-    ``scores.json`` holds the same, with a key for each metric.
+    ``scores.json`` contains the same, with a key for each metric.
     """
 
     subset: str
     sentences: int
     lowercase: bool  # plain text was scored without case, because the model's data is lower-cased
     target: str  # language
-    by_metric: dict[str, Score]  # without those that cannot be computed
+    by_metric: dict[str, Score]  # only metrics that can be computed
     warnings: list[str] = field(default_factory=list)  # what makes the scores doubtful
 
 
@@ -83,7 +83,7 @@ def low_bleu(bleu: float) -> str | None:
 
 
 def score(metric: SacrebleuMetric, hypotheses: Sequence[str], *references: Sequence[str]) -> Score:
-    """Score a text; hypotheses and references are a line for each sentence.
+    """Score a text; hypotheses and references have a line for each sentence.
 
     Raises:
         UserError: the texts have different numbers of lines, or none.
@@ -105,7 +105,7 @@ class Text(NamedTuple):
 def score_texts(
     scoring: Scoring, tokens: Text | None = None, plain: Text | None = None
 ) -> tuple[dict, list[str]]:
-    """The scores of tokens and of plain text by the name of the metric, and what makes them
+    """The scores of tokens and of plain text by name of the metric, and what makes them
     doubtful.
     """
     scores, warnings = {}, []
@@ -129,8 +129,7 @@ def score_texts(
     return scores, warnings
 
 
-#: Punctuation that stands apart from the word before it, and Moses' escapes: they are rare in plain
-#: text.
+#: Punctuation separated from the word before it, and Moses' escapes: both are rare in plain text.
 _OF_TOKENS = re.compile(r"\S [.,。，、](\s|$)|&(apos|quot|amp|#124|#91|#93);|@-@")
 _OF_SUBWORDS = re.compile(r"@@( |$)|\u2581")
 
@@ -159,8 +158,8 @@ def doubts(text: Text, tokenized: bool) -> list[str]:
 
 
 def only_references_have_case(text: Text) -> bool:
-    """Whether no hypothesis has an upper-case letter, and more than a fifth of the lines of a
-    reference have one.
+    """Whether no hypothesis contains an upper-case letter, but more than a fifth of the lines of a
+    reference do.
     """
     hypotheses_have_case = any(map(_has_upper_case, text.hypotheses))
     if hypotheses_have_case or not any(map(str.islower, text.hypotheses)):
@@ -186,8 +185,8 @@ def check_same_length(
 
 
 def results_of_fairseq(run: Path, subset: str, folder: Path) -> Path | None:
-    """What ``fairseq-generate --results-path RUN`` (or ``RUN/checkpoints``) wrote, unless ``pn
-    generate`` decoded.
+    """The file that ``fairseq-generate --results-path RUN`` (or ``RUN/checkpoints``) wrote, unless
+    ``pn generate`` decoded.
     """
     made, paths = (
         folder / "made.txt",
@@ -222,7 +221,7 @@ def _import_results(results: Path, run: Run, subset: str, folder: Path) -> None:
         raise UserError(f"{results} has no reference (T-) of sentence {error}") from error
     if any("@@ " in line or "\u2581" in line for line in best):
         raise UserError(f"{results} has subwords: run fairseq-generate with --remove-bpe")
-    if run.data:  # fairseq prints <<unk>> for words of the reference that are not in its dictionary
+    if run.data:  # fairseq prints <<unk>> for words of the reference that its dictionary lacks
         references = read_lines(run.data / "tok" / f"{subset}.{run.settings_of_data().target}")
     folder.mkdir(parents=True, exist_ok=True)
     write_lines(folder / "ref.tok", references)
@@ -244,7 +243,7 @@ def score_run(
         compound_split: for the tokenized BLEU (default: as the data was prepared).
 
     Raises:
-        UserError: something is missing, or the line counts differ; no score is written then.
+        UserError: something is missing, or the line counts differ; then no score is written.
     """
     run = open_run(path, same_data=True)
     check_translates(run)
@@ -274,7 +273,7 @@ def score_run(
         check_same_length({str(decoded): translated}, plain, str(raw))
         references.append(raw)
     else:
-        # The text before any preparation is not known: detokenized references replace it.
+        # The text before any preparation is unknown: detokenized references replace it.
         plain = detokenize(tokens, how.target)
         note += "|ref:detok"
     settings = {

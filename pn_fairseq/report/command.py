@@ -81,7 +81,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run ``pn report`` on ``argv`` (by default the process's arguments)."""
     args = _parse(argv)
-    check_folders(path for path in args.runs if path.name != "multirun.yaml")  # of `SWEEP/*`
+    check_folders(path for path in args.runs if path.name != "multirun.yaml")  # from `SWEEP/*`
     check_can_be_folder(args.output, "--output")
 
     # Imported here, so that --help and a misspelt name are answered at once.

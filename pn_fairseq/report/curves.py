@@ -1,4 +1,4 @@
-"""The learning curves of a report, and what all pictures have in common."""
+"""The learning curves of a report, and what all pictures share."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ import pandas
 from pn_fairseq.common.files import atomic_write
 from pn_fairseq.pipeline.training_log import TrainingLog
 
-#: Colours that the colour-blind can tell apart (Okabe and Ito 2008, without the two that vanish on
-#: white, and a grey), each with a dash and a marker, so that the lines also differ in grey.
+#: Colours that colour-blind readers can tell apart (Okabe and Ito 2008, without the two that vanish
+#: on white, and a grey), each with a dash and a marker, so that the lines also differ in grey.
 COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#777777")
 DASHES = ("-", (0, (5, 2)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)), (0, (9, 3)))
 MARKERS = ("o", "s", "^", "D", "v", "X", "P")
 
-#: In points, at a width of 6.4 inches: 6 points where a picture is printed in a column of 3.4
-#: inches.
+#: In points, at a width of 6.4 inches: 6 points if a picture is printed in a column of 3.4 inches.
 TEXT_SIZE = 11.5
 
 #: Markers on a line; more would hide it.
@@ -35,7 +34,7 @@ def on_one_grid(curves: Sequence[Mapping[int, float]]) -> tuple[list[int], np.nd
     """Curves at the updates of the first one that are within all: updates (n), and values
     (curves, n).
 
-    An epoch may have a batch more or less with another seed, and the validation at its end is then
+    With another seed an epoch may have a batch more or less, so that the validation at its end is
     at another update: between the updates of a curve its value is linearly interpolated.
     """
     curves = [dict(sorted(curve.items())) for curve in curves if curve]
@@ -87,7 +86,7 @@ def headless_pyplot():
 
 
 def legend(figure, lines: Mapping[str, object], columns: int, **options) -> None:
-    """A legend above a figure. Any label is shown as it is, without mathematics."""
+    """A legend above a figure. Labels are shown verbatim, without mathematics."""
     options |= {"loc": "outside upper center", "ncols": columns, "frameon": False}
     drawn = figure.legend(list(lines.values()), list(lines), **options)
     for text in drawn.get_texts():
@@ -121,7 +120,7 @@ def _draw(axis, curves: Sequence[Mapping[int, float]], index: int, shift: float 
     if len(values) > 1:
         band = {"color": style(index)["color"], "alpha": 0.15, "linewidth": 0}
         axis.fill_between(grid, values.min(axis=0), values.max(axis=0), **band)
-    # Where two lines are one, shifted markers show both.
+    # If two lines coincide, shifted markers show both.
     every = max(1, math.ceil(len(grid) / _MARKERS_PER_LINE))
     first = int(shift * every)
     mark = {"markersize": 4.5, "markerfacecolor": "white", "markevery": (first, every)}
@@ -131,24 +130,24 @@ def _draw(axis, curves: Sequence[Mapping[int, float]], index: int, shift: float 
 
 #: The losses of a :class:`TrainingLog` that are drawn.
 _LOSSES = ("train", "train_nll", "valid")
-#: Of the table of :func:`records`.
+#: The columns of the table of :func:`records`.
 COLUMNS = ("picture", "system", "compared with", "run", "update", *_LOSSES, "end")
-#: Why a run ended, by :attr:`TrainingLog.reason` -> in words.
+#: :attr:`TrainingLog.reason`, why a run ended -> the reason in words.
 _ENDS = {"patience": "patience", "stop_time_hours": "its time limit", "max_update": "max_update"}
 
 
 def records(
     picture: str, systems: Mapping[str, Mapping[str, TrainingLog]], baselines: Mapping[str, str]
 ) -> list[dict]:
-    """What a picture shows: a row for each run and update, with a loss that was not logged as an
-    empty text.
+    """What a picture shows: a row for each run and update, with an empty text for a loss that was
+    not logged.
 
-    ``end`` says in the last row of a run why it ended, if the log does.
+    ``end`` states in the last row of a run why it ended, if the log says so.
 
     Args:
-        picture: the name of its file.
+        picture: the name of the picture's file.
         systems: label -> name of a run -> its log.
-        baselines: label -> the label of the system it is compared with.
+        baselines: label -> the label of the system with which it is compared.
     """
     rows = []
     for label, logs in systems.items():
@@ -224,16 +223,16 @@ def _differences(valid: Curves, baselines: Mapping[str, str]) -> tuple[str, Curv
         (name,) = controls
         baselines = {name: name, **baselines}
     for label, ln in baselines.items():
-        # A baseline may have one of its own, in another picture: LN with other initial weights, and
-        # LN.
+        # A baseline may have its own baseline, in another picture: LN for LN with other initial
+        # weights.
         if ln in valid:
             minus[label] = difference_of_curves(valid[label], valid[ln])
     return name, minus
 
 
 def _titles(rows: pandas.DataFrame) -> dict[str, str]:
-    """The labels in the legend: how many runs, and where and why a line ends before others: with
-    its shortest run.
+    """The labels in the legend: the number of runs, and where and why a line ends before others,
+    which is with its shortest run.
     """
     last = rows.astype({"update": int}).groupby(["system", "run"])["update"].max()
     longest = last.groupby("system").min().max()
@@ -254,10 +253,10 @@ def _titles(rows: pandas.DataFrame) -> dict[str, str]:
 def plot(rows: pandas.DataFrame, output: Path) -> None:
     """Draw the learning curves in the :func:`records` of a picture, as text, into ``output``.
 
-    Each system is a line; of several runs it is their mean over the updates that all have reached,
-    in a band from the lowest to the highest run. The legend gives the number of runs, and where and
-    why a line ends if it ends before others. A panel shows the differences from the systems that
-    others are compared with.
+    Each system is a line: for several runs their mean over the updates that all have reached, in a
+    band from the lowest to the highest run. The legend states the number of runs, and where and why
+    a line ends if it ends before others. A panel shows the differences from the systems with which
+    others are compared.
     """
     compared = rows[rows["compared with"] != ""].drop_duplicates("system")
     baselines = dict(zip(compared["system"], compared["compared with"], strict=True))

@@ -33,8 +33,8 @@ from pn_fairseq.report.curves import headless_pyplot, legend, save, style
 if TYPE_CHECKING:
     from pn_fairseq.report.runs import ReportedRun
 
-#: Marks that tell boxes apart in grey. They are not as many as the colours, so a colour that comes
-#: again has another mark.
+#: Marks that tell boxes apart in grey. Their number differs from that of the colours, so a repeated
+#: colour gets another mark.
 _HATCHES = ("", "////", "....", "xxxx", "\\\\\\\\", "oo")
 
 _KINDS = ("png", "pdf")
@@ -64,7 +64,7 @@ _AXES = {
 
 
 class Absent(Exception):
-    """The runs do not have what a figure shows; the message says what."""
+    """The runs lack what a figure shows; the message says what."""
 
 
 @dataclass
@@ -73,13 +73,13 @@ class Subject:
 
     run: str  # its name
     label: str  # its name in the legends
-    line: str  # its name in Figure 5, the same with all sizes of mini-batches
+    line: str  # its name in Figure 5, the same for all sizes of mini-batches
     probe: pandas.DataFrame | None = None  # the rows of its --norm-probe file
     tokens: int | None = None  # of a mini-batch
     bleu: float | None = None  # tokenized
-    checkpoint: Path | None = None  # its last one
-    series: pandas.DataFrame | None = None  # of series_of, of the norm of Figures 2 to 4
-    # of the word embeddings, if it is known without the checkpoint
+    checkpoint: Path | None = None  # its last checkpoint
+    series: pandas.DataFrame | None = None  # from series_of, for the norm of Figures 2 to 4
+    # spectrum of the word embeddings, if it is known without the checkpoint
     spectrum: np.ndarray | None = None
 
 
@@ -87,9 +87,9 @@ def read_probe(folder: Path) -> pandas.DataFrame:
     """The rows of a file of ``--norm-probe``, in the order of their updates.
 
     Raises:
-        UserError: it cannot be read.
+        UserError: the file cannot be read.
     """
-    # not the folder as a whole: a run that was killed may have left a part of a file in it
+    # not the folder as a whole: a killed run may have left an incomplete file in it
     files = sorted(folder.glob("update-*.parquet"))
     try:
         return pq.ParquetDataset(files).read().to_pandas()
@@ -104,10 +104,10 @@ def series_of(probe: pandas.DataFrame, norm: str, updates: int) -> pandas.DataFr
 
 
 def read_subject(run: ReportedRun, label: str, line: str, norm: str | None = None) -> Subject:
-    """``norm``: that of Figures 2 to 4; None: the first one that was recorded.
+    """``norm``: the norm of Figures 2 to 4; None: the first recorded norm.
 
     Raises:
-        UserError: the run's probe cannot be read, or has no norm of that name.
+        UserError: the run's probe cannot be read, or contains no norm with that name.
     """
     subject = Subject(run.name, label, line)
     tokens = run.get("dataset.max_tokens")
@@ -141,7 +141,7 @@ def _read_probe_of(run: ReportedRun, norm: str | None, subject: Subject) -> None
 
 
 def _stacked(titles: Sequence[str], height: float, **options):
-    """A figure with a panel for each title, one below the other, and the panels."""
+    """A figure with a panel for each title, stacked vertically, and the panels."""
     count = len(titles)
     size = (6.4, height * count)
     figure, axes = headless_pyplot().subplots(
@@ -183,7 +183,7 @@ def _boxes(
         for box in drawn["boxes"]:
             box.set(edgecolor=look["color"], facecolor=f"{look['color']}55", hatch=hatch)
         handles[label] = drawn["boxes"][0]
-    # at the ticks: a line that is shifted is read at another place
+    # at the ticks: a shifted line would be read at another place
     for label, values in medians.items():
         places = range(len(values))
         mark = _PAPER_MARKS[label]
@@ -194,8 +194,8 @@ def _boxes(
 
 
 def values_of(series: pandas.DataFrame, column: str) -> pandas.Series:
-    """What Figures 2 to 4 show of a column. A gradient belongs to the summed loss, and is summed
-    over the tokens.
+    """The values of a column that Figures 2 to 4 show. A gradient belongs to the summed loss, and
+    is summed over the tokens.
     """
     if column.startswith("g_"):
         return series[column] * (series["tokens"] * series["sample_size"])
@@ -255,7 +255,7 @@ def _over_training(subjects: Sequence[Subject], panels: Sequence[Sequence[str]])
 
 
 def _paper_medians(columns: Sequence[str]) -> dict[str, Sequence[float]]:
-    """Label -> the paper's medians; its Figure 4 has none of CIFAR."""
+    """Label -> the paper's medians; its Figure 4 shows none for CIFAR."""
     medians = {}
     for column in columns:
         for label, values in PAPER_MEDIANS[column].items():
@@ -291,13 +291,13 @@ def batch_size(subjects: Sequence[Subject]):
         for line, scores in drawn.groupby("line", sort=False):
             means = scores.groupby("tokens")["bleu"].mean()
             look = style(lines.index(line))
-            # No line across a size that was not trained.
+            # Draw no line across a size that was not trained.
             first = means.index[0]
             last = means.index[-1]
             within = [size for size in sizes if first <= size <= last]
             gaps = means.reindex(within)
             (handles[line],) = axis.plot(gaps.index, gaps, label=line, **look)
-            # every seed
+            # points for every seed
             axis.plot(scores["tokens"], scores["bleu"], ".", color=look["color"], alpha=0.5)
         middle = (drawn["bleu"].max() + drawn["bleu"].min()) / 2
         axis.set_xscale("log", base=2)
@@ -314,7 +314,7 @@ def batch_size(subjects: Sequence[Subject]):
 
 
 def spectrum(checkpoint: Path) -> np.ndarray:
-    """Singular values of the encoder's word embeddings (of a language model the decoder's), the
+    """Singular values of the encoder's word embeddings (for a language model the decoder's), the
     largest first, float64.
 
     Raises:
@@ -370,7 +370,7 @@ def spectra(subjects: Sequence[Subject]):
         axis.grid(alpha=0.3)
     if base is not None:
         axes[-1].set(yscale="linear", ylabel="ratio")
-    # The values of the paper's larger matrix at the same fraction of all.
+    # The values of the paper's larger matrix, at the same fraction of all values.
     indices = np.array(SPECTRA_INDICES) / 1024 * max(lengths)
     for (label, values), marker in zip(PAPER_SPECTRA.items(), "D*", strict=True):
         title = f"paper, {label}, WMT14 big (1,024 values, index to scale)"
@@ -382,7 +382,7 @@ def spectra(subjects: Sequence[Subject]):
     return figure
 
 
-#: Norms of a layer, and where they stand.
+#: Norm of a layer -> its position.
 _OF_LAYER = {
     "self_attn_layer_norm": "before self-attention",
     "final_layer_norm": "before the feed-forward network",
@@ -405,7 +405,7 @@ def _last_gains(subject: Subject) -> pandas.DataFrame:
 def gains(subjects: Sequence[Subject]):
     """Figure 7."""
     last = pandas.concat(map(_last_gains, subjects))
-    side = "encoder" if (last["side"] == "encoder").any() else "decoder"  # of language models
+    side = "encoder" if (last["side"] == "encoder").any() else "decoder"  # for language models
     last = last[last["side"] == side]
     recorded = set(last["position"])
     positions = [position for position in _OF_LAYER.values() if position in recorded]
@@ -415,7 +415,7 @@ def gains(subjects: Sequence[Subject]):
         drawn = last[last["position"] == position]
         layers = sorted(drawn["layer"].unique())
         groups = {}
-        # also one that has none here, so that the others keep their colours
+        # also labels without values here, so that the others keep their colours
         for label in last["label"].unique():
             own = drawn[drawn["label"] == label]
             groups[label] = [_channels(own[own["layer"] == layer]) for layer in layers]
@@ -438,7 +438,7 @@ class Figure(NamedTuple):
 
     draw: Callable  # draw(subjects) -> figure
     shows: Callable[[Subject], bool]  # whether a run has what the figure needs
-    needs: str  # the name of that
+    needs: str  # the name of what the figure needs
 
 
 def _has_probe(subject: Subject) -> bool:
@@ -459,7 +459,7 @@ def _has_gains(subject: Subject) -> bool:
 
 _PROBE = "a --norm-probe file"
 
-#: By their number in the paper.
+#: The figures by their number in the paper.
 FIGURES: dict[int, Figure] = {
     2: Figure(distances, _has_probe, _PROBE),
     3: Figure(gradients, _has_probe, _PROBE),
@@ -542,7 +542,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if number in drawn:
             save(drawn[number], file)
             written.append(file)
-        else:  # of an earlier call
+        else:  # a file from an earlier call
             file.unlink(missing_ok=True)
     for line in [*(f"not drawn: {reason}" for reason in absent), *without]:
         print(f"pn figures: {line}", file=sys.stderr)

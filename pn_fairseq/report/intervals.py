@@ -79,7 +79,7 @@ class Compared:
         return verdict
 
     def sentence(self, family: Family) -> str:
-        """Every conclusive difference with its interval, and the range of the others."""
+        """Every conclusive difference with its interval, and the range of the other differences."""
         control = family.control
         titles = {
             "better": f"better than {control}",
@@ -124,7 +124,7 @@ class Compared:
     def planned(self, system: str) -> str | None:
         """The difference of a planned comparison with its uncorrected interval and p-value.
 
-        None: it was not tested.
+        None: the system was not tested.
         """
         for family in self.families:
             if system in family.separate:
@@ -143,8 +143,8 @@ def _difference(system_and_interval: tuple[str, Interval]) -> float:
 def compare(
     frame: pandas.DataFrame, measures: Mapping[str, Measure] = MEASURES
 ) -> dict[str, Compared]:
-    """Column of report.csv -> the comparisons by this measure, for those of ``measures`` that have
-    a margin and that at least one run has.
+    """Column of report.csv -> the comparisons by this measure, for ``measures`` with a margin and a
+    value in at least one run.
 
     Args:
         frame: rows of report.csv, as in :func:`pn_fairseq.report.significance.families`.
@@ -157,7 +157,7 @@ def compare(
 
 
 def differences_table(compared: Mapping[str, Compared]) -> pandas.DataFrame:
-    """A row for each system that is compared, a column for each measure."""
+    """A row for each compared system, a column for each measure."""
     rows: dict[str, dict[str, str]] = {}
     for comparison in compared.values():
         for system in (*comparison.intervals, *comparison.untested):
@@ -222,8 +222,8 @@ def plot(
     """Draw points and simultaneous intervals, one column for each measure, into ``output`` (.png).
 
     Args:
-        order: the systems, as the rows.
-        seeds: the number of seeds of each system, by :func:`seeds_of`.
+        order: the systems in the order of the rows.
+        seeds: the number of seeds of each system, from :func:`seeds_of`.
 
     Returns:
         The picture's name; None if there was nothing to draw.

@@ -9,8 +9,8 @@ from pathlib import Path
 import jinja2
 import pandas
 
-# Tables hold Markdown objects. With pyarrow installed pandas would keep strings in its format,
-# which has no classes.
+# Tables hold Markdown objects. If pyarrow is installed, pandas would store strings in pyarrow's
+# format, which loses their class.
 pandas.set_option("mode.string_storage", "python")
 
 _SPECIAL = re.compile(r"([\\`*\[\]|~$])|(?<![0-9A-Za-z])_|_(?![0-9A-Za-z])")
@@ -18,11 +18,11 @@ _NUMBER = re.compile(r"[+−]?\d[\d,.]*( .*)?")
 
 
 class Markdown(str):
-    """Text that is Markdown already."""
+    """Text that is already Markdown."""
 
 
 def text(value: object) -> Markdown:
-    """A value such that it is shown as it is, on one line."""
+    """A value, escaped so that it is shown verbatim on one line."""
     if isinstance(value, Markdown):
         return value
     plain = escape(" ".join(str(value).split()), quote=False)
@@ -30,29 +30,29 @@ def text(value: object) -> Markdown:
 
 
 def missing(value: str) -> Markdown:
-    """What is shown where a value is missing; it says why."""
+    """The text for a missing value, which says why it is missing."""
     return Markdown(f"*{text(value)}*")
 
 
 def _fence(text: str, least: int) -> str:
-    """More backticks than any run of them in a text."""
+    """More backticks than the longest run of them in a text."""
     longest = max(map(len, re.findall("`+", text)), default=0)
     return "`" * max(least, longest + 1)
 
 
 def code(value: object, in_table: bool = True) -> Markdown:
-    """Text to be shown letter for letter."""
+    """Text to be shown verbatim."""
     plain = str(value).replace("\n", " ")
     fence = _fence(plain, 1)
     ends_in_a_tick = plain.startswith(("`", " ")) or plain.endswith(("`", " "))
     pad = " " if ends_in_a_tick else ""
-    if in_table:  # In GitHub's tables a bar ends a cell, also in code, unless escaped.
+    if in_table:  # In GitHub's tables an unescaped bar ends a cell, even in code.
         plain = plain.replace("|", "\\|")
     return Markdown(f"{fence}{pad}{plain}{pad}{fence}")
 
 
 def block(lines: list[str]) -> Markdown:
-    """Lines to be shown letter for letter."""
+    """Lines to be shown verbatim."""
     fence = _fence("\n".join(lines), 3)
     fenced = [fence, *lines, fence]
     return Markdown("\n".join(fenced))
@@ -79,9 +79,9 @@ def table(frame: pandas.DataFrame) -> Markdown:
 
 
 def template(name: str) -> jinja2.Template:
-    """A template of this folder.
+    """A template from this folder.
 
-    What it inserts is shown as it is, unless it is :class:`Markdown`.
+    Inserted values are shown verbatim, unless they are :class:`Markdown`.
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),

@@ -1,7 +1,7 @@
-"""What runs are compared by, and one record for each number, whoever computed it.
+"""The measures by which runs are compared, and one record for each number, whoever computed it.
 
-The values of a run are those of ``pn score`` or ``pn evaluate-lm``, and those of the file
-``RUN/generate/SUBSET/measures.json``, which anything else may write (docs/compare.md).
+The values of a run are those of ``pn score`` or ``pn evaluate-lm``, and those in the file
+``RUN/generate/SUBSET/measures.json``, which any other program may write (docs/compare.md).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ LM_MEASURES = {
 #: All measures that this project computes, by column of report.csv.
 MEASURES: dict[str, Measure] = {**METRICS, LOSS: _LOSS, **LM_MEASURES}
 
-#: What measures of a file must not be called: columns of report.csv, of its tables and of
-#: ``CorpusRuns.frame``, which tests/report/test_measures.py lists; nor begin with "std, ".
+#: Names that measures in a file must not have: columns of report.csv, of its tables and of
+#: ``CorpusRuns.frame``, which tests/report/test_measures.py lists; nor may they begin with "std, ".
 _TAKEN = (
     {"run", "data", "system", "norm", "seed", "machine", "code", "compared with", "signature"}
     | {"updates", "at update", "seconds", "seconds per update", "tokens/s", "tokens", "state"}
@@ -72,7 +72,7 @@ def of_perplexity(perplexity: Perplexity) -> list[Value]:
 
 
 def of_file(folder: Path) -> list[Value]:
-    """The values in ``measures.json`` of a folder, none without the file.
+    """The values in ``measures.json`` in a folder; none without the file.
 
     Raises:
         UserError: the file is not a list of measures.

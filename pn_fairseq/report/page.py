@@ -30,7 +30,7 @@ _OF_A_PICTURE = 5
 def _headline(
     corpus: CorpusRuns, compared: Mapping[str, intervals.Compared]
 ) -> list[tuple[str, str]]:
-    """The results, as (measure, sentence); first the settings that differ and are not the norm."""
+    """The results, as (measure, sentence); first the differing settings other than the norm."""
     headline = _beside_the_norms(corpus)
     tested = [comparison for comparison in compared.values() if comparison.families]
     for comparison in tested:
@@ -56,7 +56,7 @@ def _headline(
 
 
 def _beside_the_norms(corpus: CorpusRuns) -> list[tuple[str, str]]:
-    """Sentences on the systems that differ from their baseline in more than the norm."""
+    """Sentences about the systems that differ from their baseline in more than the norm."""
     systems: dict[tuple[str, ...], list[str]] = {}
     for label, baseline in corpus.baselines.items():
         names = corpus.beside_the_norm(label, baseline)
@@ -71,8 +71,8 @@ def _beside_the_norms(corpus: CorpusRuns) -> list[tuple[str, str]]:
 
 
 def _together(corpus: CorpusRuns) -> list[list[str]]:
-    """The systems in the order of the tables, a few for each picture, each with the LN that it is
-    compared with.
+    """The systems in the order of the tables, a few for each picture, each with the LN system with
+    which it is compared.
     """
     baselines = corpus.baselines
     others = [label for label in corpus.settings if label not in baselines.values()]
@@ -114,7 +114,7 @@ def _section(
     picture: Path,
     planned: Sequence[tuple[str, str]],
 ) -> dict:
-    """What the template shows of the runs on a corpus besides their scores; draws ``picture``."""
+    """What the template shows of the runs on a corpus except their scores; draws ``picture``."""
     compared = intervals.compare(frame, _compared_by(corpus))
     answers = []
     for system, column in planned:
@@ -161,8 +161,8 @@ def _title(corpus: CorpusRuns) -> str:
 
 
 def _titles(corpora: Sequence[CorpusRuns]) -> list[str]:
-    """Their titles, which tell them apart: by their data where the languages are the same, else by
-    the runs.
+    """Titles that tell ``corpora`` apart: if the languages are the same, by the data, else by the
+    runs.
     """
     titles = [_title(corpus) for corpus in corpora]
     folders = []
@@ -191,10 +191,10 @@ def write(
     Args:
         folder: created if needed. Pictures of an earlier report are deleted.
         runs: as :func:`pn_fairseq.report.runs.read_runs` returns them.
-        corpora: the runs that are known, by corpus.
+        corpora: the known runs, by corpus.
         content: returns what the template shows of the scores on a corpus.
         planned: (system, column of report.csv) of comparisons that were planned before the runs.
-        settings: the template also shows them.
+        settings: further values for the template.
 
     Raises:
         OSError: a file cannot be written.
@@ -211,7 +211,7 @@ def write(
         section = _section(corpus, pandas.DataFrame(rows), picture, planned)
         section |= {"title": titles[number - 1], "pictures": pictures}
         sections.append(section | content(corpus))
-    figures = sorted(folder.glob("figure-[2-7].png"))  # of pn figures
+    figures = sorted(folder.glob("figure-[2-7].png"))  # from pn figures
     probes = [(run.name, tables.relative(run.probe)) for run in runs if run.probe]
     systems = sum(len(corpus.settings) for corpus in corpora)
     page = template("report.md.j2").render(
@@ -233,7 +233,7 @@ def write(
     }
     for name, text in files.items():
         with atomic_write(folder / name) as file:
-            # A file name may hold bytes that are not UTF-8.
+            # A file name may contain bytes that are not UTF-8.
             file.write(text.encode("utf-8", errors="backslashreplace"))
     kept = {section["intervals"] for section in sections}.union(*drawn)
     for pattern in (CURVES, INTERVALS):
@@ -244,7 +244,7 @@ def write(
 
 
 def _problems(runs: Sequence[ReportedRun]) -> list[tuple[Markdown, str]]:
-    """Which runs, and what failed or is missing there; the same problem of several runs once."""
+    """Runs, and what failed or is missing in them; a problem of several runs is listed once."""
     runs_of: dict[str, list[ReportedRun]] = {}
     for run in runs:
         for problem in dict.fromkeys(run.problems):
@@ -263,7 +263,7 @@ def _problems(runs: Sequence[ReportedRun]) -> list[tuple[Markdown, str]]:
 
 
 def _repeated(corpora: Sequence[CorpusRuns]) -> list[tuple]:
-    """System, seed, and names of the runs that were run more than once."""
+    """System, seed and run names, if a system was run more than once with a seed."""
     repeated = []
     for corpus in corpora:
         groups = corpus.frame.groupby(["system", "seed"], sort=False)["run"]

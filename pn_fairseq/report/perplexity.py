@@ -1,4 +1,4 @@
-"""What the report shows of language models (``perplexity.md.j2``) in place of scores."""
+"""What the report shows of language models (``perplexity.md.j2``) instead of scores."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pn_fairseq.report.tables import number, results_table
 def _published(corpus: CorpusRuns, paper: str, subset: str) -> dict | None:
     """The table of LM_PAPER for the corpus; None: there is none.
 
-    Added to it: ``table``, its rows as a frame; ``tokens`` of its ``subset``; ``others``, the
+    Entries are added: ``table``, its rows as a frame; ``tokens`` of its ``subset``; ``others``, the
     numbers of tokens of runs on another text.
     """
     name = (corpus.data or {}).get("corpus")

@@ -1,4 +1,4 @@
-"""A training run as a report shows it: a missing or damaged file is a problem that is listed, not
+"""A training run as a report shows it: a missing or damaged file is listed as a problem, and is not
 an error.
 """
 
@@ -29,23 +29,23 @@ from pn_fairseq.report.measures import Value
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ReportedRun:
-    """A training run with its results on ``subset``. None: not known, or not done."""
+    """A training run with its results on ``subset``. None: unknown, or not done."""
 
     folder: Run
     name: str  # different from the names of all other runs of the report
     subset: str
     log: TrainingLog | None
-    # the checkpoints that the log is made from, where fairseq-train wrote none in JSON
+    # the checkpoints that the log is made from, if fairseq-train wrote no log in JSON
     logged_by: list[Path]
-    settings_by_name: dict[str, object]  # all settings by dotted name; empty: not known
+    settings_by_name: dict[str, object]  # all settings by dotted name; empty: unknown
     # the settings of the prepared data and the checksums of its files when the run was trained
     data_settings: dict[str, str] | None
     # the records of starts.jsonl, in order; ``world_size`` is the number of ranks
     starts: list[dict]
-    unreadable_starts: list[int] | None  # numbers of its lines; None: there is no starts.jsonl
+    unreadable_starts: list[int] | None  # line numbers in starts.jsonl; None: no such file
     scores: Scores | None  # of a translation
     perplexity: Perplexity | None  # of a language model
-    values: dict[str, Value]  # what the run is compared by, by the name of the measure
+    values: dict[str, Value]  # name of a measure -> the value by which the run is compared
     # why "log", "settings", "data", "result" or "measures" cannot be read
     errors: dict[str, Exception]
 
@@ -80,7 +80,7 @@ class ReportedRun:
 
     @property
     def world_size(self) -> int:
-        """Of the last start."""
+        """The number of ranks in the last start."""
         recorded = [start.get("world_size") for start in self.starts]
         sizes = [size for size in recorded if isinstance(size, int)]
         if not sizes and self.log:
@@ -171,7 +171,7 @@ class ReportedRun:
 
     @cached_property
     def decoding(self) -> str | None:
-        """How the run was decoded, as pn generate recorded it, without what was decoded."""
+        """How, but not what, the run decoded, as pn generate recorded it."""
         settings = stamp.read(self.result / "made.txt")
         for name in ("checkpoint", "checkpoint_file", "data", "subset"):
             settings.pop(name, None)
@@ -179,14 +179,14 @@ class ReportedRun:
         return " ".join(words) or None
 
     def score(self, metric: str) -> Score | None:
-        """The score that pn score computed; None if the run was not scored by it."""
+        """The score that pn score computed by ``metric``; None if there is none."""
         if self.scores:
             return self.scores.by_metric.get(metric)
         return None
 
     @cached_property
     def problems(self) -> list[str]:
-        """What failed, is missing or is damaged, a sentence each."""
+        """What failed, is missing or is damaged, one sentence for each problem."""
         problems = []
         if self.failed is not None:
             problems.append(f"failed: {self.failed or '(the file is empty)'}")
@@ -207,9 +207,9 @@ def read_runs(paths: Sequence[Path], subset: str = "test") -> list[ReportedRun]:
     for path in paths:
         if (path / "multirun.yaml").is_file():
             jobs += sorted(job for job in path.iterdir() if (job / ".hydra").is_dir())
-        elif path.name != "multirun.yaml":  # of `SWEEP/*`
+        elif path.name != "multirun.yaml":  # from `SWEEP/*`
             jobs.append(path)
-    # All before the first is read: a misspelt name is to show at once.
+    # Check all before the first is read, so that a misspelt name is reported at once.
     seen: dict[Path, Path] = {}
     check_folders(jobs)
     for path in jobs:
@@ -227,9 +227,7 @@ def read_runs(paths: Sequence[Path], subset: str = "test") -> list[ReportedRun]:
 
 
 def _check_subset(paths: Sequence[Path], subset: str) -> None:
-    """Refuse a subset on which no run has results, unless it is ``test``, whose report then says
-    why.
-    """
+    """Refuse a subset on which no run has results, unless it is ``test``: that report says why."""
     results: set[str] = set()
     for path in paths:
         results |= {file.parent.name for file in path.glob("generate/*/hyp.tok")}
@@ -307,7 +305,7 @@ def read_run(path: Path, name: str, subset: str = "test") -> ReportedRun:
 
 
 def _decoded_with(folder: Path) -> dict[str, object]:
-    """The settings that hypotheses were decoded with, by dotted name: options of ``pn generate``
+    """The settings with which hypotheses were decoded, by dotted name: options of ``pn generate``
     may have replaced the settings of the run.
     """
     made = stamp.read(folder / "made.txt")
@@ -315,8 +313,8 @@ def _decoded_with(folder: Path) -> dict[str, object]:
 
 
 def _without_a_log(folder: Run) -> list[Path]:
-    """The checkpoints that fairseq-train saved, without averages, where it wrote no log in JSON;
-    else none.
+    """The checkpoints that fairseq-train saved, without averages, if it wrote no log in JSON; else
+    none.
     """
     log = folder.log
     if folder.ours or (log and (log.train or log.valid)):
@@ -337,7 +335,7 @@ def _read_data_settings(folder: Run, settings: dict[str, object]) -> dict[str, s
 
 
 def _data_of_fairseq(folder: Run, settings: dict[str, object]) -> dict[str, str]:
-    """The languages and the folder of data that pn prepare did not make."""
+    """The languages and the folder, if pn prepare did not make the data."""
     try:
         source, target = infer_languages(folder.bin)
     except UserError:
@@ -350,7 +348,7 @@ def _data_of_fairseq(folder: Run, settings: dict[str, object]) -> dict[str, str]
 
 
 def _read_starts(file: Path) -> tuple[list[dict], list[int] | None]:
-    """The records, and the numbers of the lines that hold none; None without the file."""
+    """The records, and the numbers of the lines without a record; None without the file."""
     try:
         text = file.read_text("utf-8", errors="replace")
     except OSError:
@@ -375,7 +373,7 @@ def _read_scores(run: Path, subset: str) -> Scores:
 
 
 def _problems_of_training(run: ReportedRun, log: TrainingLog) -> list[str]:
-    """What the log of a run says of its training."""
+    """Problems of the training according to the log of a run."""
     problems = []
     if not run.trained:
         return ["not trained: train.log has no record"]
@@ -406,7 +404,7 @@ def _problems_of_training(run: ReportedRun, log: TrainingLog) -> list[str]:
 
 
 def _problems_of_files(run: ReportedRun) -> list[str]:
-    """What is missing or damaged of the files that the training wrote."""
+    """What is missing or damaged among the files that the training wrote."""
     problems = []
     errors = run.errors
     if "log" in errors:
@@ -437,7 +435,7 @@ def _problems_of_files(run: ReportedRun) -> list[str]:
 
 
 def _problems_of_results(run: ReportedRun) -> list[str]:
-    """What is missing, damaged or outdated of what was made from the checkpoints."""
+    """What is missing, damaged or outdated among the results of the checkpoints."""
     problems = []
     errors = run.errors
     averaged = run.folder.averaged
@@ -479,7 +477,7 @@ def _problems_of_results(run: ReportedRun) -> list[str]:
     return problems
 
 
-#: Loss of a :class:`TrainingLog` -> group and name of the meter in a checkpoint.
+#: Loss in a :class:`TrainingLog` -> group and name of the meter in a checkpoint.
 _METERS = {
     "train": ("train", "loss"),
     "train_nll": ("train", "nll_loss"),
@@ -488,9 +486,9 @@ _METERS = {
 
 
 def log_of_checkpoints(files: Sequence[Path]) -> TrainingLog:
-    """The losses that the checkpoints of a training run hold, at the updates that were saved.
+    """The losses in the checkpoints of a training run, at the saved updates.
 
-    fairseq keeps the sums of its meters in a checkpoint. The training loss is the mean since the
+    fairseq stores the sums of its meters in a checkpoint. The training loss is the mean since the
     epoch began.
 
     Raises:

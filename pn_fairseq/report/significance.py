@@ -1,4 +1,4 @@
-"""How certain the differences between systems are over seeds.
+"""How certain differences between systems are over seeds.
 
 Every system is compared with the same control (LN). The runs of one seed on one machine are a
 block: they share the order of the data, the initial weights and the rounding. The model is ``value
@@ -20,21 +20,21 @@ from pn_fairseq.pipeline.metrics import Measure
 from pn_fairseq.pipeline.translation_scores import low_bleu
 from pn_fairseq.report.measures import LOSS
 
-#: Error rate of a whole family of comparisons, and the power for which the detectable difference is
-#: given.
+#: Error rate of a whole family of comparisons, and the power that defines the detectable
+#: difference.
 ERROR_RATE = 0.05
 POWER = 0.8
 
 #: A system whose mean best validation loss is this much above its control's (bits per token) did
 #: not train with its settings. It is not tested, and its spread over seeds does not enter the noise
-#: that the other systems are tested against.
+#: against which the other systems are tested.
 NOT_TRAINED = 0.75
 
 
 @dataclass(frozen=True)
 class Interval:
     """The difference of a system from its control, with a confidence interval and the two-sided p
-    of no difference.
+    for no difference.
     """
 
     difference: float
@@ -45,9 +45,9 @@ class Interval:
     def verdict(self, measure: Measure) -> str:
         """``better``, ``worse``, ``equivalent`` or ``inconclusive``.
 
-        The interval excludes 0: better or worse. It is within the margin: equivalent (interval
-        inclusion, Schuirmann 1987; with the 95% interval in place of 90% the error rate is at most
-        2.5%).
+        If the interval excludes 0: better or worse. If it is within the margin: equivalent
+        (interval inclusion, Schuirmann 1987; with the 95% interval instead of 90% the error rate is
+        at most 2.5%).
         """
         if self.low > 0 or self.high < 0:
             side = "higher" if self.low > 0 else "lower"
@@ -58,13 +58,12 @@ class Interval:
 
 
 class Design:
-    """The model of a family: which runs exist of the control and of the systems that are compared
-    with it.
+    """The model of a family: the runs of the control and of the systems that are compared with it.
 
     Args:
-        runs: the system and the block of each run. Where no block has two systems, give the machine
-            as the block.
-        control: the system that the others are compared with.
+        runs: the system and the block of each run. If no block contains two systems, give the
+            machine as the block.
+        control: the system with which the others are compared.
 
     Attributes:
         systems: the systems whose difference from the control can be estimated, in the order of
@@ -138,7 +137,7 @@ class Design:
         """The smallest difference, in standard deviations of the noise, that is found with
         probability :data:`POWER`.
 
-        Of the system with the median standard error, by the noncentral t distribution.
+        For the system with the median standard error, by the noncentral t distribution.
         """
         error = float(np.median(self.errors))
 
@@ -159,14 +158,14 @@ class Family:
 
     control: str
     blocks: int  # most blocks of a system
-    intervals: dict[str, Interval]  # simultaneous: all hold together with probability 95%
+    intervals: dict[str, Interval]  # simultaneous: all hold jointly with probability 95%
     # each holds with probability 95%: for a comparison that was planned before the runs
     separate: dict[str, Interval]
     deviation: float  # standard deviation of the noise
     design: Design
-    half_width: float  # half the width of a simultaneous interval: the median over the systems
+    half_width: float  # half the width of a simultaneous interval, as a median over the systems
     detectable: float  # the difference that is found with probability POWER
-    # of each system: (machine, seed) of the blocks that have both -> difference
+    # system -> (machine, seed) of each block that also contains the control -> difference
     pairs: dict[str, dict[tuple, float]]
 
 
@@ -178,7 +177,7 @@ def _family(values: pandas.Series, control: str) -> Family | None:
     Args:
         values: the index has the levels ``system`` and ``block``, which is (machine, seed).
     """
-    # Where no two systems have a block in common, its machine stands for it: see families().
+    # If no two systems share a block, the machine replaces it: see families().
     shared = values.groupby(level="block").size().gt(1).any()
     runs = [(system, block if shared else block[0]) for system, block in values.index]
     design = Design(runs, control)
@@ -224,10 +223,10 @@ def _interval(center: float, half: float, p: float) -> Interval:
 def families(frame: pandas.DataFrame, measure: str) -> tuple[list[Family], dict[str, str]]:
     """Compare systems by one measure, each with its control.
 
-    A system and its control need two blocks or more. A run that was repeated (the same machine and
-    seed) counts once, by the mean. Where no two systems share a seed on one machine, the block is
-    the machine, so that systems on different machines are never compared. A system that did not
-    train (:data:`NOT_TRAINED`) is left out; for translation scores, so is one with a BLEU below 1.
+    A system and its control need two or more blocks. A repeated run (the same machine and seed)
+    counts once, by the mean. If no two systems share a seed on one machine, the block is the
+    machine, so that systems on different machines are never compared. A system that did not train
+    (:data:`NOT_TRAINED`) is left out; for translation scores, so is a system with a BLEU below 1.
 
     Args:
         frame: the rows of report.csv: ``system``, ``compared with``, ``seed``, ``machine``, and the
@@ -240,13 +239,13 @@ def families(frame: pandas.DataFrame, measure: str) -> tuple[list[Family], dict[
     measured = measured.assign(block=_blocks(measured))
     values = measured.groupby(["system", "block"], sort=False)[measure].mean()
     counts = values.groupby(level="system", sort=False).size()
-    # NaN where a measure is not known
+    # NaN if a measure is unknown
     known = measured.reindex(columns=["system", LOSS, "tokenized"])
     means = known.groupby("system").mean()
     losses = means[LOSS]
     bleu = means["tokenized"]
     low = set()
-    if measure != LOSS:  # a difference of scores would be one between two kinds of noise
+    if measure != LOSS:  # a difference in scores would only separate two kinds of noise
         low = {system for system in counts.index if low_bleu(bleu[system])}
     with_control = measured.dropna(subset=["compared with"])
     controls = with_control.groupby("system", sort=False)["compared with"].first()
@@ -290,7 +289,7 @@ def families(frame: pandas.DataFrame, measure: str) -> tuple[list[Family], dict[
 
 
 def _blocks(measured: pandas.DataFrame) -> list[tuple]:
-    """(machine, seed) of each run; a run whose seed is not known has one of its own."""
+    """(machine, seed) of each run; a run whose seed is unknown gets its own."""
     seeds = measured["seed"].astype(object)
     of_runs = [f"run {number}" for number in range(len(seeds))]
     return list(zip(measured["machine"], seeds.where(seeds.notna(), of_runs), strict=True))

@@ -1,4 +1,4 @@
-"""Grouping runs: by the data they were trained on, and by the settings that make a system."""
+"""Grouping runs by the data they were trained on, and by the settings that define a system."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from pn_fairseq.pipeline.setting_roles import COPIES, role_of
 from pn_fairseq.report.measures import LM_MEASURES, measures_of
 from pn_fairseq.report.runs import ReportedRun
 
-#: The size of a mini-batch, a setting of norms with statistics of the batch; of others it is how a
-#: run is distributed.
+#: The size of a mini-batch: a setting for norms with batch statistics; for others it only describes
+#: how a run is distributed.
 _BATCH = ("dataset.max_tokens", "dataset.batch_size")
 
 NORM = "encoder norm"
 SIZE = "size"
 #: The norm of language models.
 LM_NORM = "model.decoder_norm"
-#: pn train distributes these tokens over the ranks; for other runs it is computed from their
-#: settings.
+#: pn train distributes this number of tokens over the ranks; for other runs the number is computed
+#: from their settings.
 TOKENS = "tokens_per_update"
 SENTENCES = "sentences per update"
 SEED = "common.seed"
-#: A label names at most so many settings; the table of the settings that differ has them all.
+#: A label names at most this many settings; the table of the settings that differ lists them all.
 _MOST_DETAILS = 4
 
 
@@ -43,10 +43,10 @@ def norm_labels() -> dict[str, str]:
 
 
 def norm_and_size(run: ReportedRun) -> tuple[str, str]:
-    """What ``model._name`` and the setting of the norm say: ("PN", "tiny") of
+    """Norm and size by ``model._name`` and the setting of the norm: ("PN", "tiny") for
     ``transformer_pn_tiny``.
 
-    An architecture that is not this plugin's has itself as its norm, and no size.
+    The name of an architecture of another package counts as its norm, and it has no size.
     """
     arch = str(run.get("model._name", "architecture not known"))
     if arch == "transformer_pn":
@@ -63,13 +63,13 @@ def norm_and_size(run: ReportedRun) -> tuple[str, str]:
 
 
 def _batch(run: ReportedRun) -> dict[str, int]:
-    """Most tokens (or sentences) in one update, over all ranks; as pn train recorded it, else from
-    the settings.
+    """Most tokens (or sentences) in one update, over all ranks, as pn train recorded them, else
+    from the settings.
     """
     update_freq = run.get("optimization.update_freq", [1])
     mini_batches = run.world_size
     if isinstance(update_freq, list) and update_freq:
-        # fairseq uses the entry of the epoch; later epochs use the last entry.
+        # fairseq uses the entry for the epoch; later epochs use the last entry.
         mini_batches *= update_freq[-1]
     most = {}
     for name, setting in ((TOKENS, "dataset.max_tokens"), (SENTENCES, "dataset.batch_size")):
@@ -83,14 +83,14 @@ def _batch(run: ReportedRun) -> dict[str, int]:
 
 
 def comparable(run: ReportedRun) -> dict[str, object]:
-    """The settings by which a run differs from others, with norm, size and batch under names of
-    their own.
+    """The settings in which a run differs from others, with norm, size and batch under separate
+    names.
     """
     left_out = {"model._name", LM_NORM if run.language_model else "model.encoder_norm"}
     left_out |= {copy for copy, name in COPIES.items() if run.get(copy) == run.get(name)}
     norm, size = norm_and_size(run)
     settings = {NORM: norm, SIZE: size, **_batch(run), **run.settings_by_name}
-    # A setting that is null and one that is not there mean the same: the default.
+    # A null setting and a missing one mean the same: the default.
     shown = {}
     for name, value in settings.items():
         if value is not None and name not in left_out and role_of(name).shown:
@@ -100,13 +100,13 @@ def comparable(run: ReportedRun) -> dict[str, object]:
 
 @dataclass
 class CorpusRuns:
-    """Runs on the same prepared data. Runs on different data are compared nowhere.
+    """Runs on the same prepared data. Runs on different data are never compared.
 
     ``frame`` has a row for each run, by norm (LN first) and seed: ``run``, the label of its
-    ``system``, ``seed``, and a column for each of the ``measures``, NaN where it has no value.
+    ``system``, ``seed``, and a column for each of the ``measures``, NaN without a value.
     """
 
-    data: dict[str, str] | None  # its settings; None if they are not known: a single run
+    data: dict[str, str] | None  # settings of the data; None if unknown: a single run
     frame: pandas.DataFrame
     settings: dict[str, dict[str, object]]  # by the label of the system
     measures: dict[str, Measure]  # by name
@@ -120,7 +120,7 @@ class CorpusRuns:
         return list(dict.fromkeys(run.data_folder for run in self.runs if run.data_folder))
 
     def counts(self) -> dict[str, float]:
-        """Of the prepared data: pairs or tokens of each part; empty if the data is gone."""
+        """Pairs or tokens of each part of the prepared data; empty if the data is gone."""
         for folder in self.data_folders():
             if (folder / "counts.txt").is_file():
                 counts = read_settings(folder / "counts.txt")
@@ -142,7 +142,7 @@ class CorpusRuns:
     def scores(self) -> pandas.DataFrame:
         """(system, seed) -> measures, if there are any.
 
-        A seed that was run twice counts once, by its mean.
+        A repeated seed counts once, by its mean.
         """
         names = list(self.measures)
         measured = self.frame.dropna(subset=names, how="all")
@@ -150,8 +150,8 @@ class CorpusRuns:
 
     @cached_property
     def setting_values(self) -> pandas.DataFrame:
-        """The settings of each run as text, in the order of :attr:`runs`, a column for each;
-        without the seed.
+        """The settings of each run as text, in the order of :attr:`runs`: a column for each setting
+        except the seed.
         """
         rows = []
         for run in self.runs:
@@ -183,21 +183,19 @@ class CorpusRuns:
         return baselines
 
     def _model(self, label: str) -> tuple | None:
-        """What language models that are compared have in common: the model, and whether it is
-        causal.
-        """
+        """What compared language models must share: the model, and whether it is causal."""
         settings = self.settings[label]
         if not self.members(label)[0].language_model:
             return None
         return settings[SIZE], bool(settings.get("model.tensorized_unmasked"))
 
     def beside_the_norm(self, label: str, baseline: str) -> list[str]:
-        """The settings in which two systems differ, without the norms and their options."""
+        """The settings in which two systems differ, except the norms and their options."""
         own = self.settings[label]
         other = self.settings[baseline]
         names = []
         for name in differing([own, other]):
-            # The size of a mini-batch is a setting of systems with batch statistics only.
+            # The size of a mini-batch is a setting only of systems with batch statistics.
             of_one = name in _BATCH and not (name in own and name in other)
             if not role_of(name).of_norms and not of_one:
                 names.append(_short(name))
@@ -209,7 +207,7 @@ def _short(setting: str) -> str:
 
 
 def differing(systems: Sequence[Mapping[str, object]]) -> list[str]:
-    """Names of the settings that are not the same in all."""
+    """Names of the settings that are not the same in all systems."""
     names: dict[str, None] = {}
     for settings in systems:
         names |= dict.fromkeys(settings)
@@ -224,10 +222,10 @@ def differing(systems: Sequence[Mapping[str, object]]) -> list[str]:
 def group(runs: Sequence[ReportedRun]) -> list[CorpusRuns]:
     """Runs by data, and within the data by system.
 
-    A run whose data or settings are not known is alone.
+    A run whose data or settings are unknown forms its own group.
 
     Raises:
-        UserError: runs on the same data do not agree on a measure, or it is named like a setting.
+        UserError: runs on the same data disagree on a measure, or it is named like a setting.
     """
     corpora: dict[object, list[ReportedRun]] = {}
     for run in runs:
@@ -241,8 +239,8 @@ def group(runs: Sequence[ReportedRun]) -> list[CorpusRuns]:
 
 
 def labels_of(runs: Sequence[ReportedRun]) -> list[tuple[str, str]]:
-    """For each run, the label of its system, and the label that it has if the size of mini-batches
-    does not count as a setting.
+    """For each run, the label of its system, and its label if the size of mini-batches does not
+    count as a setting.
 
     For runs on different data, both are the name of the run.
     """
@@ -296,8 +294,8 @@ def _corpus_runs(runs: Sequence[ReportedRun], batch_is_a_setting: bool = True) -
 
 
 def _mini_batches_that_count(runs: Iterable[ReportedRun]) -> set[tuple[str, str]]:
-    """(norm, setting) of the sizes of mini-batches in which the runs of a norm with statistics of
-    the batch differ.
+    """(norm, setting) of the sizes of mini-batches in which the runs of a norm with batch
+    statistics differ.
     """
     names = {label: name for name, label in norm_labels().items()}
     sizes: dict[tuple[str, str], set] = {}
@@ -312,8 +310,8 @@ def _mini_batches_that_count(runs: Iterable[ReportedRun]) -> set[tuple[str, str]
 def _details(systems: Sequence[Mapping[str, object]]) -> list[list[str]]:
     """For each system the settings that differ from the most common value.
 
-    Where no value is the most common, every value that is not the default is named; the size only
-    where the systems of one norm differ in it.
+    If no value is the most common, every value other than the default is named; the size only if
+    the systems of one norm differ in it.
     """
     details: list[list[str]] = [[] for _ in systems]
     for name in sorted(set(differing(systems)) - {NORM}):
@@ -343,8 +341,8 @@ def _several_sizes(norm: object, systems: Sequence[Mapping[str, object]]) -> boo
 def _label(
     number: int, systems: Sequence[Mapping[str, object]], details: Sequence[list[str]]
 ) -> str:
-    """The norm and the details; if they are many, the place among the systems of the norm, or their
-    number.
+    """The norm and the details; if there are many, instead the place among the systems of the norm,
+    or the number of the details.
     """
     norm = str(systems[number][NORM])
     labels = details[number]
@@ -360,7 +358,7 @@ def _label(
 
 
 def as_text(value: object) -> str:
-    """A setting's value as text; one that is not set is the default of fairseq or of the
+    """A setting's value as text; an unset value means the default of fairseq or of the
     architecture.
     """
     if isinstance(value, list) and len(value) == 1:  # such as a learning rate

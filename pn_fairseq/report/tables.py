@@ -27,7 +27,7 @@ from pn_fairseq.report.measures import LOSS
 from pn_fairseq.report.runs import ReportedRun
 from pn_fairseq.report.systems import CorpusRuns
 
-#: Counts of prepared text, and what a report calls them.
+#: Counts of prepared text -> their names in a report.
 _COUNTS_OF_PAIRS = {split: f"sentence pairs, {split}" for split in ("train", "valid", "test")}
 _COUNTS_OF_TOKENS = {split: f"tokens, {split}" for split in ("train", "valid", "test")} | {
     "vocabulary": "vocabulary",
@@ -35,37 +35,37 @@ _COUNTS_OF_TOKENS = {split: f"tokens, {split}" for split in ("train", "valid", "
     "test.unk_percent": "% <unk>, test",
 }
 
-#: What describes a start of a training run and not the machine it ran on (pn train).
+#: Entries that describe a start of a training run, not the machine it ran on (pn train).
 _OF_A_START = ("started", "command", "world_size", "tokens_per_update", "update_freq", "max_tokens")
 
 
 def progress(text: str) -> None:
-    """A line of progress, where stderr is a terminal."""
+    """Print a line of progress if stderr is a terminal."""
     if sys.stderr.isatty():
         say("pn report", text)
 
 
 def number(value: float, digits: int = 2) -> str:
-    """A number with a fixed number of digits and a comma in the thousands."""
+    """A number with a fixed number of digits and commas for thousands."""
     if math.isfinite(value):
         return f"{value:,.{digits}f}"
     return "not finite"
 
 
 def relative(text: str | Path) -> str:
-    """A path, or a text with paths in it, relative to the working directory where they are below
-    it.
+    """A path, or a text that contains paths, with paths below the working directory made relative
+    to it.
     """
     folder = os.getcwd().rstrip("/")
     if not folder:
         return str(text)
-    # Where a path begins: not in the middle of another one that has the same names in it.
+    # Only where a path begins, not in the middle of another one that contains the same names.
     below = rf"(?<![^\s'\"=:,(\[]){re.escape(folder)}/"
     return re.sub(below, "", str(text))
 
 
 def data_table(corpus: CorpusRuns) -> pandas.DataFrame:
-    """Where the data is, its settings that are not off, and its counts."""
+    """The location of the data, its settings that are not off, and its counts."""
     rows = {"prepared data": missing("not recorded")}
     folders = corpus.data_folders()
     if folders:
@@ -74,7 +74,7 @@ def data_table(corpus: CorpusRuns) -> pandas.DataFrame:
         rows["settings"] = missing("not recorded")
     for key, value in (corpus.data or {}).items():
         off = not value or (value == "0" and key not in ("lower", "bpe"))
-        # with a dot: a file, and its checksum
+        # a key with a dot is a file, with its checksum
         if not off and key not in ("folder", "clean_stage") and "." not in key:
             rows[code(key)] = code(value)
     counts = corpus.counts()
@@ -101,12 +101,12 @@ def results_table(
 
     Args:
         verb: how the numbers were obtained.
-        titles: of measures, where they are not the measure's own.
+        titles: titles of measures that differ from the measure's own.
         published: the rows of a published table that are shown beside systems; None: no table is
             shown.
     """
     scores = corpus.scores()
-    # A metric that cannot be computed (Japanese without its tokenizer) has no column.
+    # A metric that cannot be computed (Japanese without its tokenizer) gets no column.
     shown = [name for name in corpus.measures if scored_by(corpus, name)] or list(corpus.measures)
     seeds = scores.groupby(level="system", sort=False)
     means = seeds.mean().reindex(list(corpus.settings))
@@ -151,7 +151,7 @@ def _seed(run: ReportedRun) -> str:
 
 
 def _amount(runs: Sequence[ReportedRun], measured: Sequence[str]) -> Markdown:
-    """How many seeds of a system were measured, and which."""
+    """How many seeds of a system were measured, and which ones."""
     seeds = len(_seeds(runs))
     if len(measured) == seeds:
         amount = str(seeds)
@@ -165,7 +165,9 @@ def _amount(runs: Sequence[ReportedRun], measured: Sequence[str]) -> Markdown:
 
 
 def _beside(row: Row | None, mean: float) -> dict[str, str]:
-    """The cells of a published BLEU (of None: the table has none) and the difference from it."""
+    """The cells with a published BLEU (``row`` None: the table has none) and the difference from
+    it.
+    """
     if row is None or row.bleu is None:
         return {"paper": missing("not in the paper"), "difference": missing("–")}
     if math.isnan(row.bleu):
@@ -208,7 +210,7 @@ def csv_rows(corpus: CorpusRuns) -> list[dict[str, object]]:
 
 
 def training_numbers(run: ReportedRun) -> dict[str, float]:
-    """Numbers of a training run: NaN where the log does not have them."""
+    """Numbers of a training run; NaN if the log lacks them."""
     log = run.log or TrainingLog()
     at_update = {loss: update for update, loss in log.valid.items() if math.isfinite(loss)}
     best = min(at_update, default=math.nan)
@@ -235,7 +237,7 @@ def training_numbers(run: ReportedRun) -> dict[str, float]:
 
 
 def _state(run: ReportedRun) -> str:
-    """One word or two for how far a run came."""
+    """One or two words for how far a run came."""
     if run.failed is not None:
         return missing(f"failed: {relative(run.failed) or 'no reason given'}")
     if not run.trained:
@@ -296,7 +298,7 @@ def _wall_time(log: TrainingLog, seconds: float) -> str:
 
 
 def machines_table(runs: Sequence[ReportedRun]) -> pandas.DataFrame:
-    """Versions and hardware, as each start of a training run recorded them; the same ones once."""
+    """Versions and hardware, as each start of a training run recorded them, without duplicates."""
     rows = []
     for run in runs:
         for start in run.starts:
@@ -340,7 +342,7 @@ def settings_tables(corpus: CorpusRuns) -> dict:
     differing = by_system.agg(lambda column: ", ".join(dict.fromkeys(column)))
     main = {}
     for name, value in values.loc[:, same].iloc[0].items():
-        # fairseq's ways to say "not": false, -1, no text; and 0 as a limit.
+        # fairseq's values for "off": false, -1, an empty text, and 0 as a limit.
         off = value in ("False", "-1", '""') or (value == "0" and "max_" in name)
         if role_of(name).main and not off:
             main[name] = value
@@ -352,7 +354,7 @@ def settings_tables(corpus: CorpusRuns) -> dict:
 
 
 def commands(corpus: CorpusRuns) -> list[str]:
-    """The command of the last start of each run: its settings are those of the run."""
+    """The command of the last start of each run, whose settings are those of the run."""
     lines = []
     for run in corpus.runs:
         if run.starts and "command" in run.starts[-1]:

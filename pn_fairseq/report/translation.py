@@ -21,7 +21,7 @@ from pn_fairseq.report.tables import progress, results_table, scored_by
 def bootstrap_texts(
     run: ReportedRun, baseline: ReportedRun, resamples: int, comparisons: int
 ) -> dict[str, str]:
-    """Metric -> the difference of a run from another one, and p, corrected by Bonferroni for the
+    """Metric -> the difference of a run from another, and p, with Bonferroni correction for the
     ``comparisons``.
     """
     folders = {"baseline": baseline.result, "system": run.result}
@@ -43,8 +43,8 @@ def bootstrap_texts(
 
 
 def bootstrap(corpus: CorpusRuns, resamples: int) -> tuple[pandas.DataFrame, int]:
-    """Every scored system against LN over test sentences, and by how many comparisons each p is
-    corrected.
+    """Every scored system against LN over test sentences, and the number of comparisons for which
+    each p is corrected.
     """
     scored = {label for label in corpus.settings if _scored_runs(corpus, label)}
     tested = {}
@@ -101,7 +101,7 @@ def content(corpus: CorpusRuns, paper: str | Table, resamples: int) -> dict:
         if row.signature:
             for run in _scored_runs(corpus, label):
                 score_lines.append((label, row, run.seed, run.score("tokenized")))
-    split_differs = False  # of compounds, before the score
+    split_differs = False  # whether compounds were split before the score
     if table:
         scores = [run.score("tokenized") for run in corpus.runs if run.scores]
         split_differs = any(score.compound_split != table.compound_split for score in scores)

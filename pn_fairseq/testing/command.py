@@ -1,4 +1,4 @@
-"""``pn test-norms``: the shared test suite on registered norms and on norms of your own files."""
+"""``pn test-norms``: the shared test suite on registered norms and on norms in your own files."""
 
 import importlib.util
 import os
@@ -8,8 +8,8 @@ from pn_fairseq.common.command import ArgumentParser, UserError
 
 
 class _Chosen:
-    """A pytest plugin: gives the suite the norms to test, and the files to load in the processes
-    that it starts.
+    """A pytest plugin that passes the suite the norms to test, and the files to load in the
+    processes that it starts.
     """
 
     def __init__(self, names: list[str], modules: list[str]):
@@ -22,16 +22,14 @@ class _Chosen:
         config.addinivalue_line("markers", "slow: left out by -m 'not slow'")
 
     def pytest_collection_modifyitems(self, config, items) -> None:
-        """Leave out the tests for norms with state where no norm has any."""
+        """Leave out the tests for norms with state if no norm has any."""
         items[:] = [item for item in items if not _has_no_norm(item)]
 
     def pytest_collection_finish(self, session) -> None:
         print(f"{len(session.items)} tests of {', '.join(self.names)}", flush=True)
 
     def pytest_terminal_summary(self, terminalreporter) -> None:
-        """A line for each failure; pytest's own would leave out what does not fit into the width of
-        the terminal.
-        """
+        """Write a line for each failure; pytest cuts its own lines at the terminal's width."""
         stats = terminalreporter.stats
         for report in [*stats.get("failed", ()), *stats.get("error", ())]:
             crash = getattr(report.longrepr, "reprcrash", None)
@@ -41,7 +39,7 @@ class _Chosen:
 
 
 def _has_no_norm(item) -> bool:
-    """pytest skips a test whose fixture has no values."""
+    """Whether pytest skips a test because its fixture has no values."""
     return any("empty param" in str(mark) for mark in item.iter_markers("skip"))
 
 
@@ -93,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
         raise UserError(str(error)) from error
 
     folder = Path(__file__).parent
-    # No configuration of the folder that this is called in: the suite is the same everywhere.
+    # Ignore the configuration of the current folder, so that the suite is the same everywhere.
     options = f"-q -r N -p no:cacheprovider -c {os.devnull}".split()
     options += ["--rootdir", str(folder)]
     suite = sorted(str(file) for file in folder.glob("test_*.py"))

@@ -16,7 +16,7 @@ from pn_fairseq.norms import NORMS, VARIANTS, ChannelNorm, RunningNorm, build_no
 CHANNELS = 12
 COUNT = "num_batches_tracked"
 
-#: Schedules that the few steps of a test go through.
+#: Schedules short enough for the few steps of a test.
 SCHEDULES = {"renorm_updates": 4, "fade_updates": 3}
 
 
@@ -32,16 +32,16 @@ class Case:
         return NORMS[self.name].variant(self.variant)
 
     def build(self, groups: int = 0, **options) -> ChannelNorm:
-        """In training mode, with random weights.
+        """The norm in training mode, with random weights.
 
-        Options that the norm does not have are ignored.
+        Options that the norm does not accept are ignored.
         """
         options = {"layer_scale_groups": groups, **SCHEDULES, **options}
         norm = build_norm(self.name, CHANNELS, self.variant, **options)
         return randomize_affine(norm).train()
 
     def trained(self, groups: int = 0, steps: int = 3, **options) -> ChannelNorm:
-        """After ``steps`` training steps: its state is away from the initial values."""
+        """The norm after ``steps`` training steps, which move its state from the initial values."""
         norm = self.build(groups, **options)
         generator = rng(1)
         for _ in range(steps):
@@ -55,7 +55,7 @@ class Case:
 
 
 def cases(names=None) -> list[Case]:
-    """The norms of these names (None: all) in all variants that they have."""
+    """The norms with these names (None: all) in all their variants."""
     found = []
     for name in NORMS if names is None else names:
         for variant in (VARIANTS[0], *NORMS[name].variants):
@@ -64,13 +64,13 @@ def cases(names=None) -> list[Case]:
 
 
 def running_cases(names=None) -> list[Case]:
-    """Those of :func:`cases` with running statistics."""
+    """The :func:`cases` with running statistics."""
     return [case for case in cases(names) if issubclass(case.cls, RunningNorm)]
 
 
 def first_of_each_kind() -> dict[str, str]:
-    """What training normalizes by (:attr:`.ChannelNorm.normalizes_by`) -> the first norm that
-    does, which stands for the others where a test does not run with every norm.
+    """What training normalizes by (:attr:`.ChannelNorm.normalizes_by`) -> the first such norm,
+    which represents the others in tests that do not run with every norm.
     """
     found = {}
     for name, entry in NORMS.items():
@@ -79,7 +79,7 @@ def first_of_each_kind() -> dict[str, str]:
 
 
 def of_kinds(*kinds: str) -> list[str]:
-    """The norms that stand for these kinds."""
+    """The norms that represent these kinds."""
     first = first_of_each_kind()
     return [first[kind] for kind in kinds]
 
@@ -89,17 +89,17 @@ COMPILED_KINDS = ("element", "running", "window, geometric")
 
 
 def long(test):
-    """Mark a test that takes long: it is slow with norms that do not stand for their kind, or, if
-    it compiles, for one of COMPILED_KINDS.
+    """Mark a long test: it counts as slow with norms that do not represent their kind, or, if it
+    compiles, one of COMPILED_KINDS.
     """
     test.long = True
     return test
 
 
 def pytest_generate_tests(metafunc):
-    """A hook of pytest. ``case``: every norm. ``running``: those with running statistics.
-    ``masking``: those that leave padding out, which the variants that reproduce released code need
-    not do.
+    """A hook of pytest. ``case``: every norm. ``running``: norms with running statistics.
+    ``masking``: norms that leave padding out, which variants that reproduce released code need not
+    do.
     """
     if getattr(metafunc.function, "long", False):
         slow = pytest.mark.slow
@@ -108,7 +108,7 @@ def pytest_generate_tests(metafunc):
     if "compiler" in metafunc.fixturenames:
         quick = of_kinds(*COMPILED_KINDS)
     else:
-        # the passes of the released PN are its own
+        # the released PN has its own passes
         quick = [*first_of_each_kind().values(), "power-release"]
     names = metafunc.config.getoption("norm_names", None)
     fixtures = {
@@ -126,7 +126,7 @@ def pytest_generate_tests(metafunc):
 
 
 def some_steps(norm, number=3, seed=8, **options):
-    """What ``number`` training steps give: y, gradients and, at the end, the state."""
+    """The results of ``number`` training steps: y, gradients and, at the end, the state."""
     generator = rng(seed)
     results = []
     for _ in range(number):
@@ -138,7 +138,7 @@ def some_steps(norm, number=3, seed=8, **options):
 
 
 def gradients_of(module):
-    """The gradients of the parameters that have one, as some must where any is trained."""
+    """The gradients of the parameters that have one; if any parameter is trained, some must."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
     assert gradients or not trained
@@ -146,7 +146,7 @@ def gradients_of(module):
 
 
 def poison(values, mask, bad):
-    """``bad`` in one channel of one real token."""
+    """Put ``bad`` into one channel of one real token."""
     values = values.copy()
     real = real_tokens(values.shape, mask)
     first = tuple(np.argwhere(real)[0])
@@ -158,7 +158,7 @@ CHECKPOINTING = ("reentrant", "non-reentrant", "fairseq")
 
 
 def hooked(block):
-    """``block`` with hooks of its own for saved tensors, one of which has no name."""
+    """``block`` with its own hooks for saved tensors, one of which has no name."""
 
     nameless = functools.partial(torch.clone)
 
@@ -174,7 +174,7 @@ def checkpointed(block, how):
     if how == "fairseq":
         module = pytest.importorskip("fairseq.modules.checkpoint_activations")
         return module.checkpoint_wrapper(block)
-    # the exponential of what is inside makes the outer recomputation go beyond it
+    # the exponential of the inner part makes the outer recomputation go beyond that part
     if how in ("nested", "with hooks"):
         if how == "nested":
             inner = checkpointed(block, "non-reentrant")
@@ -185,7 +185,7 @@ def checkpointed(block, how):
 
 
 def rng(seed=0):
-    """A generator that starts from ``seed``; a generator is returned as it is."""
+    """A generator seeded with ``seed``; a generator is returned unchanged."""
     return np.random.default_rng(seed)
 
 
@@ -198,8 +198,8 @@ def random_mask(generator, time, batch, p=0.3):
 
 
 def random_batch(seed, shape=(5, 3, CHANNELS), masked=True, scale=1.0):
-    """x and dy with every channel at its own level and spread, and a mask: (x, mask or None, dy),
-    NumPy float64. ``seed`` may be a generator, which then goes on.
+    """x and dy, in which every channel has its own level and spread, and a mask: (x, mask or None,
+    dy), NumPy float64. ``seed`` may be a generator, which then continues.
     """
     generator = rng(seed)
     channels = shape[-1]
@@ -216,7 +216,7 @@ def random_batch(seed, shape=(5, 3, CHANNELS), masked=True, scale=1.0):
 
 
 def real_tokens(shape, mask):
-    """Boolean selector of the real tokens of x, for x of this shape."""
+    """A Boolean selector of the real tokens of an x with this shape."""
     if mask is None:
         return np.ones(shape[:-1], dtype=bool)
     return ~np.asarray(mask).T
@@ -240,7 +240,7 @@ def tensors(seed, shape=(5, 3, CHANNELS), masked=True):
 
 
 def forwards(function, batches, dtype=torch.float32):
-    """``function`` of each of the batches (x, mask, dy): leaves of the inputs, and the outputs."""
+    """``function`` of each batch (x, mask, dy): leaves of the inputs, and the outputs."""
     leaves = []
     outputs = []
     for x, mask, _ in batches:
@@ -251,8 +251,8 @@ def forwards(function, batches, dtype=torch.float32):
 
 
 def randomize_affine(norm, seed=1):
-    """Weights of both signs away from 1, biases away from 0: one that is left out or applied twice
-    shows.
+    """Set weights of both signs away from 1, and biases away from 0, so that omitting one or
+    applying it twice shows.
 
     Other parameters of the norm get positive values.
     """
@@ -271,8 +271,8 @@ def randomize_affine(norm, seed=1):
 
 
 def train_step(norm, x, mask, dy, dtype=torch.float32):
-    """One training forward and backward; y, dx and the parameters' gradients as float64 NumPy
-    arrays.
+    """Run one training forward and backward; return y, dx and the parameters' gradients as float64
+    NumPy arrays.
     """
     norm.zero_grad(set_to_none=True)
     x = to_tensor(x, dtype, requires_grad=True)
@@ -293,7 +293,7 @@ def state_of(norm):
 
 
 def assert_state_unchanged(norm, before):
-    """Every buffer is what it was, to the bit."""
+    """Assert that every buffer is bitwise unchanged."""
     after = state_of(norm)
     assert after.keys() == before.keys()
     for name in before:
@@ -307,21 +307,21 @@ def assert_states_equal(norm, expected):
 
 
 def assert_states_close(norm, expected, rtol=1e-6, what=""):
-    """As :func:`assert_close`, of every buffer."""
+    """:func:`assert_close` for every buffer."""
     actual = state_of(norm)
     for name, value in state_of(expected).items():
         assert_close(actual[name], value, rtol, f"{what} {name}")
 
 
 def assert_same(actual, expected, what=""):
-    """Two sequences of tensors are equal to the bit."""
+    """Assert that two sequences of tensors are bitwise equal."""
     for one, two in zip(actual, expected, strict=True):
         assert torch.equal(one, two), f"{what}: differs by {(one - two).abs().max()}"
 
 
 def assert_close(actual, expected, rtol=2e-5, what="", terms=0.0):
-    """Relative to the largest expected value, or if larger to ``terms``, the size of the terms of
-    a sum, which may cancel.
+    """Compare relative to the largest expected value or, if that is larger, to ``terms``, the size
+    of the terms of a sum, which may cancel.
     """
     actual = as_float64(actual)
     expected = as_float64(expected)
@@ -339,8 +339,8 @@ def as_float64(values):
 
 
 def unrounded(rounded, exact, dtype):
-    """Of the values that round to ``rounded`` in ``dtype`` the one nearest to ``exact``;
-    float64, NumPy.
+    """The value nearest to ``exact`` among those that round to ``rounded`` in ``dtype``; float64,
+    NumPy.
     """
     info = torch.finfo(dtype)
     size = np.maximum(np.abs(rounded), info.tiny)

@@ -1,4 +1,4 @@
-"""Processes that train together, on the CPU by gloo."""
+"""Processes that train together on the CPU, with gloo."""
 
 import multiprocessing
 import tempfile
@@ -12,13 +12,13 @@ from pn_fairseq.norms import load_norms
 
 
 def run_ranks(work: Callable, world: int, *arguments, norm_modules: tuple[str, ...] = ()) -> list:
-    """``work(rank, world, *arguments)`` in ``world`` processes of one process group; what each of
-    them returns.
+    """Run ``work(rank, world, *arguments)`` in ``world`` processes of one process group; return
+    their results.
 
     ``norm_modules`` are files of norms that the processes load first
     (:func:`pn_fairseq.norms.load_norms`).
     """
-    # A server that has imported torch forks the processes: each would take seconds to import it.
+    # A server that has imported torch forks the processes, each of which would need seconds for it.
     multiprocessing.set_forkserver_preload([work.__module__])
     with tempfile.TemporaryDirectory() as folder:
         arguments = (work, world, folder, norm_modules, arguments)

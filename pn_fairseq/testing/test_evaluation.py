@@ -36,7 +36,7 @@ from pn_fairseq.testing.helpers import (
 
 
 def test_evaluation_is_causal_and_changes_no_state(case):
-    """Each token by itself: later tokens, other sentences and a mask have no influence."""
+    """Each token is normalized by itself: later tokens, other sentences and masks do not matter."""
     norm = case.trained(4).eval()
     before = state_of(norm)
     x, mask, dy = tensors(2)
@@ -53,8 +53,8 @@ def test_evaluation_is_causal_and_changes_no_state(case):
 
 
 def test_training_mixes_tokens_as_the_norm_says(case):
-    """Whether y depends on the tokens after it: in update 1, and, with statistics that fit the
-    batch, long after.
+    """Whether y depends on later tokens: in update 1, and, with statistics that fit the batch, long
+    after it.
     """
     x = torch.randn(5, 2, CHANNELS, generator=torch.Generator().manual_seed(3))
     twin = torch.cat([x[:-1], x[-1:] * 1.1])
@@ -81,8 +81,8 @@ def test_training_mixes_tokens_as_the_norm_says(case):
 
 
 def test_statistics_are_means_over_tokens(running):
-    """A batch that holds all its tokens twice changes nothing but the gradients of weights, up to N
-    / (N - 1).
+    """A batch that contains all its tokens twice changes only the gradients of weights, up to
+    N / (N - 1).
     """
     once, twice = (running.build(4, psi_warmup_updates=2).double() for _ in range(2))
     generator = rng(4)
@@ -106,9 +106,8 @@ def test_statistics_are_means_over_tokens(running):
 
 
 def test_the_gradient_is_a_derivative_in_the_long_run(running):
-    """On one batch, again and again, statistics settle. dx is then the derivative of what a norm
-    that has settled on x makes of x; or, where a norm takes statistics for constants, of its affine
-    map.
+    """Statistics settle if one batch is repeated. dx is then the derivative of the output of a norm
+    that has settled on x; or, if the norm treats statistics as constants, of its affine map.
     """
     x, _, dy = tensors(3)
     x = x.double()
@@ -222,8 +221,8 @@ def test_evaluation_compiles_without_a_graph_break(case, compiler):
 
 @long
 def test_training_under_compile_is_training(case, compiler):
-    """In one graph, and one more for all other lengths; the updates of a warm-up compile nothing
-    again, but the end of PRepBN's fade.
+    """In one graph, and one more for all other lengths; the updates of a warm-up recompile nothing
+    except at the end of PRepBN's fade.
     """
     plain = case.build(4, psi_warmup_updates=2)
     twin = case.build(4, psi_warmup_updates=2)
@@ -266,10 +265,10 @@ def test_evaluation_under_transforms_of_torch_func(case):
 
     gradient, dx = torch.func.grad(loss, argnums=(0, 1))(parameters, x)
     for parameter in norm.parameters():
-        # it stays where only training uses the parameter
+        # it stays zero if only training uses the parameter
         parameter.grad = torch.zeros_like(parameter)
     norm(x.requires_grad_()).square().sum().backward()
-    # zero but for rounding where a norm is all that the loss sees
+    # may be zero except for rounding, because the loss sees only the norm
     assert_close(dx, x.grad, terms=1.0)
     per_token = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x[:, None])
     for key, parameter in norm.named_parameters():
@@ -298,9 +297,7 @@ def test_transforms_of_torch_func_and_second_derivatives_in_training_are_refused
 
 
 def test_a_training_step_with_given_buffers_moves_these(running):
-    """``torch.func.functional_call``: the module's own state stays, and the buffers that are
-    given move.
-    """
+    """``torch.func.functional_call``: the module's own state stays, and the given buffers move."""
     norm = running.trained(4)
     twin = running.trained(4)
     x = torch.randn(6, CHANNELS, requires_grad=True)
@@ -315,7 +312,7 @@ def test_a_training_step_with_given_buffers_moves_these(running):
 
 
 def test_a_recomputation_in_a_cuda_graph_is_refused(running, monkeypatch):
-    """Its replay could not tell which forward it repeats.
+    """A replay of the recomputation could not tell which forward it repeats.
 
     A step without a recomputation can be captured.
     """
@@ -347,7 +344,7 @@ def test_diagnostics_change_no_number_and_count_faults(running, warmup):
         x, mask, dy = random_batch(generator)
         if step == 1:
             x = poison(x, mask, np.nan)
-        elif step == 2:  # padding only: no fault
+        elif step == 2:  # only padding: not a fault
             mask[:] = True
         elif step == 3:
             dy = poison(dy, mask, np.inf)
@@ -367,7 +364,7 @@ def test_diagnostics_change_no_number_and_count_faults(running, warmup):
 
 
 class Stack(torch.nn.Module):
-    """Two norms with layers between them: the second one's input depends on the first one."""
+    """Two norms with layers between them: the input of the second depends on the first."""
 
     def __init__(self, case):
         super().__init__()
@@ -406,8 +403,8 @@ def recalibrate(model, batches):
 
 
 def test_recalibration_is_the_mean_over_the_batches_of_the_statistics_of_each(running):
-    """The variance of a norm with a mean may be the biased or the unbiased one. A batch without a
-    real token does not count. What a variant does with padding is its own.
+    """A norm with a mean may use the biased or the unbiased variance. A batch without a real token
+    does not count. How a variant treats padding is not tested.
     """
     norm = running.trained()
     batches = calibration_batches(4, masked=running.variant == VARIANTS[0])

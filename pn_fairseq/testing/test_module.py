@@ -1,4 +1,4 @@
-"""What a norm is as a module: parameters, state, copies, memory, and the types of its numbers."""
+"""A norm as a module: parameters, state, copies, memory, and the types of its numbers."""
 
 import copy
 import io
@@ -60,7 +60,7 @@ def test_reset_parameters_gives_the_initial_values(case):
 
 
 def on_meta(norm):
-    """``norm`` with other values than its initial ones, which are then lost."""
+    """``norm`` on the meta device: values other than its initial ones, which are then lost."""
     return torch.nn.Sequential(norm).to("meta")
 
 
@@ -138,7 +138,7 @@ def test_a_module_on_meta_is_refused(running):
 
 
 def test_state_belongs_to_a_running_norm(case):
-    """The tests of state look at no other norm: one that is composed of norms would be used
+    """The tests of state cover only running norms: a norm composed of norms would be used
     untested.
     """
     norm = case.build()
@@ -165,7 +165,7 @@ def test_state_is_float32_and_a_counter(running):
 
 @pytest.mark.parametrize("steps", [1, 4])
 def test_state_dict_round_trip(case, steps):
-    """In the middle of a warm-up of 2 and after it. Training continues to the bit."""
+    """In the middle of a warm-up of 2 and after it. Training continues bitwise equally."""
     norm = case.trained(4, steps, psi_warmup_updates=2)
     twin = case.build(4, psi_warmup_updates=2)
     assert set(norm.state_dict()) == {*dict(norm.named_parameters()), *state_of(norm)}
@@ -220,8 +220,8 @@ def test_a_graph_belongs_to_the_original_and_not_to_its_copy(running):
 
 
 class HostReads(TorchDispatchMode):
-    """Notes the operations of a block that would wait for a GPU: they read values, or have
-    results of unknown size.
+    """Records the operations of a block that would wait for a GPU, because they read values or
+    have results of unknown size.
     """
 
     NAMES = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "equal")
@@ -242,19 +242,19 @@ class HostReads(TorchDispatchMode):
     ids=["mask, with updates", "no mask, counting itself"],
 )
 def test_no_value_is_read_in_a_training_step(case, masked, counted):
-    """A GPU never has to catch up with the host. An ``if`` on a value of a tensor would read it."""
+    """The host never waits for a GPU. An ``if`` on a value of a tensor would read it."""
     norm = case.build(4, psi_warmup_updates=2, outlier_filtration=True)
     x, mask, dy = tensors(2)
     with HostReads() as reads:
         for step in range(4):  # in the warm-up and after it
             if counted:
                 norm.set_num_updates(step)
-            # Also a fault: what to do with it is decided where the numbers are.
+            # Includes a fault, which must be handled on the device that holds the numbers.
             values = x * float("inf") if step == 3 else x
             inputs = values.detach().requires_grad_()
             norm(inputs, mask if masked else None).backward(dy)
-    # One that is not told the number of updates may check once whether its own steps have ended a
-    # warm-up.
+    # A norm that is not told the number of updates may check once whether its own steps have ended
+    # a warm-up.
     assert len(reads.operations) <= (not counted), (
         f"a training step reads values, for which a GPU waits (use torch.where): {reads.operations}"
     )
@@ -289,7 +289,7 @@ def test_conversion_casts_parameters_and_leaves_the_state_float32(running, cast)
 
 @pytest.mark.parametrize(("assign", "dtype"), [(False, torch.float64), (True, torch.bfloat16)])
 def test_loaded_state_is_float32(running, assign, dtype):
-    """Whatever it was saved as. The caller keeps what was loaded, and training continues."""
+    """In whatever type it was saved. The caller keeps what was loaded, and training continues."""
     saved = running.trained()
     norm = running.build()
     source = torch.nn.Sequential(saved)
@@ -320,7 +320,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 @pytest.mark.parametrize("training", [True, False])
 @long
 def test_results_have_the_types_of_what_they_belong_to(case, dtype, training):
-    """Parameters of another type than the input are what mixed precision looks like."""
+    """In mixed precision, parameters have another type than the input."""
     for parameters in DTYPES:
         norm = case.build(4).to(parameters).train(training)
         x, mask, _ = random_batch(3)
@@ -341,8 +341,8 @@ def test_half_precision_is_one_rounding_away_from_float32(case, dtype):
     """
     wide = case.build(4, psi_warmup_updates=2)
     narrow = case.build(4, psi_warmup_updates=2).to(dtype)
-    # One pass over the tokens rounds once. Other norms are several operators, each of which rounds:
-    # three times at most, with a margin of five.
+    # One pass over the tokens rounds once. Other norms consist of several operators, each of which
+    # rounds: at most three times, with a margin of five.
     one_pass = isinstance(narrow, RunningNorm) and not narrow.further_parameters()
     if one_pass:
         rtol = 1e-4

@@ -29,7 +29,7 @@ from pn_fairseq.testing.helpers import (
 
 
 def more_padding(x, mask, dy, fill=None):
-    """Three more padding rows at the end, one in front, and a whole sentence of padding, of
+    """Add three padding rows at the end, one in front, and a whole sentence of padding, all with
     gradient 0.
     """
     around = ((1, 3), (0, 1), (0, 0))
@@ -44,7 +44,7 @@ def more_padding(x, mask, dy, fill=None):
 
 
 def in_order(values, shape, mask):
-    """Real tokens, sentence by sentence: the order does not depend on the padding."""
+    """Real tokens, sentence by sentence, in an order that does not depend on the padding."""
     return np.swapaxes(values, 0, 1)[np.swapaxes(real_tokens(shape, mask), 0, 1)]
 
 
@@ -55,7 +55,7 @@ def in_order(values, shape, mask):
 @pytest.mark.filterwarnings("ignore:padding_mask. . of . sentences:UserWarning")
 @long
 def test_values_and_amount_of_padding_change_nothing_for_real_tokens(masking, groups, fill):
-    """1e30 is a float32, its square is not. From the second of 4 steps on a warm-up is over."""
+    """1e30 is a float32, but its square is not. A warm-up is over from the second of 4 steps on."""
     plain, padded = (masking.build(groups, psi_warmup_updates=2) for _ in range(2))
     generator = rng(2)
     for step in range(4):
@@ -93,7 +93,7 @@ def test_gradients_at_padding_stay_there_and_statistics_send_none(masking, group
 
 
 def test_padding_is_normalized_like_the_real_tokens(case):
-    """A padding position that holds what a real token holds comes out as that token does."""
+    """A padding position with the values of a real token gets the output of that token."""
     norm = case.build(4)
     generator = rng(5)
     for _ in range(3):
@@ -152,7 +152,7 @@ def test_batch_first_equals_the_transposed_call(case, shape, layout, masked):
     for _ in range(3):
         x, mask, dy = random_batch(generator, shape, masked)
         if masked:
-            # one sentence of padding: other tokens would count, were it read transposed
+            # one sentence of padding: if the mask were read transposed, other tokens would count
             mask[1] = True
             mask[0] = False
         expected = train_step(time_first, x, mask, dy)
@@ -237,8 +237,8 @@ def test_numbers_that_are_not_finite_change_no_state(running, warmup, where, bad
             train_step(norm, poison(x, mask, bad), mask, dy)
         else:
             result = train_step(norm, x, mask, poison(dy, mask, bad))
-            # The loss scaler finds the overflow by looking at the gradients: it must not be hidden
-            # from it.
+            # The overflow must stay visible to the loss scaler, which looks for it in the
+            # gradients.
             assert not np.isfinite(result["dx"]).all()
             assert not np.isfinite(result.get("dbias", result["dweight"])).all()
         assert_states_equal(norm, twin)

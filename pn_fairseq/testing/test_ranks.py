@@ -1,4 +1,4 @@
-"""Several ranks give what one rank gives."""
+"""Several ranks compute what one rank computes."""
 
 from unittest import mock
 
@@ -20,14 +20,14 @@ from pn_fairseq.testing.ranks import run_ranks
 
 RANK_STEPS = 8
 RANK_WARMUP = 4
-#: Sentences of each rank: uneven.
+#: Number of ranks -> uneven numbers of sentences of each rank.
 SHARDS = {2: [5, 2], 3: [4, 3, 2]}
 
 
 def rank_batches(world, empty_last=False):
     """Batches (T, B, C) with masks and output gradients, float64.
 
-    With ``empty_last`` the last rank has no real token in every second batch.
+    With ``empty_last``, every second batch of the last rank contains no real token.
     """
     generator = torch.Generator().manual_seed(world)
     total = sum(SHARDS[world])
@@ -59,7 +59,7 @@ def rank_norm(case, sync):
 
 
 def run_steps(norm, batches, with_updates=True, recomputed=False, scaled=False):
-    """Forward and backward over ``batches``; what each step gave.
+    """Run forward and backward over ``batches``; return the results of each step.
 
     ``scaled``: the loss has another scale in each step, and no gradient reaches every third step.
     """
@@ -142,7 +142,7 @@ def average_of(case, batches, is_first_rank):
 
 
 def on_ranks(rank, world, chosen):
-    """All that the tests below look at, by norm: processes are slow to start."""
+    """All results that the tests below check, by norm, because processes are slow to start."""
     results = {}
     for case in chosen:
         mine = results[str(case)] = {}
@@ -220,7 +220,7 @@ def test_average_over_the_ranks_does_not_depend_on_what_each_has_trained(running
     assert calls == calls_of_second == 1
     mean_name = running.cls.mean_name
     moment_name = running.cls.moment_name
-    for norm in range(2):  # 0: trained on both ranks, 1: on the first one only
+    for norm in range(2):  # 0: trained on both ranks, 1: only on the first
         first = doubled(befores[norm])
         second = doubled(befores_of_second[norm])
         after = afters[norm]
@@ -229,7 +229,7 @@ def test_average_over_the_ranks_does_not_depend_on_what_each_has_trained(running
         assert any(differs)
         expected = {key: (value + second[key]) / 2 for key, value in first.items()}
         if mean_name is not None:
-            # the variance is the mean of the squares less the square of the mean
+            # the variance is the mean of the squares minus the square of the mean
             squares = [state[moment_name] + state[mean_name] ** 2 for state in (first, second)]
             expected[moment_name] = sum(squares) / 2 - expected[mean_name] ** 2
         expected[COUNT] = expected[COUNT].round()

@@ -28,7 +28,7 @@ from pn_fairseq.testing.helpers import (
 
 
 class Block(torch.nn.Module):
-    """A norm between linear maps, and a second norm behind them."""
+    """A norm between linear maps, and a second norm after them."""
 
     def __init__(self, case, **options):
         super().__init__()
@@ -53,8 +53,8 @@ def twins(case, **options):
 
 
 def run_step(block, uses, x, mask, dy):
-    """Forward through each function of ``uses`` in turn, backward, SGD; everything the step
-    produced.
+    """Run forward through each function of ``uses`` in turn, backward and SGD; return everything
+    the step produced.
     """
     block.zero_grad()
     leaf = x.clone().requires_grad_()
@@ -74,7 +74,7 @@ def run_step(block, uses, x, mask, dy):
 @pytest.mark.parametrize("updates", [None, 2], ids=["without updates", "with updates"])
 @long
 def test_recomputation_changes_no_bit(case, how, updates):
-    """Over the end of a warm-up of 2, in the types of mixed precision, with uses in turn and
+    """Past the end of a warm-up of 2, in the types of mixed precision, with uses in turn and
     dropped forwards.
     """
     plain, twin = twins(case, psi_warmup_updates=2)
@@ -84,7 +84,7 @@ def test_recomputation_changes_no_bit(case, how, updates):
         return twin(twin(x, mask), mask)
 
     chains = [([use], 1), ([use, use], 2), ([twin, use], 2), ([use, twin], 2)]
-    if how == "fairseq":  # its wrapper takes modules only
+    if how == "fairseq":  # its wrapper accepts only modules
         chains.append(([use], 1))
     else:
         chains.append(([checkpointed(both, how)], 2))
@@ -145,8 +145,8 @@ def test_recomputation_of_two_graphs_changes_no_bit(running, how, what, order):
 @pytest.mark.parametrize("how", CHECKPOINTING)
 @long
 def test_recomputation_of_a_retained_graph_gives_the_same_again(running, how):
-    """A reentrant recomputation is a forward like any other: there every backward counts,
-    elsewhere only the first.
+    """A reentrant recomputation is a forward like any other: every backward counts, otherwise only
+    the first.
     """
     plain, twin = twins(running)
     use = checkpointed(twin, how)

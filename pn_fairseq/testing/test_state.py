@@ -32,9 +32,7 @@ from pn_fairseq.testing.helpers import (
 
 
 def test_a_forward_changes_nothing(running):
-    """Neither one whose backward is still to come, nor one without a graph, nor one whose loss
-    is dropped.
-    """
+    """Whether its backward is still to come, it has no graph, or its loss is dropped."""
     for updates in (None, 0, 9):
         norm = running.trained(psi_warmup_updates=3)
         if updates is not None:
@@ -51,7 +49,7 @@ def test_a_forward_changes_nothing(running):
 
 
 def test_the_state_is_right_when_the_backward_returns(running):
-    """The backward moves it in place. Nothing that looks at it afterwards changes it."""
+    """The backward moves the state in place. Reading the state afterwards does not change it."""
     norm = running.trained()
     before = state_of(norm)
     buffers = dict(norm.named_buffers())
@@ -74,7 +72,7 @@ def test_the_state_is_right_when_the_backward_returns(running):
 @long
 @pytest.mark.parametrize("how", CHECKPOINTING)
 def test_a_recomputed_forward_reads_what_its_forward_read(running, how):
-    """Also after the backward of another batch has moved the state."""
+    """Even after the backward of another batch has moved the state."""
     plain = running.trained(psi_warmup_updates=1)
     twin = running.trained(psi_warmup_updates=1)
     results = []
@@ -89,7 +87,7 @@ def test_a_recomputed_forward_reads_what_its_forward_read(running, how):
 
 
 def test_pipeline_schedules_without_checkpointing(running):
-    """Two batches are on their way (1F1B). Each backward uses what its own forward read."""
+    """Two batches are in flight (1F1B). Each backward uses what its own forward read."""
     norm = running.trained(psi_warmup_updates=1)
     batches = [tensors(seed) for seed in (3, 4, 5)]
     leaves = [x.clone().requires_grad_() for x, _, _ in batches]
@@ -155,7 +153,7 @@ def test_threads_that_train_one_norm_lose_no_step(running):
 
 @pytest.mark.parametrize("inside", ["forward", "both"])
 def test_a_batch_that_is_ignored_in_its_forward_enters_no_statistic(running, inside):
-    """Its gradient is that of training, also where its backward comes after the block."""
+    """Its gradient is that of training, even if its backward comes after the block."""
     norm = running.trained()
     plain = running.trained()
     before = state_of(norm)
@@ -179,8 +177,8 @@ def test_a_batch_that_is_ignored_in_its_forward_enters_no_statistic(running, ins
 @long
 @pytest.mark.parametrize("how", CHECKPOINTING)
 def test_gradients_of_a_frozen_norm_in_a_checkpointed_part(running, how):
-    """The norm moves its state in the forward; what is recomputed later still reads the state
-    before that.
+    """The norm moves its state in the forward; a later recomputation still reads the state from
+    before.
     """
     plain = running.trained(psi_warmup_updates=1)
     twin = running.trained(psi_warmup_updates=1)
@@ -203,7 +201,7 @@ def test_gradients_of_a_frozen_norm_in_a_checkpointed_part(running, how):
         values = []
         for seed in range(2):
             x, mask, dy = tensors(seed)
-            hook = torch.zeros((), requires_grad=True)  # reentrant checkpointing needs it
+            hook = torch.zeros((), requires_grad=True)  # needed by reentrant checkpointing
             y = use(x, mask, hook)
             y.backward(dy)
             values += [y, block.factor.grad.clone()]
@@ -267,14 +265,14 @@ def test_a_second_backward_of_a_retained_graph_gives_the_same_and_counts_nothing
     (twice,) = torch.autograd.grad(y, x, dy)
     assert torch.equal(once, twice)
     assert_state_unchanged(norm, after)
-    for gradient in (dy, 3 * dy):  # only the first one counts
+    for gradient in (dy, 3 * dy):  # only the first counts
         torch.autograd.grad(of_other, x, gradient, retain_graph=True)
     assert_state_unchanged(other, after)
 
 
 @pytest.mark.parametrize("loaded_first", [True, False], ids=["before the backward", "after it"])
 def test_a_step_belongs_to_the_state_that_a_load_replaces(running, loaded_first):
-    """The gradient is that of the forward that was run."""
+    """The gradient is that of the forward that ran."""
     norm = running.trained()
     plain = running.trained()
     saved = running.trained(steps=5)
@@ -330,7 +328,7 @@ def test_frozen_inputs_and_parameters_change_nothing_else(running, frozen):
 
 @pytest.mark.parametrize("how", [None, *CHECKPOINTING, "nested", "with hooks"])
 def test_a_step_that_no_gradient_reaches_counts_once(running, how):
-    """It changes what a backward would have changed, but the state that is made of gradients."""
+    """It changes what a backward would have changed, except the state made of gradients."""
     norm = running.trained(psi_warmup_updates=2)
     twin = running.trained(psi_warmup_updates=2)
     before = state_of(norm)
@@ -380,7 +378,7 @@ def test_state_made_of_gradients_is_named(running):
 
 @pytest.mark.parametrize("how", ["numbers", "tensors", "a scaler"])
 def test_a_loss_scale_changes_no_state(running, how):
-    """The scale of a scaler halves after an overflow, and grows; a resumed training has another
+    """The scale of a scaler halves after an overflow, and grows; a resumed training uses another
     scale, or none.
     """
     plain = running.build(4, psi_warmup_updates=2)

@@ -18,18 +18,19 @@ from pn_fairseq.norms.masks.padding import ARGUMENT_FORMS, matches, patterns_of
 def norms_to_replace(
     names: dict[nn.Module, list[str]], only, skip, layout: str | None
 ) -> dict[nn.Module, float]:
-    """The modules to replace, of those with ``names``, and what each adds to its gain: 1 if that is
+    """The modules in ``names`` to replace, and what each adds to its gain: 1 if the gain is
     zero-centred, as in Gemma, else 0. For the other arguments see :func:`convert_norms`.
 
-    One warning names the norms that cannot be replaced and that ``skip`` does not name, and says
-    why.
+    One warning lists the norms that cannot be replaced and that ``skip`` does not name, with the
+    reasons.
 
     Raises:
-        ValueError: there is none, a pattern matches none, or the weight of a norm would be lost.
+        ValueError: no norm can be replaced, a pattern matches none, or the weight of a norm would
+            be lost.
     """
     only = patterns_of(only)
     skip = patterns_of(skip) or ()
-    # the model may be in the making in `with torch.device("meta")`, as in transformers
+    # the model may be under construction in `with torch.device("meta")`, as in transformers
     with torch.device("cpu"):
         verdicts = {module: _offset(module, layout) for module in names}
     norms = {module: verdict for module, verdict in verdicts.items() if verdict is not None}
@@ -127,7 +128,7 @@ def is_norm(module: nn.Module) -> bool:
 
 def _offset(module: nn.Module, layout: str | None) -> float | str | None:
     """What the norm ``module`` adds to its gain; a string: why it cannot be replaced; None: it is
-    no norm, or of a kind that always stays.
+    not a norm, or is of a kind that always stays.
     """
     offset = _offset_with_one_input(module, layout)
     if isinstance(offset, float):
@@ -138,7 +139,7 @@ def _offset(module: nn.Module, layout: str | None) -> float | str | None:
 
 
 def _second_input(module: nn.Module) -> str | None:
-    """What the forward of ``module`` takes besides the activations and a padding mask, such as a
+    """What the forward of ``module`` expects besides the activations and a padding mask, such as a
     gate or a residual.
     """
     for parameter in parameters_of(module)[1:]:
@@ -184,17 +185,15 @@ def _offset_with_one_input(module: nn.Module, layout: str | None) -> float | str
         return _compare(module)
     if module._modules or module._buffers:  # a call might change its state
         return None
-    # Any module with one vector, such as a PReLU. It is not called a norm, so it stays, without a
-    # warning, even if it computes one; only a formula that holds with an unknown epsilon is
-    # reported.
+    # Any module with one vector, such as a PReLU. Nothing in it is called a norm, so it stays
+    # without a warning; only a norm's formula with an unknown epsilon is reported.
     offset = _compare(module)
     if offset == _UNKNOWN_EPS:
         return offset
     return None
 
 
-#: Why a norm stays if its formula holds with an epsilon that it stores under none of
-#: :data:`EPS_NAMES`.
+#: Why a norm stays whose formula holds with an epsilon that none of :data:`EPS_NAMES` stores.
 _UNKNOWN_EPS = (
     "computes LayerNorm or RMSNorm, but its epsilon is unknown: store it as "
     f"{' or '.join(EPS_NAMES)}"
@@ -206,10 +205,10 @@ def _compare(
     module: nn.Module, gain_name: str | None = None, bias_name: str = "bias"
 ) -> float | str:
     """What ``module`` adds to its gain, if it is LayerNorm or RMSNorm of the last dimension with
-    its gain (by default that of :func:`gain_of`), bias and eps; else why not.
+    its gain (by default that of :func:`gain_of`), bias and eps; else why it is not.
 
-    Its own gain may be zeros, uninitialized or on the meta device: random tokens get a random one.
-    A gain that is computed, as by a parametrization, stays as it is.
+    Its own gain may be zeros, uninitialized or on the meta device, so random tokens get a random
+    gain. A computed gain, as from a parametrization, stays as it is.
     """
     generator = torch.Generator().manual_seed(0)
     gain_name = gain_name or gain_of(module)
@@ -224,7 +223,7 @@ def _compare(
         x = x.to("cpu" if weight.is_meta else weight.device, weight.dtype)
     eps = eps_of(module)
     is_stored = eps is not None or hasattr(module, "eps")
-    if eps is None:  # as nn.RMSNorm; a class that has no such attribute adds nothing
+    if eps is None:  # as in nn.RMSNorm; a class without such an attribute adds nothing
         eps = torch.finfo(x.dtype).eps if is_stored else 0.0
     random = {}
     for name in (gain_name, bias_name):
@@ -239,7 +238,7 @@ def _compare(
     if offset is not None:
         return offset
     if not is_stored:
-        # beside them no usual epsilon matters
+        # for long tokens no usual epsilon matters
         long = torch.randn(3, 4, channels, generator=generator).to(x) * 30
         y = _output(module, random, long)
         if y is not None and _fitting_offset(long, y, gain, shift, 0.0) is not None:
@@ -254,8 +253,8 @@ def _wide(value: Tensor | None, default: float) -> Tensor:
 
 
 def _output(module: nn.Module, parameters: dict[str, Tensor], x: Tensor) -> Tensor | None:
-    """What ``module`` makes of ``x`` with ``parameters``, in float64; None: nothing of its
-    shape.
+    """The output of ``module`` for ``x`` with ``parameters``, in float64; None if it fails or has
+    another shape.
     """
     try:
         y = torch.func.functional_call(module, parameters, x)

@@ -34,56 +34,56 @@ def convert_norms(
     zero_padding: bool = False,
     **options,
 ) -> nn.Module:
-    """Put the norm ``norm`` in the place of the norms of ``model``, which is changed and returned::
+    """Replace the norms of ``model``, which is changed and returned, by the norm ``norm``::
 
         model = convert_norms(model, "batch", mask_from="attention_mask")
 
     The function replaces ``LayerNorm`` and ``RMSNorm`` over the last dimension, ``BatchNorm1d`` and
     ``SyncBatchNorm`` of torch, apex's and fairseq's LayerNorms, and modules of other classes (such
-    as T5's and Llama's norms) that compute LayerNorm or RMSNorm with a gain of (C,), which a call
-    on random tokens shows. The gain is ``weight`` or the only parameter besides a bias; where it is
-    stored as gain - 1, as in Gemma, the new norm stores it so. With ``layout="BCHW"`` it also
+    as T5's and Llama's norms) that compute LayerNorm or RMSNorm with a gain of (C,), as a call on
+    random tokens shows. The gain is ``weight`` or the only parameter besides a bias; if the old
+    norm stores gain - 1, as in Gemma, so does the new one. With ``layout="BCHW"`` the function also
     replaces ``BatchNorm2d``. :func:`norm_report` lists the norms.
 
     The new norm keeps eps, dtype, device and training mode. A weight or bias that the new norm also
-    has stays the same Parameter with the same name; another weight or bias is dropped. If both
-    norms have the same running statistics, the new norm also keeps the statistics and their decay.
-    A norm can have additional parameters, such as a ``bias`` of zeros in the place of an RMSNorm,
-    so create the optimizer after the conversion. A checkpoint of the unconverted model loads;
-    loading does not change parameters and buffers that the checkpoint does not contain.
+    uses stays the same Parameter with the same name; any other is dropped. If both norms have the
+    same running statistics, the new norm also keeps the statistics and their decay. A norm can add
+    parameters, such as a ``bias`` of zeros where it replaces an RMSNorm, so create the optimizer
+    after the conversion. A checkpoint of the unconverted model loads; loading does not change
+    parameters and buffers that the checkpoint does not contain.
 
     Padding is normalized like other tokens and enters no statistic, except with
     ``variant="release"`` of some norms.
 
     Args:
         norm: a key of :data:`pn_fairseq.norms.NORMS`.
-        only: pattern or patterns of module names, as in ``fnmatch`` ("encoder.*"); the others stay
+        only: pattern or patterns of module names, as in ``fnmatch`` ("encoder.*"); other norms stay
             as they are.
-        skip: patterns of names that stay as they are.
-        layout: "BTC" or "TBC", of the input of norms over the last dimension. By default each norm
-            reads it from the shape of its first mask; if B equals T in that mask, the forward
-            raises ValueError. Batch norms of torch keep their own layout, (B, C, T) or (N, C).
+        skip: patterns of names of norms that stay as they are.
+        layout: "BTC" or "TBC", the layout of the input of norms over the last dimension. By default
+            each norm infers it from the shape of its first mask; if B equals T in that mask, the
+            forward raises ValueError. Batch norms of torch keep their layout, (B, C, T) or (N, C).
             "BCHW" also replaces ``BatchNorm2d``.
         mask_from: the argument that holds the mask in the forward of the model or of modules in it.
-            By default arguments of known names are used: %s (after the dot, in modules of that
+            By default arguments with known names are used: %s (after the dot, in modules of that
             package). For others give a dict: name -> one of %s (see :class:`padding`), or a
             function of the value that returns the mask as bool, True = padding, None if there is
             none, or NotImplemented. With ``()`` only ``with padding(...)`` blocks count. The table
-            of docs/own_model.md says which mask a norm takes: that of a block around the call, else
-            that of the innermost module around the norm that has such an argument.
-        zero_padding: write zeros at padding after the norm, as a convolution that follows needs.
-        options: for the norm, see :func:`build_norm`. A norm with running statistics has
-            ``sync=True`` by default, except "power", which has it only in the place of a
-            ``SyncBatchNorm``. "power" has a psi warm-up of 1,000 updates unless
-            ``psi_warmup_updates`` is given: without one it starts with psi = 1, and does not
+            in docs/own_model.md says which mask a norm uses: that of a block around the call, else
+            that of the innermost module around the norm with such an argument.
+        zero_padding: write zeros at padding after the norm, as a following convolution needs.
+        options: for the norm, see :func:`build_norm`. A norm with running statistics uses
+            ``sync=True`` by default, except "power", which uses it only where it replaces a
+            ``SyncBatchNorm``. "power" uses a psi warm-up of 1,000 updates unless
+            ``psi_warmup_updates`` is given: without a warm-up it starts with psi = 1, and does not
             normalize at first. Give the length of your learning rate's warm-up, and
             ``layer_scale_groups`` = attention heads, as in the paper's Transformer. In the warm-up
-            it mixes the tokens of a batch: in a causal decoder they leak. "prep-batch" fades from
-            LayerNorm to BatchNorm over 60,000 updates, during which evaluation means little: give
-            ``fade_updates`` = four fifths of your updates.
+            "power" mixes the tokens of a batch, so a causal decoder leaks future tokens.
+            "prep-batch" fades from LayerNorm to BatchNorm over 60,000 updates, during which
+            evaluation means little: give ``fade_updates`` = four fifths of your updates.
 
-    A checkpoint does not contain the options: give the same ones before you load it. Loading raises
-    RuntimeError if it was trained with other ``layer_scale_groups``.
+    A checkpoint does not contain the options: give the same options before you load it. Loading
+    raises RuntimeError if the checkpoint was trained with other ``layer_scale_groups``.
 
     Raises:
         ValueError: a pattern, name, layout or option does not fit, or there is nothing to replace.
@@ -101,9 +101,9 @@ if convert_norms.__doc__:  # python -OO removes it
 def convert(
     model, norm, only, skip, layout, mask_from, zero_padding, options, none_is_no_padding=False
 ) -> nn.Module:
-    """What :func:`convert_norms` does.
+    """The body of :func:`convert_norms`.
 
-    ``none_is_no_padding``: a mask that is None means no padding, as in fairseq.
+    ``none_is_no_padding``: a mask argument that is None means no padding, as in fairseq.
     """
     if not isinstance(model, nn.Module):
         if isinstance(model, str):
@@ -118,7 +118,7 @@ def convert(
     if layout not in (None, *LAYOUTS):
         raise ValueError(f"layout={layout!r} must be one of {', '.join(LAYOUTS)}")
     known = dict(entry.options, variant=None)
-    del known["batch_first"]  # the layout says it
+    del known["batch_first"]  # follows from the layout
     for option in options:
         check_option(option, known, f"{norm} has")
     refuse_wrapped(model)
@@ -128,7 +128,7 @@ def convert(
         names.setdefault(module, []).append(name)
     conversion = Conversion(none_is_no_padding)
     if none_is_no_padding and not forms:
-        conversion.warned.add("missing")  # no mask is no padding: nothing to warn of
+        conversion.warned.add("missing")  # no mask means no padding: nothing to warn about
     made = {}
     for module, offset in norms_to_replace(names, only, skip, layout).items():
         made[module] = replacement(
@@ -141,10 +141,10 @@ def convert(
     if forms:
         add_argument_hooks(model, list(made.values()), forms)
     parts = {part.name: part for part in made.values() if part is not model}
-    warn_of_future_tokens(model, parts, stacklevel=4)  # of the caller of convert_norms
+    warn_of_future_tokens(model, parts, stacklevel=4)  # points at the caller of convert_norms
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder) and named_norms(module, ConvertedNorm):
-            # it would read weight and bias of norms that may have none
+            # with nested tensors it would read weight and bias of norms that may lack them
             module.use_nested_tensor = False
     return model
 
@@ -154,13 +154,12 @@ def named_norms(model: nn.Module, kind: type = ChannelNorm) -> dict[str, Channel
     return {name: module for name, module in model.named_modules() if isinstance(module, kind)}
 
 
-#: Classes that keep a list of a model's parameters. A norm that came later would have parameters
-#: that they do not know.
+#: Classes that keep a list of a model's parameters, without those of a norm that is added later.
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """Raises ValueError if ``model`` or a part of it is wrapped for several ranks."""
+    """Raise ValueError if ``model`` or a part of it is wrapped for several ranks."""
     for name, module in model.named_modules():
         for cls in type(module).__mro__:
             if cls.__name__ in _WRAPPERS:
@@ -175,17 +174,17 @@ def norm_parameter_names(
 ) -> list[str]:
     """The names of the parameters of the norms of ``model``, as in ``model.named_parameters()``.
 
-    An optimizer often decays no parameters of norms, and finds the norms by their classes, such as
-    ``torch.nn.LayerNorm``. Norms of this package have other classes::
+    Training code often excludes the parameters of norms from weight decay, and finds the norms by
+    their classes, such as ``torch.nn.LayerNorm``. Norms of this package have other classes::
 
         norms = set(norm_parameter_names(model))
         decayed = [p for name, p in model.named_parameters() if name not in norms]
 
     Args:
-        replaced: only norms that :func:`convert_norms` put in the place of modules of this class or
+        replaced: only norms with which :func:`convert_norms` replaced modules of this class or
             these classes, as ``isinstance`` finds them. By default all norms: of this package, of
-            torch, and others that compute LayerNorm or RMSNorm. So the list is the same before and
-            after a conversion, but for parameters that the new norms add or lack.
+            torch, and others that compute LayerNorm or RMSNorm. So a conversion changes the list
+            only by the parameters that the new norms add or lack.
     """
     kinds = (replaced,) if isinstance(replaced, type) else replaced
     names = {}
@@ -204,16 +203,16 @@ class ReplacedNorm:
     """A norm of a converted model; ``str()`` of it is one line.
 
     Attributes:
-        name: of the module in the model.
-        replaced: class of the module that it took the place of.
-        norm: its class.
-        layout: of its input; None: read from the shape of the mask.
-        masks: arguments that its mask comes from outside of ``with padding(...)`` blocks, the
-            innermost first. Where one is None, those after it are not used.
+        name: name of the module in the model.
+        replaced: class of the module that the norm replaced.
+        norm: class of the norm.
+        layout: layout of its input; None: inferred from the shape of the mask.
+        masks: arguments that supply its mask outside of ``with padding(...)`` blocks, the innermost
+            first. If one is None, those after it are not used.
         psi_warmup_updates: length of its psi warm-up; None: it has none.
         layer_scale_groups: groups of the layer-scale in front of it; 0: none.
-        line: of the table of docs/own_model.md, which decided in the last forward that asked for a
-            mask; None: no forward did.
+        line: the line of the table in docs/own_model.md that decided in the last forward that
+            looked for a mask; None: no forward did.
         decided: the same in words.
     """
 
@@ -245,7 +244,7 @@ class ReplacedNorm:
 def norm_report(model: nn.Module) -> list[ReplacedNorm]:
     r"""The norms that :func:`convert_norms` put into ``model``.
 
-    ``print(*norm_report(model), sep="\n")`` shows them, one a line.
+    ``print(*norm_report(model), sep="\n")`` prints one per line.
     """
     report = []
     for name, norm in named_norms(model, ConvertedNorm).items():

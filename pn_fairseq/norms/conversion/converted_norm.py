@@ -1,5 +1,5 @@
-"""The norms of a converted model: how each takes the place of another norm, and how its padding
-mask reaches it.
+"""The norms of a converted model: how each replaces another norm, and how its padding mask reaches
+it.
 """
 
 import re
@@ -44,7 +44,7 @@ from pn_fairseq.norms.registry import NormEntry, build_norm, find_norm
 _OWN_LAYOUTS = {nn.BatchNorm1d: "BCT", nn.BatchNorm2d: "BCHW", nn.SyncBatchNorm: "BC"}
 BATCH_NORMS = tuple(_OWN_LAYOUTS)
 
-#: The key of the state of a converted norm with layer-scale that tells its number of groups. It
+#: The key for the number of groups in the state of a converted norm with layer-scale. The number
 #: changes what the norm computes, and no tensor of the state shows it.
 SAVED_GROUPS = "layer_scale_groups"
 
@@ -54,7 +54,7 @@ EPS_NAMES = ("eps", "variance_epsilon", "epsilon")
 
 @dataclass
 class Conversion:
-    """One call of :func:`convert_norms`, which a norm and the hooks that serve it have in common.
+    """One call of :func:`convert_norms`, which a norm and the hooks that serve it share.
 
     Copies keep the ``id``, so the hooks of a model also serve a copy of one of its norms.
 
@@ -62,7 +62,7 @@ class Conversion:
         none_is_no_padding: whether an argument that is None means that there is no padding, as in
             fairseq, rather than that no mask was given.
         warned: the kinds of warnings that have been given.
-        has_had_mask: whether one of its norms has had a mask.
+        has_had_mask: whether one of its norms has received a mask.
     """
 
     none_is_no_padding: bool = False
@@ -82,8 +82,8 @@ class MaskHistory:
     """Where a norm got its masks from in forwards that were not recomputations.
 
     Attributes:
-        sources: "block", "padding(None)" and "argument", those that there were.
-        last: in the last forward.
+        sources: those of "block", "padding(None)" and "argument" that occurred.
+        last: what the search in the last forward found.
     """
 
     sources: set[str] = field(default_factory=set)
@@ -98,9 +98,9 @@ class MaskHistory:
 
 
 class ConvertedNorm:
-    """Mixin; must precede the norm class in the bases. The norm of a converted model.
+    """The norm of a converted model, a mixin that must precede the norm class in the bases.
 
-    ``norm(x)`` has the layout of the replaced module, and finds its mask
+    ``norm(x)`` uses the layout of the replaced module, and finds its mask
     (:mod:`pn_fairseq.norms.masks.padding`).
     """
 
@@ -116,8 +116,7 @@ class ConvertedNorm:
     conversion: Conversion
     mask_history: MaskHistory
 
-    #: The look at the first mask is :meth:`_warn_of_empty_sentences`, which knows which dimension
-    #: is the sentence's.
+    #: :meth:`_warn_of_inverted_mask` looks at the first mask instead, because it knows the layout.
     has_looked_at_mask = True
 
     #: Whether the counter of steps has been looked at in evaluation.
@@ -147,8 +146,8 @@ class ConvertedNorm:
 
     @momentum.setter
     def momentum(self, value) -> None:
-        """Recipes that freeze the statistics of torch's BatchNorm set this attribute, which no
-        norm here reads.
+        """Ignored: recipes that freeze the statistics of torch's BatchNorm set ``momentum``, which
+        no norm here reads.
         """
         raise AttributeError(
             f"{self.name}: momentum={value} would change nothing, because {type(self).__name__} "
@@ -205,13 +204,13 @@ class ConvertedNorm:
             self._warn_of_early_evaluation()
 
     def _check_given_mask(self, x: Tensor, mask) -> None:
-        """Refuse a second argument that is no mask, also where this norm does not use a mask."""
+        """Refuse a second argument that is not a mask, even if this norm does not use a mask."""
         found = type(mask).__name__
         if isinstance(mask, Tensor):
             found = f"{mask.dtype} {tuple(mask.shape)}"
             if not mask.is_floating_point():
                 mask = PaddingMask("mask", mask, "the mask").value
-                # (B, T) also for rows (N, C)
+                # a mask (B, T) is also valid for rows (N, C)
                 if mask.dim() < x.dim() or (mask.dim() == 2 and mask.shape != x.shape):
                     return
         raise ValueError(
@@ -221,9 +220,9 @@ class ConvertedNorm:
         )
 
     def find_padding(self, tokens: Tensor, mask: Tensor | None) -> Tensor | None:
-        """Which of ``tokens``, (..., C), are padding; None: nothing is.
+        """Which of ``tokens``, (..., C), are padding; None: none are.
 
-        ``mask``: None, or the one that was given.
+        ``mask``: the mask of the call, or None.
         """
         if mask is None:
             found = self._find_mask(tokens)
@@ -242,9 +241,9 @@ class ConvertedNorm:
         return padding
 
     def _warn_of_inverted_mask(self, tokens: Tensor, mask: PaddingMask) -> None:
-        """Look at every mask that is on the CPU, once, and elsewhere at the first one, since that
-        waits for the device. An inverted mask already shows there: nothing is left of the longest
-        sentence, or, where all sentences are shorter than the batch, what is left is padding.
+        """Look once at every mask on the CPU, but elsewhere only at the first mask, since reading
+        it waits for the device. The first mask already shows an inversion: nothing is left of the
+        longest sentence, or, if all sentences are shorter than the batch, what is left is padding.
         """
         is_first = not self.conversion.has_had_mask
         self.conversion.has_had_mask = True
@@ -261,7 +260,7 @@ class ConvertedNorm:
             self.conversion.warn("inverted", f"{self.name}: by {mask.source} {text}")
 
     def _warn_of_early_evaluation(self) -> None:
-        """Called in evaluation. It looks at the state once, since that waits for the device."""
+        """Called in evaluation. Reads the state only once, since this waits for the device."""
         if self.has_looked_at_count or "initial" in self.conversion.warned:
             return
         moment = self._buffers[self.moment_name]
@@ -316,8 +315,8 @@ class ConvertedNorm:
             )
 
     def _warn_of_hidden_mask(self, found: Found, scopes: list[Scope]) -> None:
-        """Called in `with padding(None)`, which may have been written to silence the warning of a
-        missing mask.
+        """Called in `with padding(None)`, which the user may have written to silence the warning
+        about a missing mask.
         """
         if "hidden" in self.conversion.warned or found.scope.only is not None:
             return
@@ -360,7 +359,7 @@ class ConvertedNorm:
         )
 
     def _arranged(self, x: Tensor, tokens: Tensor, padding: Tensor | None) -> Tensor:
-        """The norm of ``x``, whose ``tokens`` have their channels last, in the layout of x."""
+        """The norm of ``x`` in the layout of x; ``tokens`` are those of x with channels last."""
         if tokens.dim() in (2, 3):
             y = super().forward(tokens, padding)
         else:
@@ -372,13 +371,13 @@ class ConvertedNorm:
         if tokens is not x:
             y = y.movedim(-1, 1)
             if x.is_contiguous():
-                y = y.contiguous()  # as torch's norms, whose callers may call view
+                y = y.contiguous()  # as from torch's norms, whose callers may call view
         return y
 
 
 def _is_full(found: Found, x: Tensor) -> bool:
-    """Whether the masks that an argument which is None hides fit ``x`` and have no padding. Hugging
-    Face's models hand None on in such a batch.
+    """Whether an argument that is None hides masks that fit ``x`` and contain no padding. For such
+    a batch, Hugging Face's models pass on None.
     """
     around = [mask for mask in masks_around(found) if mask.time(x.size(1)) in x.shape]
     return bool(around) and not any(mask.has_padding for mask in around)
@@ -389,8 +388,8 @@ def _is_full(found: Found, x: Tensor) -> bool:
     lambda tokens, *_: tokens.new_empty(tokens.shape[:-1], dtype=torch.bool),
 )
 def padding_of(tokens, mask, norm, scope):
-    """:meth:`ConvertedNorm.find_padding` in ``scope``; memory of its own, where the compiler may
-    write.
+    """:meth:`ConvertedNorm.find_padding` in ``scope``; the result has its own memory, since the
+    compiler may write there.
     """
     norm = find(norm)
     try:
@@ -417,9 +416,7 @@ def _rebuild(cls: type[ChannelNorm]) -> ChannelNorm:
 def replacement(
     module: nn.Module, name: str, norm: str, layout, zero_padding, conversion, options, gain_offset
 ) -> ChannelNorm:
-    """The norm that takes the place of ``module``; see :func:`convert_norms` and
-    :func:`.norms_to_replace`.
-    """
+    """The norm that replaces ``module``; see :func:`convert_norms`, :func:`.norms_to_replace`."""
     name = name or type(module).__name__
     weight = getattr(module, gain_of(module) or "", None)
     tensors = [tensor for tensor in (weight, *module.buffers()) if tensor is not None]
@@ -480,7 +477,7 @@ def _defaults(entry: NormEntry, module: nn.Module, weight: Tensor | None, like: 
 
 
 def _take_parameters(made: ChannelNorm, module: nn.Module, gain_offset: float) -> None:
-    """Give ``made`` the gain and bias of ``module``, as far as it has them, under their names."""
+    """Give ``made`` the gain and bias of ``module`` under their names, as far as it uses them."""
     bias = module._parameters.get("bias")
     if bias is not None and made.bias is not None:
         made._parameters["bias"] = bias
@@ -491,7 +488,7 @@ def _take_parameters(made: ChannelNorm, module: nn.Module, gain_offset: float) -
     made._parameters["weight"] = gain
     if gain_name == "weight" and gain_offset == 0:
         return
-    if gain_name in made._parameters:  # of another meaning there
+    if gain_name in made._parameters:  # with another meaning there
         gain_name = "weight"
     made.gain_name = gain_name
     made.gain_offset = gain_offset
@@ -499,7 +496,7 @@ def _take_parameters(made: ChannelNorm, module: nn.Module, gain_offset: float) -
     made._parameters = {
         names.get(name, name): parameter for name, parameter in made._parameters.items()
     }
-    made.layer_scale.register_forward_pre_hook(no_fast_path)  # which reads weight
+    made.layer_scale.register_forward_pre_hook(no_fast_path)  # the fast path reads weight
 
 
 def _take_hooks(made: ChannelNorm, module: nn.Module) -> None:
@@ -509,8 +506,8 @@ def _take_hooks(made: ChannelNorm, module: nn.Module) -> None:
 
 
 def _alpha_of_momentum(momentum: float | None, name: str) -> float:
-    """``alpha_fwd`` of the statistics of a batch norm of torch: 0 keeps those of the last batch, 1
-    the initial ones.
+    """``alpha_fwd`` for the ``momentum`` of a batch norm of torch: with 0 the statistics are those
+    of the last batch, with 1 the initial ones.
     """
     if momentum is None:
         raise ValueError(
@@ -528,12 +525,12 @@ def _alpha_of_momentum(momentum: float | None, name: str) -> float:
 
 
 def _identity(cls: type) -> tuple[str, str]:
-    """The module and name by which a class is found again if the class itself cannot be pickled."""
+    """The module and name that identify a class even if the class itself cannot be pickled."""
     return cls.__module__, cls.__qualname__
 
 
 def eps_of(module: nn.Module) -> float | None:
-    """What ``module`` stores as its epsilon. None: it stores none, or None, as torch.nn.RMSNorm."""
+    """The epsilon of ``module``; None if it stores none, or None as torch.nn.RMSNorm does."""
     for name in EPS_NAMES:
         eps = getattr(module, name, None)
         if eps is not None:
@@ -564,9 +561,9 @@ def _before_loading(
     unexpected_keys: list[str],
     errors: list[str],
 ) -> None:
-    """Make the state of the module that was replaced one of ``module``; what it lacks stays as it
-    is. Layer-scale is not in such a state; in one of a converted norm it must be that of
-    ``module``.
+    """Turn the state of the replaced module into a state of ``module``; what it lacks stays
+    unchanged. Such a state does not record layer-scale; in a state of a converted norm layer-scale
+    must be that of ``module``.
     """
     saved_groups = state_dict.pop(prefix + SAVED_GROUPS, None)
     given = {key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)}

@@ -1,7 +1,7 @@
 """A warning about norms that show a causal decoder its future tokens.
 
-In training a norm that mixes tokens (:attr:`.ChannelNorm.mixes_tokens`) computes the output of a
-token from statistics of its batch, later tokens of its sentence among them.
+In training, a norm that mixes tokens (:attr:`.ChannelNorm.mixes_tokens`) computes the output of a
+token from statistics of its batch, which include later tokens of the sentence.
 """
 
 import warnings
@@ -16,7 +16,7 @@ from pn_fairseq.norms.core.channel import ChannelNorm
 _CAUSAL = "FairseqIncrementalDecoder"
 _NOT_CAUSAL = "FairseqNATDecoder"
 
-#: Attributes by which modules of Hugging Face, above all attentions, say whether they are causal.
+#: Attributes that state whether a Hugging Face module, such as an attention, is causal.
 _MARKS = ("is_causal", "is_decoder")
 
 #: Endings of the class names of Hugging Face's language models.
@@ -24,7 +24,7 @@ _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")
 
 
 def mixes_by_warmup(norm: nn.Module) -> bool:
-    """Whether ``norm`` mixes tokens in its psi warm-up and at no other time, as PN."""
+    """Whether ``norm`` mixes tokens only in its psi warm-up, as PN does."""
     has_warmup = hasattr(norm, "psi_warmup_updates") and not hasattr(norm, "window")
     return has_warmup and norm.mixes_tokens == "at first"
 
@@ -42,7 +42,7 @@ def in_decoders(model: nn.Module, norms: dict[str, ChannelNorm]) -> list[str]:
 
 
 def leak(names: list[str], norm: ChannelNorm) -> str:
-    """What a decoder with the norms ``names`` does, of which ``norm`` is the first."""
+    """A description of the leak through the norms ``names``, of which ``norm`` is the first."""
     when = ""
     if mixes_by_warmup(norm):
         when = f"for the {norm.psi_warmup_updates} updates of the psi warm-up, "
@@ -61,7 +61,7 @@ def leak(names: list[str], norm: ChannelNorm) -> str:
 
 
 def warn_of_future_tokens(model: nn.Module, norms: dict[str, ChannelNorm], stacklevel: int) -> None:
-    """One warning for :func:`convert_norms`, if some of ``norms`` are :func:`in_decoders`."""
+    """Give one warning for :func:`convert_norms` if some of ``norms`` are :func:`in_decoders`."""
     names = in_decoders(model, norms)
     if not names:
         return
@@ -92,17 +92,16 @@ def _only_encoder(elsewhere: set[str]) -> str:
 
 
 def _is_called_encoder(name: str) -> bool:
-    """Whether a part of the name of a module, such as "model.encoder.norm", says that it is in
-    an encoder.
-    """
+    """Whether the name of a module, such as "model.encoder.norm", says that it is in an encoder."""
     return any("encoder" in key and "decoder" not in key for key in name.split("."))
 
 
 def is_in_causal_part(model: nn.Module, name: str) -> bool:
     """Whether the module ``name`` of ``model`` is in a decoder.
 
-    Decoders are those of torch and fairseq, the parts of a model of Hugging Face whose attentions
-    say that they are causal, and modules that are called a decoder and attend to an encoder.
+    Decoders are those of torch and fairseq, the parts of a Hugging Face model whose attentions say
+    that they are causal, its language models, and modules that are called a decoder and attend to
+    an encoder.
     """
     keys = name.split(".")[:-1]
     path = dict(zip(accumulate(keys, getattr, initial=model), ["", *keys], strict=True))
@@ -124,8 +123,8 @@ def is_in_causal_part(model: nn.Module, name: str) -> bool:
 
 
 def _is_own_decoder(key: str, module: nn.Module) -> bool:
-    """Whether ``module``, which its parent calls ``key``, is called a decoder, and it or a part
-    of it attends.
+    """Whether ``module``, which its parent calls ``key``, is called a decoder, and it or a part of
+    it attends to other tokens.
     """
     for name in (key.lower(), type(module).__name__.lower()):
         if "decoder" in name and "encoder" not in name:
@@ -134,7 +133,7 @@ def _is_own_decoder(key: str, module: nn.Module) -> bool:
 
 
 def _verdict(module: nn.Module) -> bool | None:
-    """Whether ``module`` is causal by what it or modules in it say; None: they say nothing."""
+    """Whether ``module`` or a module in it says that it is causal; None: they say nothing."""
     values = [getattr(part, mark, None) for part in module.modules() for mark in _MARKS]
     marks = [value for value in values if isinstance(value, bool)]
     return any(marks) if marks else None

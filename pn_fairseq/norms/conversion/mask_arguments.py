@@ -1,4 +1,4 @@
-"""Masks that are arguments of the modules around the norms of a converted model."""
+"""Masks in the arguments of the modules around the norms of a converted model."""
 
 import inspect
 import re
@@ -32,7 +32,7 @@ _is_attended = re.compile(
     "|context|encoder_hidden_states|key_value_states|encodings"
 ).fullmatch
 
-#: Parts of the names of arguments that hold tensors (B, T, C), but no other sequence.
+#: Parts of the names of arguments that may hold tensors (B, T, C), but not another sequence.
 _NO_SEQUENCE = ("mask", "pad", "pos", "bias", "emb", "residual", "rotary", "len")
 
 
@@ -42,7 +42,7 @@ def mask_forms(
     """Name of an argument -> its form, as in :data:`ARGUMENT_FORMS`, which is the result for None.
 
     Raises:
-        ValueError: the form of an argument is not known.
+        ValueError: the form of an argument is unknown.
     """
     if mask_from is None:
         return ARGUMENT_FORMS
@@ -66,15 +66,15 @@ def mask_forms(
 
 
 class ArgumentHook:
-    """Makes a scope of every forward of one module, with the masks that are among its arguments.
+    """Makes every forward of one module a scope with the masks among its arguments.
 
     Args:
         module: name of the module in the model.
-        parameters: of its forward, without ``self``.
+        parameters: parameters of its forward, without ``self``.
         forms: argument that may hold a mask -> its form, see :func:`mask_forms`.
-        norms: those that it serves, of one :class:`Conversion`.
+        norms: the norms that the hook serves, of one :class:`Conversion`.
         named: whether the caller named ``forms``. If all of them are masks of a source, they count
-            whatever else the module gets. A list or array in such an argument is an error.
+            whatever else the module receives. A list or array in such an argument is an error.
     """
 
     def __init__(
@@ -89,10 +89,10 @@ class ArgumentHook:
         positional = [each for each in parameters if each.kind <= each.POSITIONAL_OR_KEYWORD]
         self.positional = [parameter.name for parameter in positional]
         attended = [parameter for parameter in parameters if _is_attended(parameter.name)]
-        #: Arguments that hold what the module attends to, and whether every call gives one.
+        #: Arguments that hold what the module attends to, and whether one of them is required.
         self.attended = [parameter.name for parameter in attended]
         self.always_attends = any(parameter.default is parameter.empty for parameter in attended)
-        #: Arguments by which a call shows that a mask of another sequence is among its arguments.
+        #: Arguments that, if a call gives one, show that a mask belongs to another sequence.
         self.second_sequences = _second_sequences(self.positional, forms, named)
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -144,10 +144,10 @@ class ArgumentHook:
         return Arguments(self, read, attends)
 
     def _is_in_graph(self, module: nn.Module) -> bool:
-        """Whether a compiled graph knows of the scope: in evaluation only zero_padding uses a mask.
+        """Whether a compiled graph includes the scope: in evaluation only zero_padding uses a mask.
 
-        A norm refuses to be exported in training, and torch.export calls no :meth:`after` after an
-        error.
+        In training a norm refuses to be exported, and torch.export does not call :meth:`after`
+        after an error.
         """
         return self.writes_zeros or (module.training and not torch.compiler.is_exporting())
 
@@ -171,7 +171,7 @@ class ArgumentHook:
         self.handle = handle_of(self)
 
     def _mask(self, name: str, value: Any, form: str | Callable):
-        """PaddingMask, None, or NotImplemented where the value is no mask of positions."""
+        """A PaddingMask, None, or NotImplemented if the value is not a mask of positions."""
         if callable(form) and value is not None:
             value = form(value)
             form = "mask"
@@ -180,7 +180,7 @@ class ArgumentHook:
         source = f"argument {name} of {self.module}"
         if not isinstance(value, Tensor):
             if self.named and _is_array(value):
-                return PaddingMask(form, value, source)  # raises the error that says so
+                return PaddingMask(form, value, source)  # raises an error about the type
             return NotImplemented
         mask = without_dimensions_of_1(value)
         if form != "lengths" and mask.dim() != 2:
@@ -191,21 +191,21 @@ class ArgumentHook:
 
 
 def _is_array(value) -> bool:
-    """Whether ``value`` is a list or an array of numbers, and no tensor."""
+    """Whether ``value`` is a list or an array of numbers, but not a tensor."""
     return isinstance(value, list) or (
         hasattr(value, "__array__") and not isinstance(value, Tensor)
     )
 
 
 def _is_of_source(name: str) -> bool:
-    """Whether a mask of this name is for what a module attends to."""
+    """Whether a mask with this name is for what a module attends to."""
     return name.startswith(ATTENDED_NAMES)
 
 
 def _second_sequences(positional: list[str], forms: dict, named: bool) -> list[str]:
-    """Those of the arguments that may hold another sequence (B, T, C), to which a mask such as
-    ``src_key_padding_mask`` among ``forms`` would belong. None are returned where the first
-    argument may have that mask.
+    """The arguments that may hold another sequence (B, T, C), to which a mask such as
+    ``src_key_padding_mask`` among ``forms`` would belong; none if that mask may belong to the first
+    argument.
     """
     of_source = [name for name in forms if _is_of_source(name)]
     if not of_source or not positional or _is_of_source(positional[0]):
@@ -214,7 +214,7 @@ def _second_sequences(positional: list[str], forms: dict, named: bool) -> list[s
         return []
     seconds = []
     for name in positional[1:]:
-        is_target = name == "y" or name.startswith(TARGET_NAMES)  # the first is the source
+        is_target = name == "y" or name.startswith(TARGET_NAMES)  # so the first is the source
         is_known = name in forms or _is_attended(name)
         if not (is_target or is_known or any(part in name for part in _NO_SEQUENCE)):
             seconds.append(name)
@@ -227,7 +227,7 @@ def attends(module: nn.Module) -> bool:
 
 
 def parameters_of(module: nn.Module) -> list[inspect.Parameter]:
-    """Those of its forward, without ``self``; none where they are not known."""
+    """The parameters of its forward, without ``self``; none if they are unknown."""
     try:
         return list(inspect.signature(type(module).forward).parameters.values())[1:]
     except (TypeError, ValueError):
@@ -235,15 +235,15 @@ def parameters_of(module: nn.Module) -> list[inspect.Parameter]:
 
 
 def _is_sequence(value) -> bool:
-    """Whether ``value`` may be tokens of another sequence: neither None, nor a vector such as a
-    speaker's.
+    """Whether ``value`` may be tokens of another sequence: neither None nor a vector, such as a
+    speaker embedding.
     """
     if isinstance(value, Tensor):
         return value.dim() > 2
     return value is not None
 
 
-# torch.compile does not compile a hook by itself, as it would for a module whose forward is
+# Keep torch.compile from compiling a hook by itself, as it would for a module whose forward is
 # compiled by itself.
 for _hook in (ArgumentHook.before, ArgumentHook.after):
     eval_frame.set_code_exec_strategy(
@@ -258,7 +258,7 @@ for _hook in (ArgumentHook.before, ArgumentHook.after):
     lambda *_: ticket(),
 )
 def enter_scope(given, names, forms, attends, hook, outer):
-    """The scope of ``hook`` in ``outer``; ``given``: the values of the arguments ``names``."""
+    """The scope of ``hook`` inside ``outer``; ``given``: the values of the arguments ``names``."""
     # Clones, because the compiler may use the memory for other tensors.
     clones = [None if value is None else value.clone() for value in given]
     values = dict(zip(names, clones, strict=True))
@@ -267,9 +267,9 @@ def enter_scope(given, names, forms, attends, hook, outer):
         return ticket_of(Again(scope.around()))
 
 
-#: The hooks of all modules that end a scope have this key in their modules, or the next one down
-#: where it is taken. torch.compile guards the keys of hooks with ``always_call``: with torch's own,
-#: which differ from module to module, layers that are compiled one by one would share no graph.
+#: The hooks that end a scope have this key in all modules, or the next lower free one.
+#: torch.compile guards the keys of hooks with ``always_call``: with torch's own keys, which differ
+#: between modules, layers that are compiled one by one would share no graph.
 _KEY = -1
 
 
@@ -281,14 +281,15 @@ def _register(module: nn.Module, hook: ArgumentHook) -> None:
         key -= 1
     for hooks in (module._forward_hooks, module._forward_hooks_always_called):
         hooks[key] = hooks.pop(number)
-    module._forward_hooks.move_to_end(key, last=False)  # the last to begin ends first
+    module._forward_hooks.move_to_end(key, last=False)  # the scope that began last ends first
 
 
 def add_argument_hooks(model: nn.Module, norms: list, forms: dict) -> None:
-    """Give every module around ``norms`` whose forward has an argument of ``forms`` a hook.
+    """Add a hook to every module around ``norms`` whose forward has an argument of ``forms``, or
+    one that holds what it attends to.
 
     Raises:
-        ValueError: ``forms`` are what the caller named, and there is no such module.
+        ValueError: the caller named ``forms``, and no module has such an argument.
     """
     served = {norm for norm in norms if norm.zero_padding or isinstance(norm, RunningNorm)}
     named = forms is not ARGUMENT_FORMS
@@ -310,10 +311,10 @@ def add_argument_hooks(model: nn.Module, norms: list, forms: dict) -> None:
 
 
 def _own_masks(module: nn.Module, accepted: set[str], forms: dict) -> dict:
-    """Those of ``forms`` that are arguments of ``module``, which accepts ``accepted``, and masks
-    of its own tokens.
+    """The ``forms`` that are arguments of ``module``, which accepts ``accepted``, and masks of its
+    own tokens.
     """
-    # an attention of Hugging Face's, whose mask is the one of its keys
+    # an attention of Hugging Face, whose mask belongs to its keys
     if "key_value_states" in accepted:
         return {}
     attends = "key" in accepted or any(map(_is_attended, accepted))
@@ -327,9 +328,7 @@ def _own_masks(module: nn.Module, accepted: set[str], forms: dict) -> dict:
 
 
 def arguments_with_mask(model: nn.Module, name: str, conversion: Conversion) -> list[str]:
-    """The arguments that may hold the mask of the norm ``name`` of ``model``, the innermost
-    first.
-    """
+    """The arguments that may hold the mask of the norm ``name`` of ``model``, innermost first."""
     sources = []
     attends = False
     path = name

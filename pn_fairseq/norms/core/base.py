@@ -30,11 +30,11 @@ from pn_fairseq.norms.core.passes import (
 from pn_fairseq.norms.core.state import COUNT, StatefulNorm, flag
 from pn_fairseq.norms.core.step import Moments, Step, Training
 
-#: The numbers that norms collect. The operators that move a state write the first four.
+#: The numbers that norms collect. The operators that move the state write the first four.
 DIAGNOSTICS = ("nonfinite_steps", "guarded_steps", "psi_distance", "gamma_max", "penalty")
 
 
-#: The methods whose work a :attr:`RunningNorm.whole_step` does.
+#: The methods that a :attr:`RunningNorm.whole_step` replaces.
 PASSES = (
     "backward_pass",
     "batch_moments",
@@ -53,14 +53,14 @@ PASSES = (
 class RunningNorm(StatefulNorm):
     r"""A norm with running statistics: state that training steps change and evaluation uses.
 
-    A subclass names its state with :meth:`add_state`, says in :attr:`moment_name` (and
-    :attr:`mean_name`) which part of it evaluation normalizes by, and defines :meth:`forward_pass`,
+    A subclass declares its state with :meth:`add_state`, names in :attr:`moment_name` (and
+    :attr:`mean_name`) the part that evaluation normalizes by, and defines :meth:`forward_pass`,
     :meth:`backward_pass` and, unless it keeps exponential averages, :meth:`update`. This class
     handles masks, layer-scale, precision, ranks, activation checkpointing, gradient accumulation,
     inf and NaN, evaluation, recalibration, averaging, saving and diagnostics. A norm that also uses
     the statistics of each token defines :meth:`token_part` and :meth:`effective_affine`.
 
-    **When the state changes.** The backward of a norm moves its state, in place, once for each
+    **When the state changes.** The backward of a norm moves its state in place, once for each
     forward; a synchronized norm does so at the end of the backward pass. So the state is right when
     ``backward()`` returns. A forward changes no state: it copies what it and its backward read
     (:meth:`read_state`). A forward that no backward can reach, because neither the input nor a
@@ -78,8 +78,8 @@ class RunningNorm(StatefulNorm):
     Args:
         alpha_fwd: decay of the exponential averages, in (0, 1).
         sync: take all statistics over the real tokens of all ranks, weighted by their number; every
-            rank has to run the same forwards and backwards. Without ``torch.distributed``, or with
-            one rank, it changes nothing.
+            rank must run the same forwards and backwards. Without ``torch.distributed``, or with
+            one rank, this option changes nothing.
         process_group: the ranks; None: all. A copy of the module has None, and no loss scale.
         others: see :class:`ChannelNorm`.
     """
@@ -95,13 +95,13 @@ class RunningNorm(StatefulNorm):
     #: Buffers made of gradients. A step without a backward leaves them as they are.
     gradient_state: tuple[str, ...] = ()
 
-    #: What :meth:`forward_pass` stores in the step for the later passes, besides ``batch``: names
-    #: of its attributes. Tensors, or values that the norm's options determine.
+    #: The names of the attributes of the step, besides ``batch``, that :meth:`forward_pass` stores
+    #: for the later passes: tensors, or values that the norm's options determine.
     keeps: tuple[str, ...] = ()
 
-    #: ``whole_step(x, padding, *parameters)``: y by a C++ function that computes a training step
-    #: with its backward; None where it cannot. Not for ranks. It is None in a class that overrides
-    #: one of the :data:`PASSES`.
+    #: ``whole_step(x, padding, *parameters)``: y from a C++ function that computes a training step
+    #: with its backward; None if it cannot. Not used with synchronized statistics. The attribute is
+    #: None in a class that overrides one of the :data:`PASSES`.
     whole_step = None
 
     #: Whether the second moment enters the running statistics with the factor N / (N - 1).
@@ -112,7 +112,7 @@ class RunningNorm(StatefulNorm):
     #: False.
     folds = True
 
-    #: In a :func:`pn_fairseq.norms.recalibrating` block: what takes the place of a training step.
+    #: In a :func:`pn_fairseq.norms.recalibrating` block: what replaces a training step.
     recalibration = None
 
     #: While set, :meth:`diagnostics` has something to report.
@@ -122,8 +122,8 @@ class RunningNorm(StatefulNorm):
     #: :func:`pn_fairseq.norms.set_loss_scale`.
     loss_scale = None
 
-    #: Whether the norm has looked for sentences without a token, in its first mask only: it waits
-    #: for the device.
+    #: Whether the norm has looked for sentences without a token. It looks only at its first mask,
+    #: because that waits for the device.
     has_looked_at_mask = False
 
     #: While True, the batches of training forwards enter no statistic:
@@ -144,7 +144,7 @@ class RunningNorm(StatefulNorm):
         self.sync, self.process_group = sync, process_group
         #: Whether :attr:`loss_scale` is set.
         self._has_loss_scale = flag()
-        # -1: there was no step
+        # -1: no step has run
         self._scratch["diagnostics"] = torch.tensor([0.0, 0.0, -1.0, 0.0, 0.0])
         #: References to the steps whose all-reduce runs, in the order of their backwards.
         self._waiting: list[ref[Step]] = []
@@ -160,9 +160,9 @@ class RunningNorm(StatefulNorm):
     def forward_pass(self, step: Step) -> Tensor:
         """y, (T, B, C), from :meth:`.Step.normalize`.
 
-        It must set ``step.batch``, by :meth:`.Step.moments` or ``normalize(moments=True)``, and
-        reads the state from ``step.state``. It may store in ``step`` what the other passes need,
-        under the names in :attr:`keeps`.
+        This method must set ``step.batch``, by :meth:`.Step.moments` or
+        ``normalize(moments=True)``, and reads the state from ``step.state``. It may store in
+        ``step`` what the other passes need, under the names in :attr:`keeps`.
         """
         raise NotImplementedError
 
@@ -170,7 +170,7 @@ class RunningNorm(StatefulNorm):
         """dx, and the gradients of weight and bias, (2, C), from :meth:`.Step.gradient` or
         ``gradient_sums``.
 
-        It must set ``step.products``, by one of these.
+        This method must set ``step.products``, by one of these.
         """
         raise NotImplementedError
 
@@ -210,30 +210,30 @@ class RunningNorm(StatefulNorm):
         return None
 
     def evaluation_caveat(self) -> str:
-        """Why evaluation says little yet, to follow "the norm is evaluated"; "": it says enough."""
+        """Why evaluation means little yet, as words after "the norm is evaluated"; "" otherwise."""
         return ""
 
     def further_parameters(self) -> tuple[Tensor, ...]:
         """The learned parameters besides weight and bias; the passes get them as ``step.further``.
-        ``backward_pass`` returns their gradients last, after dx and the gradients of weight and
-        bias.
+        ``backward_pass`` returns their gradients after dx and the gradients of weight and bias.
         """
         return ()
 
     def batch_moments(self, step: Step) -> Moments:
-        """The statistics of a batch, over all ranks: ``step.batch``, and what recalibration
-        averages.
+        """The statistics of a batch, over all ranks: ``step.batch``, which recalibration averages
+        as well.
         """
         return step.moments(centered=self.mean_name is not None)
 
     def statistics_of(self, batch: Moments) -> tuple[Tensor, Tensor | None]:
-        """The moment and the mean of a batch that enter the running statistics; :attr:`unbiased`
-        comes on top.
+        """The moment and the mean of a batch that enter the running statistics, before
+        :attr:`unbiased` is applied.
         """
         return batch.moment, batch.mean
 
     def update(self, step: Step, state: dict[str, Tensor]) -> None:
-        """Move the ``state``, tensors by name, in place; ``num_batches_tracked`` counts the step.
+        """Move the ``state``, tensors by name, in place, and count the step in
+        ``num_batches_tracked``.
 
         A step with a number that is not finite, or without a real token, must change nothing;
         :meth:`move` does that. Here: exponential averages of :meth:`statistics_of`.
@@ -253,9 +253,9 @@ class RunningNorm(StatefulNorm):
         )
 
     def move(self, step: Step, state: dict[str, Tensor], new: dict[str, Tensor]) -> None:
-        """For :meth:`update`: give the ``state`` the ``new`` values, by name, and count the step,
-        unless it must change nothing. A step without a gradient leaves :attr:`gradient_state` as it
-        is.
+        """For :meth:`update`: set the ``state`` to the ``new`` values, by name, and count the step,
+        unless the step must change nothing. A step without a gradient leaves :attr:`gradient_state`
+        unchanged.
         """
         moment, _ = self.statistics_of(step.batch)
         values = *new.values(), step.products
@@ -267,8 +267,8 @@ class RunningNorm(StatefulNorm):
         state[COUNT].add_(counted)
 
     def note(self, name: str, value: Tensor) -> None:
-        """For :meth:`update`, while :attr:`collecting` is set: one of the :meth:`diagnostics`, 0-d,
-        of this step.
+        """For :meth:`update`, while :attr:`collecting` is set: record one of the
+        :meth:`diagnostics`, 0-d, of this step.
         """
         self._scratch["diagnostics"][DIAGNOSTICS.index(name)] = value
 
@@ -304,8 +304,8 @@ class RunningNorm(StatefulNorm):
             return self.recalibration.normalize(x, padding), self._buffers
         parameters = self.gain, self.bias, *self.further_parameters()
         if compiling:
-            # With dynamic=True a number is an input of the graph. Met first inside the autograd
-            # function, it could not be used outside of it, in token_part.
+            # With dynamic=True a number is an input of the graph. If the compiler met eps first
+            # inside the autograd function, token_part could not use it outside.
             if not self.eps > 0:
                 raise ValueError(f"eps must be positive, not {self.eps}")
         with_gradients = torch.is_grad_enabled()
@@ -324,7 +324,7 @@ class RunningNorm(StatefulNorm):
         return y, state
 
     def known_to_step(self) -> tuple:
-        """What the backward of a :attr:`whole_step` has to know of the norm, besides its state."""
+        """What the backward of a :attr:`whole_step` must know about the norm besides its state."""
         flags = self.epoch, self._has_loss_scale, self.handle, self.ignoring
         return self.diagnostics_memory(), *flags
 
@@ -337,7 +337,7 @@ class RunningNorm(StatefulNorm):
         return padding_mask.t()
 
     def _contribute_without_gradient(self, step: Step) -> None:
-        """Move the state by a step that no backward can reach, only once if its forward is
+        """Move the state by a step that no backward can reach, but only once if its forward is
         repeated.
         """
         if torch.compiler.is_compiling():
@@ -353,12 +353,12 @@ class RunningNorm(StatefulNorm):
         return self.sync and world_size(self.process_group) > 1
 
     def contribute(self, step: Step) -> None:
-        """Move the state by ``step``, whose backward has run; if its sum over the ranks still runs,
-        do so when this backward pass ends.
+        """Move the state by ``step``, whose backward has run; if its sum over the ranks is still
+        running, move the state when this backward pass ends.
         """
         if self.synchronises():
             at_once = torch.compiler.is_compiling() or not inside_backward()
-            # Every rank starts it, even for a step that does not count.
+            # Every rank starts the sum, even for a step that does not count.
             step.start_sum(self.process_group, wait=at_once)
             if step.work is not None:
                 self._waiting.append(ref(step))
@@ -370,11 +370,10 @@ class RunningNorm(StatefulNorm):
         self.take_in(step)
 
     def _take_in_until(self, last: Step) -> None:
-        """Take in the steps that wait, in the order of their backwards, up to ``last``.
+        """Take in the waiting steps, in the order of their backwards, up to ``last``.
 
         A backward pass within another one ends first: without this order its steps would overtake
-        earlier ones. Only the engine holds the steps, so the steps of a backward pass that
-        failed are gone.
+        earlier ones. Only the engine holds the steps, so those of a failed backward pass are gone.
         """
         if last.event is not None:
             torch.cuda.current_stream().wait_event(last.event)
@@ -411,8 +410,8 @@ class RunningNorm(StatefulNorm):
         return self._scratch["diagnostics"] if self.collecting else None
 
     def number_of(self, scale: float) -> Tensor:
-        """A loss scale on the device of the norm, always in the same memory, as CUDA graphs need
-        it.
+        """A loss scale on the device of the norm, always in the same memory, as CUDA graphs
+        require.
         """
         number = self._scratch.setdefault(
             "loss_scale", torch.ones((), device=self._buffers[COUNT].device)
@@ -467,15 +466,15 @@ class RunningNorm(StatefulNorm):
 
     # Diagnostics.
 
-    #: Which of :data:`DIAGNOSTICS` the norm has.
+    #: Which of :data:`DIAGNOSTICS` the norm reports.
     reports: tuple[str, ...] = ("nonfinite_steps", "psi_distance")
 
     def diagnostics(self) -> dict[str, Tensor]:
         """What was seen while :attr:`collecting` was set, by name, each 0-d; empty before the first
         step.
 
-        ``psi_distance``: of the last step, the mean over channels of abs(log(psi_B / psi)), psi^2
-        being the second moment. ``nonfinite_steps``: number of steps that did not count because a
+        ``psi_distance``: mean over channels of abs(log(psi_B / psi)) in the last step, where psi^2
+        is the second moment. ``nonfinite_steps``: number of steps that did not count because a
         statistic or gradient was not finite.
         """
         values = dict(zip(DIAGNOSTICS, self._scratch["diagnostics"].clone(), strict=True))
@@ -485,7 +484,7 @@ class RunningNorm(StatefulNorm):
 
 
 def refuse_transforms() -> None:
-    """Called in training."""
+    """Raise RuntimeError in training inside a transform or an exported graph."""
     if by_reference():
         raise RuntimeError(
             "torch.export and torch.func (and torch.jit.trace) cannot transform a norm of "
@@ -513,14 +512,14 @@ def set_loss_scale(model: nn.Module, scale) -> None:
     """Tell the norms of ``model`` what the loss is multiplied by before the backward pass, as under
     a ``GradScaler``.
 
-    What they keep of gradients (:attr:`RunningNorm.gradient_state`), and the penalty of
-    ``batch-reg``, are then those of the loss itself. Without it they are in units of the scale, and
-    wrong for some steps after each of its changes.
+    The state that norms keep of gradients (:attr:`RunningNorm.gradient_state`), and the penalty of
+    ``batch-reg``, then belong to the loss itself. Without this call they are in units of the scale,
+    and wrong for some steps after each change of the scale.
 
     Args:
         scale: a number, a 0-d tensor, or an object whose method ``scale(tensor)`` multiplies by the
-            scale, such as ``torch.amp.GradScaler``: one call suffices, its scale is used as it is
-            in each backward pass. None: 1.
+            scale, such as ``torch.amp.GradScaler``: one call suffices, since each backward pass
+            uses the current scale. None: 1.
 
     Raises:
         ValueError: anything else, including a number that is not finite or not greater than 0.
@@ -535,8 +534,8 @@ def set_loss_scale(model: nn.Module, scale) -> None:
 
 @contextmanager
 def ignoring(model: nn.Module, ignore: bool = True) -> Iterator[None]:
-    """Keep the batches of the training forwards inside the ``with`` block out of the statistics of
-    all norms of ``model``, even if their backward comes later::
+    """Keep the batches of training forwards inside the ``with`` block out of the statistics of all
+    norms of ``model``, even if their backward comes later::
 
         with ignoring(model):
             y = model(perturbed)  # normalized as in training; no running statistic changes

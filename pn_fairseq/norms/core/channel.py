@@ -22,7 +22,7 @@ _REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def no_fast_path(module: nn.Module, args: tuple) -> None:
-    """A hook that does nothing: see :class:`ChannelNorm`. No lambda: a norm can be pickled."""
+    """A hook that does nothing: see :class:`ChannelNorm`. A lambda could not be pickled."""
 
 
 class ChannelNorm(nn.Module):
@@ -41,13 +41,13 @@ class ChannelNorm(nn.Module):
         ValueError: an argument or an input does not fit; the message holds its value.
     """
 
-    #: Whether a token's y in training depends on other tokens of the batch, also on later tokens:
-    #: "never", "always", or "at first": until warm-ups and schedules end, and after that only in
-    #: channels where a factor is clipped.
+    #: Whether a token's y in training depends on other, also later, tokens of the batch: "never",
+    #: "always", or "at first": until warm-ups and schedules end, and after that only in channels
+    #: where a factor is clipped.
     mixes_tokens = "never"
 
-    #: What training normalizes by, in words, such as "batch". Norms with the same words are of one
-    #: kind: tests that take long run with the first one that is registered.
+    #: What training normalizes by, in words, such as "batch". Norms with the same words form one
+    #: kind: slow tests run only with the first registered norm of each kind.
     normalizes_by = "token"
 
     #: Which of ``weight`` (gain, initially 1) and ``bias`` (initially 0), (C,), the norm has; no
@@ -76,10 +76,10 @@ class ChannelNorm(nn.Module):
         self.batch_first = batch_first
         self.layer_scale = LayerScale(num_features, layer_scale_groups, eps, batch_first)
         if not self.is_torch_layer_norm():
-            # torch.nn.TransformerEncoderLayer has a fast path in evaluation: it reads weight, bias
-            # and eps of its norms and computes LayerNorm itself. torch does not use the fast path
-            # if a submodule has a hook. This hook is on layer_scale: most norms do not call that
-            # module, so the hook costs no time.
+            # In evaluation, torch.nn.TransformerEncoderLayer takes a fast path: it reads weight,
+            # bias and eps of its norms and computes LayerNorm itself, unless a submodule has a
+            # hook. This hook is on layer_scale: most norms do not call that module, so the hook
+            # costs no time.
             self.layer_scale.register_forward_pre_hook(no_fast_path)
         for name in ("weight", "bias"):
             parameter = None
@@ -122,7 +122,7 @@ class ChannelNorm(nn.Module):
     def gain(self) -> Tensor | None:
         """The factor of each channel, (C,).
 
-        A norm reads it here: in a converted model it may be 1 + ``weight``.
+        Norms read the gain here, because in a converted model it may be 1 + ``weight``.
         """
         return self.weight
 
@@ -139,9 +139,9 @@ class ChannelNorm(nn.Module):
 
     @_is_hf_initialized.setter
     def _is_hf_initialized(self, value: bool) -> None:
-        """``from_pretrained`` of transformers sets this of every module, after it has given
-        uninitialized memory to the tensors that are not in the checkpoint. In the meantime
-        torch.nn.init leaves the other ones as they are.
+        """``from_pretrained`` of transformers sets this attribute of every module, after it has
+        given uninitialized memory to the tensors that the checkpoint lacks. Until then
+        torch.nn.init leaves the other tensors unchanged.
         """
         self.__dict__["_is_hf_initialized"] = value
         if self._built_on_meta:
@@ -152,8 +152,8 @@ class ChannelNorm(nn.Module):
         """Tell the norm how many optimizer updates are completed."""
 
     def is_torch_layer_norm(self) -> bool:
-        """Whether y is LayerNorm with ``weight``, ``bias`` and ``eps``, so that torch may
-        compute it in our place.
+        """Whether y is LayerNorm with ``weight``, ``bias`` and ``eps``, so that torch may compute
+        it instead.
         """
         return False
 
@@ -163,7 +163,7 @@ class ChannelNorm(nn.Module):
         ``padding_mask`` is (B, T), in both layouts, or (N,); bool, True = padding. Padding is
         normalized like other tokens and enters no statistic, except with the variant ``release`` of
         some norms. The result has the shape and dtype of ``x`` and is contiguous for all strides of
-        ``x``, as the result of ``torch.nn.LayerNorm``; only ``none`` without layer-scale returns
+        ``x``, like the result of ``torch.nn.LayerNorm``; only ``none`` without layer-scale returns
         ``x`` itself. The arithmetic is float64 for a float64 ``x``, otherwise float32.
 
         ``x`` may be a nested tensor, (B, *, C) without padding, for both values of ``batch_first``.
@@ -176,8 +176,8 @@ class ChannelNorm(nn.Module):
         return self.normalize(self.layer_scale(x) if self.layer_scale_groups else x)
 
     def normalize(self, h: Tensor) -> Tensor:
-        """y for the layer-scaled activations h, (..., C), in their shape and type; each token by
-        itself.
+        """y for the layer-scaled activations h, (..., C), in their shape and type, for each token
+        by itself.
         """
         raise NotImplementedError
 

@@ -1,4 +1,4 @@
-"""Argument checks that all norms share. Each raises ValueError with the offending values in it."""
+"""Argument checks that all norms share. Each raises ValueError with the offending values."""
 
 import math
 import warnings
@@ -25,8 +25,8 @@ def check_real(name: str, value, minimum: float) -> float:
 
 
 def check_groups(num_features: int, groups: int, of: str = "") -> None:
-    """Refuse a number of ``groups`` that does not divide ``num_features``; ``of``: what has them,
-    for the message.
+    """Refuse a number of ``groups`` that does not divide ``num_features``; ``of``: what the groups
+    belong to, for the message.
     """
     if num_features % groups == 0:
         return
@@ -52,7 +52,7 @@ def check_alpha(name: str, value) -> float:
 
 
 def _is_number(value, kind: type = Real) -> bool:
-    """Whether ``value`` is finite and of ``kind``, which bool is not."""
+    """Whether ``value`` is a finite number of this ``kind``; a bool is not."""
     return isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -99,7 +99,7 @@ def advice_on_momentum(unknown: Container[str], known: Container[str]) -> str:
     return ""
 
 
-#: Form of a mask -> what to ask where it seems to call tokens padding.
+#: Form of a mask -> what to ask if it seems to mark tokens as padding.
 IS_INVERTED = {
     "mask": "is the mask inverted? True is padding; where 1 is a token, give ~mask, or "
     "padding(valid=...).",
@@ -112,17 +112,17 @@ IS_INVERTED = {
 
 
 def empty_sentences(count: int, sentences: int, form: str) -> str:
-    """What to say of a mask of this form that leaves ``count`` of ``sentences`` without a token."""
+    """The text about a mask of this form that leaves ``count`` of ``sentences`` without a token."""
     return f"{count} of {sentences} sentences consist of padding only: {IS_INVERTED[form]}"
 
 
 def padding_on_the_left(x: Tensor, padding: Tensor, form: str) -> str:
-    """What to say of ``padding`` (B, T), of this form, if it stands at the left of all sentences of
-    ``x`` (B, T, C), as an inverted mask of sentences that are all shorter than T does.
+    """The text about ``padding`` (B, T), of this form, if it is at the left of all sentences of
+    ``x`` (B, T, C), as in an inverted mask of sentences that are all shorter than T.
 
-    Real padding is the same in all sentences, as long as a norm before the first attention or
-    dropout sees it. So it is known what the mask means where either side is the same; elsewhere a
-    batch that is padded on the left to a fixed length is the exception.
+    Before the first attention or dropout, real padding is the same in all sentences. So if either
+    side is the same, the meaning of the mask is certain; otherwise the batch may be padded on the
+    left to a fixed length.
     """
     is_on_the_left = padding[:, 0] & ~padding[:, -1]
     if len(x) == 1 or not is_on_the_left.all():
@@ -144,7 +144,7 @@ def padding_on_the_left(x: Tensor, padding: Tensor, form: str) -> str:
 
 
 def warn_of_empty_sentences(padding_mask: Tensor) -> None:
-    """One warning in a program, if ``padding_mask`` (B, T) leaves a sentence without a token."""
+    """Warn, once per program, if ``padding_mask`` (B, T) leaves a sentence without a token."""
     if padding_mask.dim() != 2 or not can_look_at_values() or _told:
         return
     count = int(padding_mask.all(1).sum())
@@ -159,7 +159,7 @@ _told: set[str] = set()
 
 
 def can_look_at_values() -> bool:
-    """Whether the program may read numbers of tensors: not while it is compiled, traced,
+    """Whether the program may read the values of tensors: not while it is compiled, traced,
     transformed or captured.
     """
     if (

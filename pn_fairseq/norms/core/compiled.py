@@ -1,10 +1,9 @@
-"""Norms inside ``torch.compile``: the operators that stand for what the compiler must not look
-into.
+"""Norms inside ``torch.compile``: operators for what the compiler must not trace.
 
 A training step is traced: its forward, its backward and the update of the state are operators on
-tensors. The operators here do what depends on when the compiled graph runs. One that has to find a
-module gets a number in a tensor, and not in a constant, so that layers of one class share a
-compiled graph.
+tensors. The operators here do what depends on when the compiled graph runs. An operator that must
+find a module gets its number in a tensor, and not in a constant, so that layers of one class share
+a compiled graph.
 """
 
 import itertools
@@ -25,13 +24,13 @@ _library = torch.library.Library("pn_fairseq", "FRAGMENT")
 _numbers = itertools.count()
 _objects: WeakValueDictionary[int, object] = WeakValueDictionary()
 
-#: The scopes (:class:`.padding.Scope`) of the modules that compiled code runs in, the innermost
-#: last, as tickets.
+#: Tickets of the scopes (:class:`.padding.Scope`) of the modules in which compiled code runs, the
+#: innermost last.
 open_scopes: list[Tensor] = []
 
 
 def _tags(*names: str) -> list[torch.Tag]:
-    """The tags of these names that this version of torch knows."""
+    """The tags with these names that this version of torch knows."""
     return [getattr(torch.Tag, name) for name in names if hasattr(torch.Tag, name)]
 
 
@@ -51,9 +50,7 @@ def handle_of(thing: object) -> Tensor:
 
 
 def ticket_of(content: object) -> Tensor:
-    """A tensor by which :func:`find` finds ``content``, which lives as long as the memory of the
-    tensor.
-    """
+    """A tensor by which :func:`find` finds ``content``, and whose memory keeps it alive."""
     number = next(_numbers)
     memory = _Memory(number.to_bytes(8, sys.byteorder))
     memory.content = content
@@ -62,12 +59,12 @@ def ticket_of(content: object) -> Tensor:
 
 
 def ticket() -> Tensor:
-    """What the compiler takes for :func:`ticket_of`."""
+    """The compiler's stand-in for :func:`ticket_of`."""
     return torch.empty(1, dtype=torch.int64, device="cpu")
 
 
 def find(tensor: Tensor):
-    """The object of :func:`handle_of` or :func:`ticket_of`."""
+    """The object given to :func:`handle_of` or :func:`ticket_of`."""
     thing = _objects.get(int(tensor))
     if thing is None:
         raise RuntimeError(
@@ -80,11 +77,11 @@ def find(tensor: Tensor):
 
 
 def operator(schema: str, fake: Callable, captured: bool = False) -> Callable[[Callable], Callable]:
-    """Decorator: make a function of tensors with data (not fake ones), which may have any strides,
-    an operator. It has no derivative: the autograd functions of the norms call it.
+    """Decorator: turn a function of real (not fake) tensors, which may have any strides, into an
+    operator. It has no derivative: the autograd functions of the norms call it.
 
-    ``fake`` gives results for the compiler. ``captured``: in a CUDA graph it is enough to replay
-    what the function has launched; otherwise the function has to run.
+    ``fake`` returns results for the compiler. ``captured``: a CUDA graph need only replay what the
+    function launched; otherwise the function must run.
     """
     tags = _tags("flexible_layout") if captured else _tags("flexible_layout", "cudagraph_unsafe")
 
@@ -105,27 +102,27 @@ def _like(seen: list[Tensor], state: list[Tensor]) -> list[Tensor]:
 
 @operator("look(Tensor[] seen, Tensor[] state) -> Tensor[]", _like, captured=True)
 def look(seen, state):
-    """Copies of what a forward reads of the ``state`` of a norm: what
-    :meth:`.StatefulNorm.read_state` gives.
+    """Copies of the ``state`` of a norm that a forward reads, as :meth:`.StatefulNorm.read_state`
+    returns them.
 
-    ``seen`` holds what the last forward outside of a backward pass has read. The compiler repeats
-    this operator in a backward graph where it recomputes a forward. One operator copies all that a
-    step reads: the compiler moves a copy that only the backward needs to after the update of the
-    state.
+    ``seen`` holds what the last forward outside of a backward pass read. The compiler repeats this
+    operator in a backward graph that recomputes a forward. One operator copies all that a step
+    reads, because the compiler would move a separate copy that only the backward needs to after the
+    update of the state.
     """
     if inside_backward():
         refuse_captured_recomputation(seen[0])
     else:
         for memory, tensor in zip(seen, state, strict=True):
-            # autograd has saved it for graphs that need not read it again
+            # through data: autograd has saved the memory for graphs that need not read it again
             memory.data.copy_(tensor)
     return [tensor.clone() for tensor in seen]
 
 
 @operator("counts_now(Tensor count) -> Tensor", torch.empty_like, captured=True)
 def counts_now(count):
-    """``count``, the number of real tokens of a step that no backward reaches; 0 where its
-    forward is repeated.
+    """``count``, the number of real tokens of a step that no backward reaches; 0 if its forward is
+    repeated.
     """
     if is_recomputation():
         return torch.zeros_like(count)
@@ -150,7 +147,7 @@ def scaled(norm, number):
     captured=True,
 )
 def after(value, others):
-    """``value``, for the compiler also a function of ``others``: a forward that needs it
+    """``value``, which for the compiler also depends on ``others``: a forward that needs ``value``
     computes them.
     """
     return value.clone()

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 
 def world_size(group=None) -> int:
-    """Number of ranks in ``group`` (None: all); 1 where ``torch.distributed`` is not in use."""
+    """Number of ranks in ``group`` (None: all); 1 if ``torch.distributed`` is not in use."""
     if not dist.is_available() or not dist.is_initialized():
         return 1
     return dist.get_world_size(group)
@@ -23,7 +23,8 @@ def refuse_join() -> None:
     """Raise RuntimeError inside ``DistributedDataParallel.join``, unless a rank without data ends
     it for all ranks.
 
-    There that rank runs the collectives of the wrapper but not those of a norm.
+    In that context a rank without data runs the collectives of the wrapper, but not those of a
+    norm.
     """
     wrapper = nn.parallel.DistributedDataParallel._active_ddp_module
     if (

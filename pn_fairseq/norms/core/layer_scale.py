@@ -13,9 +13,9 @@ class LayerScale(nn.Module):
 
     .. math:: y_g = x_g \,/\, \sqrt{\mathrm{mean}_k(x_{g,k}^2) + \epsilon}
 
-    No mean is subtracted and there is no gain. ``groups=1`` is RMSNorm without a gain (Zhang &
-    Sennrich 2019, Eq. 4); the code released with PowerNorm puts it in front of every PN with as
-    many groups as attention heads.
+    No mean is subtracted, and no gain is applied. ``groups=1`` is RMSNorm without a gain (Zhang &
+    Sennrich 2019, Eq. 4); the code released with PowerNorm puts layer-scale in front of every PN,
+    with as many groups as attention heads.
 
     Args:
         num_features: number of channels C.
@@ -53,7 +53,7 @@ class LayerScale(nn.Module):
 
     def __prepare_scriptable__(self):
         """Called by ``torch.jit.script`` for every module of a model; every norm of this package
-        holds this one.
+        holds a LayerScale.
         """
         raise RuntimeError(
             "torch.jit.script cannot compile norms of pn_fairseq; use torch.jit.trace or "

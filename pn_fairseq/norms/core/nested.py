@@ -1,5 +1,5 @@
 """Nested tensors: sequences of different lengths without padding, as
-``torch.nn.TransformerEncoder`` makes them.
+``torch.nn.TransformerEncoder`` creates them.
 """
 
 from collections.abc import Callable
@@ -9,11 +9,11 @@ from torch import Tensor
 
 
 def over_tokens(norm: Callable[[Tensor], Tensor], x: Tensor, padding_mask: Tensor | None) -> Tensor:
-    """``norm`` of the tokens of a nested tensor (B, *, C), all of which are real, as one (N, C);
-    nested as ``x`` is.
+    """``norm`` of the tokens of a nested tensor (B, *, C), all of them real, as rows (N, C); the
+    result is nested like ``x``.
 
     Raises:
-        ValueError: there is a padding mask, or the tokens do not lie one after another.
+        ValueError: a padding mask is given, or the tokens are not contiguous in memory.
     """
     if padding_mask is not None:
         raise ValueError("a nested tensor has no padding: give no padding_mask")

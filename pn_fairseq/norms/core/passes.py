@@ -16,8 +16,8 @@ _lock = Lock()
 
 
 def one_at_a_time() -> AbstractContextManager:
-    """For what reads and writes the state of a norm: of two threads that train one norm, one
-    waits.
+    """A context for code that reads and writes the state of a norm: if two threads train one norm,
+    one waits.
     """
     if torch.compiler.is_compiling():
         return nullcontext()
@@ -25,13 +25,13 @@ def one_at_a_time() -> AbstractContextManager:
 
 
 def inside_backward() -> bool:
-    """Whether a backward pass is running, where a forward is a recomputation."""
+    """Whether a backward pass is running, in which any forward is a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 
 def unrecorded() -> AbstractContextManager:
-    """For operators that selective checkpointing must not mistake for operators of the forward
-    that it records.
+    """A context for operators that selective checkpointing must not mistake for operators of the
+    forward that it records.
     """
     if not torch.compiler.is_compiling():
         for mode in _get_current_dispatch_mode_stack():
@@ -46,7 +46,7 @@ def is_captured(tensor: Tensor) -> bool:
 
 
 def refuse_captured_recomputation(tensor: Tensor) -> None:
-    """Called in a recomputation. A replayed CUDA graph could not tell which forward it repeats."""
+    """Called in a recomputation: a replayed CUDA graph could not tell which forward it repeats."""
     if is_captured(tensor):
         raise RuntimeError(
             "a CUDA graph cannot hold the recomputation of a norm of pn_fairseq: leave out "
@@ -62,14 +62,15 @@ def copies_of(buffers: list[Tensor]) -> list[Tensor]:
 
 
 def is_recomputation() -> bool:
-    """Whether this forward is a recomputation by non-reentrant checkpointing, or inside a compiled
-    backward. A reentrant one needs no such test: its first computation has gradients disabled.
+    """Whether this forward is a recomputation by non-reentrant checkpointing, or runs inside a
+    compiled backward. Reentrant checkpointing needs no such test: its first computation runs with
+    gradients disabled.
     """
     node = torch._C._current_autograd_node()
     if node is not None and node.name().startswith("CompiledFunction"):
         return True
-    # A recomputation pushes torch.utils.checkpoint._recomputation_hook. torch shows only the hook
-    # on top: take all off and put them back.
+    # A recomputation pushes torch.utils.checkpoint._recomputation_hook. torch shows only the top
+    # hook, so pop all hooks and push them back.
     autograd = torch._C._autograd
     hooks = []
     while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:

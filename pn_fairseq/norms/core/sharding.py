@@ -1,9 +1,9 @@
-"""How the operators of norms that treat each token by itself work on a ``DTensor``, as under
+"""How the operators of norms that normalize each token by itself work on a ``DTensor``, as under
 ``SequenceParallel``.
 
 Each of their inputs may be split along any dimension but the channels. The gradients of parameters
-are then sums over parts, which DTensor adds. The operators are those of
-:mod:`pn_fairseq.kernels.ops`; a norm with statistics of a batch has no rule here, because its sums
+are then sums over parts, which DTensor adds up. The operators are those of
+:mod:`pn_fairseq.kernels.ops`; norms with batch statistics have no rule here, because their sums
 would need the tokens of all ranks.
 """
 
@@ -15,10 +15,7 @@ from torch import Tensor
 
 
 def is_distributed(x: Tensor) -> bool:
-    """Whether ``x`` is a DTensor.
-
-    The module of that class may not be loaded, and is not needed to know.
-    """
+    """Whether ``x`` is a DTensor, without loading the module of that class."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
 
@@ -29,9 +26,9 @@ def register() -> None:
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.experimental import register_sharding
 
-    # Operator -> its results. A number: the result is for each token, and so many dimensions
-    # precede those of x. Partial: a gradient of parameters, to be summed over the ranks.
-    # Replicate: an empty tensor.
+    # Operator -> its results. A number: a result per token, with this number of dimensions in front
+    # of those of x. Partial: a gradient of parameters, to be summed over the ranks. Replicate: an
+    # empty tensor.
     results_of = {
         "normalize": (0, 0, Replicate, Replicate),
         "gradient": (0, Partial, Partial),

@@ -1,5 +1,5 @@
-"""The state of a norm: plain buffers, which a backward moves in place, and what a forward reads
-of them.
+"""The state of a norm: plain buffers, which a backward moves in place, and the copies that a
+forward reads.
 """
 
 import torch
@@ -18,12 +18,11 @@ COUNT = "num_batches_tracked"
 
 
 class Seen:
-    """What the last training forward outside of a backward pass read: a recomputation reads it
-    again.
+    """What the last training forward outside of a backward pass read, for recomputations.
 
     Attributes:
         state: copies of the state, by name; their values are arbitrary before the first forward.
-        read: whether there was such a forward.
+        read: whether such a forward has run.
         warmup: :attr:`.StatefulNorm._warmup` in that forward.
     """
 
@@ -36,36 +35,36 @@ class Seen:
 
 
 class StatefulNorm(ChannelNorm):
-    """A norm whose state is right however the module is created, converted, copied, saved and
+    """A norm whose state stays right however the module is created, converted, copied, saved and
     loaded.
     """
 
     #: The state that a training forward reads, by name; None: all of it.
     reads: tuple[str, ...] | None = None
 
-    #: Whether the norm follows a schedule in optimizer updates, for which it keeps their number on
-    #: its device.
+    #: Whether the norm follows a schedule in optimizer updates, and so keeps their number on its
+    #: device.
     follows_updates = False
 
-    #: Whether :meth:`set_num_updates` has told how many updates are completed. It seldom changes:
-    #: torch.compile compiles a graph for each of its values.
+    #: Whether :meth:`set_num_updates` has set how many updates are completed. This seldom changes:
+    #: torch.compile compiles a graph for each value.
     _told = False
 
-    #: Of PN: the psi warm-up is on while ``num_batches_tracked`` is less than this. It seldom
-    #: changes, either.
+    #: In PN: the psi warm-up is on while ``num_batches_tracked`` is less than this number, which
+    #: seldom changes, either.
     _warmup = 0
 
     def __init__(self, num_features: int, **common):
         super().__init__(num_features, **common)
         self._initial: dict[str, float] = {}
         self._num_updates: int | None = None
-        #: Tensors that follow the device of the norm and are no state: the number of completed
-        #: updates, if it is known.
+        #: Tensors that follow the device of the norm but are not state, such as the number of
+        #: completed updates.
         self._scratch = {"updates": torch.tensor(0)} if self.follows_updates else {}
         self._seen = Seen({})
         self.begin_epoch()
         self.register_buffer(COUNT, torch.zeros((), dtype=torch.int64))
-        # a function of this file: a norm can be pickled
+        # a function of this file, so that a norm can be pickled
         self.register_load_state_dict_pre_hook(_before_loading)
 
     def add_state(self, name: str, initial: float, *rows: int) -> None:
@@ -88,8 +87,8 @@ class StatefulNorm(ChannelNorm):
 
     def repeats(self) -> bool:
         """Whether a training forward repeats an earlier one, inside a backward pass (activation
-        checkpointing). It reads what the last training forward outside of a backward pass read,
-        though the state may have moved since.
+        checkpointing). It then reads what the last training forward outside of a backward pass
+        read, although the state may have moved since.
         """
         if not (self._seen.read and inside_backward()):
             return False
@@ -97,7 +96,7 @@ class StatefulNorm(ChannelNorm):
         return True
 
     def has_read(self, state: dict[str, Tensor]) -> None:
-        """Keep the copies that a forward has read, by name, for those that repeat it."""
+        """Keep the copies that a forward has read, by name, for forwards that repeat it."""
         seen = self._seen
         seen.state.update(state)
         seen.read = True
@@ -149,8 +148,8 @@ class StatefulNorm(ChannelNorm):
             self._follow_buffers()
 
     def set_num_updates(self, num_updates: int | None) -> None:
-        """Tell the norm that ``num_updates`` optimizer updates are completed; None: it is not
-        known.
+        """Tell the norm that ``num_updates`` optimizer updates are completed; None: the number is
+        unknown.
         """
         self._num_updates = num_updates
         self._told = num_updates is not None
@@ -165,21 +164,21 @@ class StatefulNorm(ChannelNorm):
         return state[COUNT]
 
     def reset_parameters(self) -> None:
-        """Give the parameters and the state their initial values, as ``reset_parameters`` of
+        """Set the parameters and the state to their initial values, as ``reset_parameters`` of
         torch's BatchNorm does.
         """
         super().reset_parameters()
         self.reset_running_stats()
 
     def reset_running_stats(self) -> None:
-        """Give the state its initial values."""
+        """Set the state to its initial values."""
         self.begin_epoch()
-        for name in (*self._initial, COUNT):  # a buffer of torch.nn.utils.prune is no state
+        for name in (*self._initial, COUNT):  # a buffer of torch.nn.utils.prune is not state
             nn.init.constant_(self._buffers[name], self._initial.get(name, 0))
 
     def _apply(self, fn, recurse=True):
-        """Buffers take device and memory of ``fn``, and neither its dtype nor its values:
-        ``to_empty`` has none.
+        """Buffers get their device and memory from ``fn``, but keep their dtype and values:
+        ``to_empty`` provides no values.
         """
         before = dict(self._buffers)
         super()._apply(fn, recurse)
@@ -199,7 +198,7 @@ class StatefulNorm(ChannelNorm):
         return self
 
     def _follow_buffers(self) -> None:
-        """Move the tensors that are no state to the device of the state."""
+        """Move the tensors that are not state to the device of the state."""
         device = self._buffers[COUNT].device
         self._scratch = {name: _moved(tensor, device) for name, tensor in self._scratch.items()}
         self._seen.state = {
@@ -211,7 +210,7 @@ class StatefulNorm(ChannelNorm):
         state = self.__dict__.copy()
         # A process group cannot be copied, and a copy of a scaler would not follow the scaler.
         state["process_group"] = state["loss_scale"] = None
-        # Another process that gets the norm would share the memory.
+        # Another process that receives the norm would share the memory.
         state["epoch"] = flag()
         state["_has_loss_scale"] = flag()
         state["_seen"] = Seen(dict(self._seen.state))
@@ -219,12 +218,12 @@ class StatefulNorm(ChannelNorm):
 
 
 def flag() -> Tensor:
-    """What Python may set and C++ reads."""
+    """A flag that Python sets and C++ reads."""
     return torch.zeros((), dtype=torch.bool, device="cpu")
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor`` on ``device``; zeros where it has no values, on the meta device."""
+    """``tensor`` on ``device``; zeros if it was on the meta device, without values."""
     if tensor.is_meta:
         return torch.zeros_like(tensor, device=device)
     return tensor.to(device)
@@ -232,7 +231,7 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
 
 def _before_loading(module: StatefulNorm, state_dict: dict, prefix: str, *_) -> None:
     if not any(prefix + name in state_dict for name in module._buffers):
-        return  # the parameters of adapters, for example: the state stays
+        return  # for example only the parameters of adapters: the state stays
     module.begin_epoch()
     module.set_num_updates(None)
     # With assign=True torch takes the tensors as they are. The dict is torch's own, not the

@@ -1,5 +1,5 @@
-"""One training step of a norm: the tokens of its batch, what its forward read, and what its
-backward contributes.
+"""One training step of a norm: the tokens of its batch, the state that its forward read, and the
+contribution of its backward.
 """
 
 from typing import NamedTuple
@@ -16,10 +16,10 @@ class Moments(NamedTuple):
     """Statistics of a batch over its real tokens, per channel, in the accumulation dtype.
 
     Attributes:
-        mean: (C,); None where the moment is about 0.
+        mean: (C,); None if the moment is about 0.
         moment: the second moment about the mean (biased), (C,).
-        count: number of real tokens N, 0-d; 0 makes mean and moment 0.
-        reduced: whether they cover all ranks, if the norm is synchronized; always true otherwise.
+        count: number of real tokens N, 0-d; if it is 0, so are mean and moment.
+        reduced: whether the statistics of a synchronized norm cover all ranks; otherwise true.
     """
 
     mean: Tensor | None
@@ -29,11 +29,11 @@ class Moments(NamedTuple):
 
 
 class Forward:
-    """What a backward has to know of its forward before it may move the state.
+    """What a backward must know about its forward before it may move the state.
 
     Attributes:
-        counts: whether the step still has to enter the state. A step enters once, also where its
-            graph is retained.
+        counts: whether the step must still enter the state. A step enters once, even if its graph
+            is retained.
         epoch: :attr:`.StatefulNorm.epoch` at the forward.
         buffers: the buffers of the module at the forward, by name.
     """
@@ -51,10 +51,10 @@ class Step:
     h denotes the layer-scaled activations, D = sqrt(moment + eps), x_hat = (h - mean) / D, dx_hat =
     weight * dy / s with the loss scale s (:func:`.set_loss_scale`; 1 without): what the state keeps
     of gradients does not depend on s. ``weight`` and ``bias`` belong to the norm unless an argument
-    replaces them. In a synchronized norm statistics cover all ranks.
+    replaces them. In a synchronized norm, statistics cover all ranks.
 
-    A norm stores what its later passes need as further attributes, and names them in
-    :attr:`.RunningNorm.keeps`.
+    In further attributes, named in :attr:`.RunningNorm.keeps`, a norm stores what its later passes
+    need.
 
     Attributes:
         weight, bias: (C,) parameters of the norm, or None.
@@ -67,9 +67,9 @@ class Step:
         inv_rms: factors of layer-scale, (..., G); None before the forward has computed them.
         batch: :class:`Moments` of the batch. In ``update`` they cover all ranks.
         products: (2, C), sums over the real tokens of dx_hat * x_hat and of dx_hat; in ``update``
-            over all ranks. Divide them by ``batch.count`` for means. Zeros where no backward runs.
+            over all ranks. Divide them by ``batch.count`` for means. Zeros if no backward runs.
         has_gradient: whether a backward runs.
-        forward: :class:`Forward`; None in a compiled graph, and where no backward runs.
+        forward: :class:`Forward`; None in a compiled graph, or if no backward runs.
         taken_in: whether the state has moved by this step.
     """
 
@@ -109,7 +109,7 @@ class Step:
         return None if self.padding_counts else self.padding
 
     def mark_taken_in(self) -> None:
-        """To be called when the state has moved by this step: it does not move again."""
+        """To be called when the state has moved by this step, so that it does not move again."""
         self.taken_in = True
         if self.forward is not None:
             self.forward.counts = False
@@ -121,7 +121,7 @@ class Step:
     # The forward.
 
     def moments(self, centered: bool = False) -> Moments:
-        """Statistics of the batch before anything is normalized, over all ranks; also
+        """Statistics of the batch, before it is normalized, over all ranks; also stored as
         :attr:`batch`.
 
         ``centered``: the mean, and the second moment about it; otherwise the second moment about 0.
@@ -173,12 +173,11 @@ class Step:
     def gradient_sums(
         self, moment: Tensor, mean: Tensor | None = None, weight: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The sums over tokens that are needed before dx: ``parameters`` and ``products``, each (2,
-        C).
+        """The sums over tokens that dx needs: ``parameters`` and ``products``, each (2, C).
 
         ``parameters``: the sums of dy * x_hat and of dy over all tokens of this rank, the gradients
         of weight and bias. ``products``: the sums of dx_hat * x_hat and of dx_hat over the real
-        tokens of all ranks; also :attr:`products`.
+        tokens of all ranks; also stored as :attr:`products`.
         """
         norm = self.norm
         weight = self.weight if weight is None else weight
@@ -213,9 +212,9 @@ class Step:
         0 on padding.
 
         ``count``: ``nu`` and ``offset`` are divided by it, if it is at least 1. ``sums``: the same
-        pass also gives ``parameters`` as in :meth:`gradient_sums`, and as :attr:`products` the sums
-        over this rank's tokens, which enter the state summed over all ranks. Otherwise the second
-        result is empty.
+        pass also computes ``parameters`` as in :meth:`gradient_sums`, and stores as
+        :attr:`products` the sums over this rank's tokens, which enter the state summed over all
+        ranks. Without ``sums`` the second result is empty.
         """
         norm = self.norm
         dx, parameters, products = kernels.gradient(
@@ -241,8 +240,8 @@ class Step:
     # The sum over the ranks.
 
     def start_sum(self, group, wait: bool) -> None:
-        """Start the sum over the ranks of ``group`` of what does not cover all ranks yet; ``wait``:
-        also wait for the result.
+        """Start the sum over the ranks of ``group`` of whatever does not cover all ranks yet;
+        ``wait``: also wait for the result.
         """
         if self.batch.reduced and self.products_reduced:
             return
@@ -255,7 +254,7 @@ class Step:
             self.work = dist.all_reduce(self.sums, group=group, async_op=True)
 
     def finish_sum(self) -> None:
-        """Wait for the sum of :meth:`start_sum`, and take its results."""
+        """Wait for the sum that :meth:`start_sum` started, and store its results."""
         if self.sums is None:
             return
         if self.work is not None:
@@ -289,7 +288,7 @@ def _reduced(batch: Moments, group) -> Moments:
 
 class Training(torch.autograd.Function):
     """A training step of ``norm``: its ``forward_pass``, then its ``backward_pass``, which moves
-    the state. Where the norm has a :attr:`.RunningNorm.whole_step`, that does the same in C++.
+    the state. A norm's :attr:`.RunningNorm.whole_step`, if any, does the same in C++.
 
     The forward changes no state. The backward gets a :class:`Step` of its own: ``torch.compile``
     does not allow it to change an object of the forward.
@@ -301,7 +300,7 @@ class Training(torch.autograd.Function):
         y = norm.forward_pass(step)
         ctx.norm, ctx.ignored = norm, step.ignored
         ctx.forward = None if torch.compiler.is_compiling() else Forward(norm)
-        # Per-channel vectors are kept here, which bypasses hooks on saved tensors.
+        # Kept here, per-channel vectors bypass hooks on saved tensors.
         ctx.state, ctx.batch = state, step.batch
         ctx.kept = [getattr(step, name) for name in norm.keeps]
         ctx.save_for_backward(step.inv_rms, padding, x, weight, bias, *further)

@@ -1,4 +1,4 @@
-"""What MABN and UN share: statistics over the last batches, which they keep in ring buffers."""
+"""What MABN and UN share: statistics over the last batches, kept in ring buffers."""
 
 from torch import Tensor
 
@@ -14,9 +14,9 @@ class WindowNorm(RunningNorm):
     :math:`\lambda_B = \mathrm{mean}_M(\mathrm{d}\hat x\,\hat x)` over the last ``window`` steps.
 
     A *step* is a training forward that has updated the state. With gradient accumulation an
-    optimizer update has several steps. Step number t goes to row t mod ``window`` of two ring
-    buffers. They are state like any other: saved, resumed, copied; averages over ranks and over
-    checkpoints are taken row by row.
+    optimizer update comprises several steps. Step number t goes to row t mod ``window`` of two ring
+    buffers. These are state like any other: they are saved, resumed and copied, and averaged over
+    ranks and over checkpoints row by row.
 
     A step is *early* while t <= ``window``, and before optimizer update number
     ``psi_warmup_updates`` (without calls of :meth:`set_num_updates` steps are counted). Early steps
@@ -36,17 +36,17 @@ class WindowNorm(RunningNorm):
     gradient_state = ("nu", "lambda_window")
     follows_updates = True
 
-    #: ``own_psi2``, ``counted``: psi_B^2, and the number of tokens that it is over. ``psi2``,
+    #: ``own_psi2``, ``counted``: psi_B^2, and the number of tokens that it covers. ``psi2``,
     #: ``ratio``: psi^2 in D, and r; ``marks``: whether the step is early and whether it is skipped.
     keeps = ("own_psi2", "counted", "psi2", "ratio", "marks")
 
-    #: Decay of nu, in a norm that has it.
+    #: Decay of nu, in a norm that has one.
     alpha_bwd = 0.0
 
-    #: The ratio r is 1 for at least so many updates.
+    #: The ratio r is 1 for at least this many updates.
     ratio_warmup = 1000
 
-    #: Whether psi^2 is the geometric mean of the window, and the arithmetic one otherwise.
+    #: Whether psi^2 is the geometric instead of the arithmetic mean of the window.
     geometric = False
 
     #: Whether steps with outliers are skipped; see :class:`UnifiedNorm`.
@@ -64,7 +64,7 @@ class WindowNorm(RunningNorm):
         self.add_state("lambda_window", 0.0, self.window)
 
     def begin(self, step: Step, batch: Moments) -> None:
-        """Note the statistics ``batch``, and what the step normalizes by."""
+        """Store the statistics ``batch`` in the step, and what it normalizes by."""
         step.own_psi2 = batch.moment
         step.counted = batch.count
         step.psi2, step.ratio, step.marks = kernels.window_statistics(
@@ -89,7 +89,7 @@ class WindowNorm(RunningNorm):
             state = self.state_to_move(step)
             if state is not None:
                 correction = self.update(step, state)
-            else:  # dx needs the correction, and the state must not move
+            else:  # dx needs the correction, but the state must not move
                 copies = {name: value.clone() for name, value in step.state.items()}
                 correction = self._move_window(step, copies, None)
             step.mark_taken_in()
@@ -97,7 +97,7 @@ class WindowNorm(RunningNorm):
         return dx, parameters
 
     def update(self, step: Step, state: dict[str, Tensor]) -> Tensor:
-        """Move the ``state``, and return what x_hat is multiplied by in dx, (C,)."""
+        """Move the ``state``, and return the factor of x_hat in dx, (C,)."""
         return self._move_window(step, state, self.diagnostics_memory())
 
     def _move_window(

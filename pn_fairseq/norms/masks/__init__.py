@@ -1,1 +1,1 @@
-"""Padding masks: their forms, the layouts of activations, and which mask a norm takes."""
+"""Padding masks: their forms, the layouts of activations, and which mask a norm uses."""

@@ -1,6 +1,4 @@
-"""Where the tokens are in the input of a converted norm, and which of them a padding mask calls
-padding.
-"""
+"""Where the tokens are in the input of a converted norm, and which of them a padding mask marks."""
 
 from torch import Tensor
 
@@ -13,12 +11,12 @@ LAYOUTS = ("BTC", "TBC", "BCT", "BCHW")
 #: have. "BC" is the layout of SyncBatchNorm.
 CHANNELS_FIRST = {"BCT": (3,), "BCHW": (4,), "BC": (3, 4)}
 
-#: Layouts of tokens, without and with heads -> the dimensions of the batch and of time.
+#: Without and with heads: layout of tokens -> the dimensions of the batch and of time.
 _ORDERS = ({"BTC": (0, 1), "TBC": (1, 0)}, {"BTHC": (0, 1), "TBHC": (1, 0), "BHTC": (0, 2)})
 
 
 def _fits(mask: PaddingMask, shape: tuple[int, ...], batch: int, time: int) -> bool:
-    """Whether ``mask`` is for tokens of this ``shape``; ``batch`` and ``time`` are dimensions."""
+    """Whether ``mask`` fits tokens of this ``shape``; ``batch`` and ``time`` are dimensions."""
     return mask.batch == shape[batch] and mask.time(shape[time]) == shape[time]
 
 
@@ -38,10 +36,10 @@ class Layout:
     """The layout of the input of one norm.
 
     Args:
-        own: the layout of the module that was replaced, one of :data:`CHANNELS_FIRST`; None: its
-            channels come last.
-        given: "BTC" or "TBC", of tokens whose channels come last and of rows (N, C); None: read
-            from the first mask.
+        own: the layout of the replaced module, one of :data:`CHANNELS_FIRST`; None: its channels
+            come last.
+        given: "BTC" or "TBC", for tokens whose channels come last and for rows (N, C); None:
+            inferred from the first mask.
         norm: the name of the norm.
     """
 
@@ -49,12 +47,12 @@ class Layout:
         self.own = own
         self.given = given
         self.norm = norm
-        #: The layout of the first mask, of inputs without and with heads.
+        #: Whether inputs have heads -> the layout that their first mask shows.
         self._seen: dict[bool, str] = {}
 
     @property
     def name(self) -> str | None:
-        """None: read from the mask."""
+        """The layout; None: inferred from the mask."""
         return self.own or self.given
 
     def channels_last(self, x: Tensor) -> Tensor:
@@ -74,7 +72,7 @@ class Layout:
         ``generates``: the model is in training mode, but gradients are disabled.
 
         Raises:
-            ValueError: the mask is for other tokens, or the layout of x is not known.
+            ValueError: the mask is for other tokens, or the layout of x is unknown.
         """
         shape = tuple(x.shape[:-1])
         is_image = self.own and x.dim() == 4
@@ -92,7 +90,7 @@ class Layout:
 
     def _of_sequences(self, x: Tensor, mask: PaddingMask, generates: bool) -> Tensor | None:
         """The mask of tokens (B, T, ...), (T, B, ...) or, with heads, (B, H, T, C), or of the real
-        tokens of all, (1, N, ...).
+        tokens of all sequences, (1, N, ...).
         """
         shape = tuple(x.shape[:-1])
         has_heads = x.dim() == 4 and not self.own

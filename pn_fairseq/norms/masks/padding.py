@@ -1,10 +1,10 @@
 """Which tokens are padding: the forms of masks, and how a mask reaches norms that are called
 without one.
 
-A norm gets its mask as an argument or, where it is called as ``norm(x)``, from a *scope*: a ``with
-padding(...)`` block, or the running forward of a module that has the mask among its arguments.
-:mod:`.search` chooses between them. Scopes live in a ``ContextVar``, so threads do not see
-each other's.
+A norm gets its mask as an argument or, if it is called as ``norm(x)``, from a *scope*: a ``with
+padding(...)`` block, or the running forward of a module with the mask among its arguments.
+:mod:`.search` chooses between them. Scopes live in a ``ContextVar``, so a thread does not see the
+scopes of another.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def _of_batch_layout(layout) -> Tensor:
     return layout.position_indices < 0
 
 
-#: What the value of an argument means, by the argument's name: one of :data:`FORMS`, or a function
-#: that returns the mask. ``PACKAGE.NAME`` is for modules of that package, because others mean
-#: something else by the name.
+#: Name of an argument -> what its value means: one of :data:`FORMS`, or a function that returns the
+#: mask. ``PACKAGE.NAME`` is for modules of that package, because other packages mean something else
+#: by the name.
 ARGUMENT_FORMS: dict[str, str | Callable] = {
     "attention_mask": "valid",
     "decoder_attention_mask": "valid",
@@ -50,23 +50,23 @@ ARGUMENT_FORMS: dict[str, str | Callable] = {
 
 FORMS = ("mask", "valid", "lengths", "additive")
 
-#: What an additive mask holds at padding, at most: models write -inf, the least number of a type,
-#: or -10000.
+#: Upper bound of an additive mask at padding: models write -inf, the least number of a type, or
+#: -10000.
 _ADDITIVE_PADDING = -1e4
 
 
 def without_dimensions_of_1(mask: Tensor) -> Tensor:
-    """(B, T) for (B, 1, 1, T), as attention takes it."""
+    """(B, T) for (B, 1, 1, T), the shape that attention expects."""
     while mask.dim() > 2 and mask.size(1) == 1:
         mask = mask.squeeze(1)
     return mask
 
 
 def _problem(form: str, value) -> str:
-    """Why ``value`` is no mask of this form; "": it may be one."""
+    """Why ``value`` is not a mask of this form; "": it may be one."""
     if not isinstance(value, Tensor):
         kind = type(value).__name__
-        if hasattr(value, "dtype"):  # of NumPy, for example
+        if hasattr(value, "dtype"):  # from NumPy, for example
             kind = f"{kind} of {value.dtype} (torch.as_tensor makes one)"
         return (
             f"expected a tensor, got {kind}; the numbers of tokens of the sequences are "
@@ -106,7 +106,7 @@ class PaddingMask:
 
     def __init__(self, form: str, value: Tensor, source: str):
         if form == "mask" and isinstance(value, Tensor) and value.is_floating_point():
-            form = "additive"  # as torch.nn.TransformerEncoder hands it on
+            form = "additive"  # as torch.nn.TransformerEncoder passes it on
         problem = _problem(form, value)
         if problem:
             raise ValueError(f"{source}: {problem}")
@@ -124,10 +124,10 @@ class PaddingMask:
 
     def time(self, tokens: int) -> int:
         """The number of positions T that this mask fits; ``tokens`` is T of the activations that a
-        norm has got.
+        norm received.
 
-        Lengths fit the T of their first use. Before it, T is ``tokens`` or the greatest length,
-        whichever is more.
+        Lengths fit the T of their first use. Before that, T is ``tokens`` or the greatest length,
+        whichever is larger.
         """
         if self.form != "lengths":
             return self.value.size(-1)
@@ -170,12 +170,12 @@ class PaddingMask:
         return padding
 
     def _own(self) -> Tensor:
-        """:meth:`of` for its own T, if the mask is not lengths."""
+        """:meth:`of` for the mask's own T, if its form is not lengths."""
         return self.of(self.value.size(-1))
 
     @cached_property
     def real_tokens(self) -> int:
-        """The number of tokens that are not padding. It waits for the device."""
+        """The number of tokens that are not padding. Reading it waits for the device."""
         if self.form == "lengths":
             return int(self.value.sum())
         return int((~self._own()).sum())
@@ -184,7 +184,7 @@ class PaddingMask:
     def empty_sentences(self) -> int:
         """The number of sentences without a token; 0 for masks that are not (B, T).
 
-        It waits for the device.
+        Reading it waits for the device.
         """
         if self.form == "lengths":
             return int((self.value == 0).sum())
@@ -222,11 +222,11 @@ def matches(names: Iterable[str], patterns: Iterable[str]) -> bool:
 
 
 class Scope(AbstractContextManager):
-    """What holds while a ``with`` block or the forward of a module runs."""
+    """What is in effect while a ``with`` block or the forward of a module runs."""
 
     def __init__(self):
         self.outer: Scope | None = None
-        #: The backward pass that it began in; -1: none.
+        #: The backward pass in which the scope began; -1: none.
         self.graph_task = -1
 
     def __enter__(self) -> Scope:
@@ -239,9 +239,7 @@ class Scope(AbstractContextManager):
         _current.set(self.outer)
 
     def around(self) -> Iterator[Scope]:
-        """This scope and those around it that began in the same backward pass, the innermost
-        first.
-        """
+        """This scope and those around it that began in the same backward pass, innermost first."""
         scope: Scope | None = self
         while scope is not None and scope.graph_task == self.graph_task:
             yield scope
@@ -252,19 +250,19 @@ class Block(Scope):
     """A ``with padding(...)`` block.
 
     Args:
-        mask: of the tokens; None: they have no padding.
-        only: patterns of the names of the norms that it is for; None: all.
+        mask: the mask of the tokens; None: they have no padding.
+        only: patterns of the names of the norms that the block is for; None: all.
     """
 
     def __init__(self, mask: PaddingMask | None, only: tuple[str, ...] | None):
         super().__init__()
         self.mask = mask
         self.only = only
-        #: Norms that looked for a mask in it -> whether it is for them.
+        #: Norms that looked for a mask in the block -> whether the block is for them.
         self.asked: dict[str, bool] = {}
 
     def is_for(self, name: str) -> bool:
-        """Whether the norm ``name``, which looks for its mask, has it here."""
+        """Whether the norm ``name``, which looks for its mask, finds it here."""
         self.asked[name] = self.only is None or matches([name], self.only)
         return self.asked[name]
 
@@ -287,8 +285,8 @@ def current_backward() -> int:
 
 
 def current_scopes() -> Iterator[Scope]:
-    """The scopes, the innermost first. In a recomputation only those that began in the same
-    backward pass: a block around the call of ``backward`` may belong to another forward.
+    """The scopes, innermost first. In a recomputation these are only the scopes that began in the
+    same backward pass: a block around the call of ``backward`` may belong to another forward.
     """
     scope = current_scope()
     if scope is None or scope.graph_task != current_backward():
@@ -303,17 +301,17 @@ class padding(AbstractContextManager):
         with padding(mask):
             loss = model(x).sum()
 
-    The backward pass may run after the block. Inside the block its mask takes the place of masks
-    that are arguments of modules. Give one mask, or None, which says that there is no padding:
+    The backward pass may run after the block. Inside the block its mask replaces masks that are
+    arguments of modules. Give one mask, or None if there is no padding:
 
     Args:
         mask: bool, True = padding, (B, T), or (N,) for tokens (N, C), or (B, H, W) for images; a
-            floating-point mask is additive. With None a norm with batch statistics does not warn of
-            a missing mask.
-        valid: bool or whole numbers, other than 0 = token, as a tokenizer's ``attention_mask``.
-        lengths: (B,) whole numbers, the tokens of each sequence; what follows them is padding. They
-            fit activations of any greater length: if the model puts a token in front, as BERT's
-            [CLS], count it in them. The greatest is read from the device once.
+            floating-point mask is additive. With None a norm with batch statistics does not warn
+            about a missing mask.
+        valid: bool or whole numbers, nonzero = token, like a tokenizer's ``attention_mask``.
+        lengths: (B,) whole numbers, the tokens of each sequence; what follows them is padding.
+            Lengths fit activations of any greater length: if the model puts a token in front, like
+            BERT's [CLS], count it. The greatest length is read from the device once.
         additive: 0 at tokens and -inf (or at most -10000) at padding.
         only: pattern or patterns of the names of the norms that the block is for, as in
             :func:`convert_norms` ("encoder.*"). The other norms look for their mask as if there
@@ -349,7 +347,8 @@ class padding(AbstractContextManager):
         self._blocks: list[Block] = []
 
     def __enter__(self) -> padding:
-        # which converts its tensor once: before the next block it may be refilled
+        # a copy: a mask converts its tensor once, and the tensor may be refilled before the next
+        # block
         mask = copy.copy(self._mask)
         block = Block(mask, self._only)
         self._blocks.append(block)
@@ -376,14 +375,14 @@ class padding(AbstractContextManager):
         context_fn=padding.context_fn)``: the recomputation runs with the padding of the first
         computation.
 
-        It is needed where that padding is not an argument of the checkpointed function, but comes
-        from a ``with padding(...)`` block or from an argument of a module around it.
+        It is needed if that padding is not an argument of the checkpointed function, but comes from
+        a ``with padding(...)`` block or from an argument of a module around the function.
         """
         return nullcontext(), Again([*current_scopes(), AllIsKnown()])
 
 
 class Again(AbstractContextManager):
-    """``scopes``, the innermost first, once more, also in another backward pass."""
+    """Enters ``scopes``, innermost first, once more, also in another backward pass."""
 
     def __init__(self, scopes: Iterable[Scope]):
         self.scopes = [copy.copy(scope) for scope in scopes]

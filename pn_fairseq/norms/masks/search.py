@@ -1,5 +1,5 @@
-"""Which mask a norm of a converted model takes: the table of docs/own_model.md, whose lines have
-these numbers.
+"""Which mask a norm of a converted model uses: the numbers here are those of the lines of the table
+in docs/own_model.md.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Arguments(Scope):
 
     Args:
         hook: the :class:`.ArgumentHook` of the module.
-        read: returns the masks, name of the argument -> mask or None, and the arguments whose
-            values have no form of a mask, in words. It is called once, when a norm asks.
+        read: returns the masks, name of the argument -> mask or None, and in words the arguments
+            whose values are not in a mask's form. It is called once, when a norm asks.
         attends: whether the module attends to other tokens, such as the output of an encoder.
     """
 
@@ -55,14 +55,14 @@ class Arguments(Scope):
 
 @dataclass(frozen=True)
 class Found:
-    """What the search for a mask ends with.
+    """The result of the search for a mask.
 
     Attributes:
-        line: of the table.
-        where: in words.
+        line: line of the table.
+        where: where the mask was found, or why there is none, in words.
         is_unread: whether an argument that may hold a mask holds something else.
-        mask: None: there is none.
-        scope: in which the search ended.
+        mask: the mask; None: there is none.
+        scope: the scope in which the search ended.
     """
 
     line: int
@@ -76,9 +76,9 @@ def find_mask(norm: str, conversion_id: str, scopes: list[Scope]) -> Found:
     """The mask of the innermost block that is for ``norm``, else :func:`find_argument`.
 
     Args:
-        norm: its name.
-        conversion_id: of the :class:`.Conversion` whose hooks are asked.
-        scopes: the innermost first.
+        norm: name of the norm.
+        conversion_id: id of the :class:`.Conversion` whose hooks are asked.
+        scopes: the scopes, innermost first.
 
     Raises:
         ValueError: two arguments of one module hold a mask.
@@ -98,11 +98,11 @@ def find_mask(norm: str, conversion_id: str, scopes: list[Scope]) -> Found:
 
 
 def find_argument(conversion_id: str, scopes: Iterable[Scope]) -> Found:
-    """The mask of the innermost module that has an argument for it.
+    """The mask of the innermost module with an argument for a mask.
 
-    None ends the search, because the masks of modules around may be for other tokens. The same
-    holds, around a module that attends to other tokens, for the masks of a module that does not,
-    unless their names say that they are the target's.
+    An argument that is None ends the search, because the masks of modules around may be for other
+    tokens. For the same reason, around a module that attends to other tokens, the masks of a module
+    that does not are ignored unless their names say that they are the target's.
     """
     attends = False
     unread = []
@@ -137,8 +137,8 @@ def _all_none(scope: Arguments, names: dict[str, None]) -> str:
 
 
 def hidden_mask(conversion_id: str, scopes: Iterable[Scope]) -> PaddingMask | None:
-    """What :func:`find_argument` finds; None also for a value that cannot be read, since a block
-    stands for it.
+    """The mask that :func:`find_argument` finds; None also for an unreadable value, since a block
+    replaces it.
     """
     try:
         return find_argument(conversion_id, scopes).mask
@@ -147,8 +147,8 @@ def hidden_mask(conversion_id: str, scopes: Iterable[Scope]) -> PaddingMask | No
 
 
 def masks_around(found: Found) -> list[PaddingMask]:
-    """The masks that are hidden by an argument that is None, where the modules around attend to
-    the same tokens.
+    """The masks that an argument that is None hides, from modules around it that attend to the same
+    tokens.
     """
     masks: list[PaddingMask] = []
     for scope in found.scope.around():
@@ -156,6 +156,6 @@ def masks_around(found: Found) -> list[PaddingMask]:
             continue
         try:
             masks += [mask for mask in scope.masks().values() if mask is not None]
-        except ValueError:  # a value that cannot be read says nothing
+        except ValueError:  # an unreadable value says nothing
             continue
     return masks

@@ -31,7 +31,7 @@ NETWORK = (
     TimeoutError,
     ssl.SSLError,
 )
-#: Bytes that an archive may unpack, in all. The largest text used here, WMT14's Common Crawl, has
+#: Total bytes that an archive may unpack to. The largest text used here, WMT14's Common Crawl, has
 #: about 700 MB.
 LIMIT = 4 << 30
 #: What is raised for a damaged archive.
@@ -47,7 +47,7 @@ DAMAGE = (
 
 
 def _address(url: str, mirror: str | None) -> str:
-    """The URL, or that of the file of the same name in ``mirror``, a folder or the URL of one."""
+    """The URL, or that of the file with the same name in ``mirror``, a folder or a folder's URL."""
     name = url.rsplit("/", 1)[-1]
     if not mirror:
         return url
@@ -61,8 +61,8 @@ def _size(path: Path) -> int:
 
 
 def _transfer(address: str, partial: Path) -> None:
-    """Append the bytes that ``partial`` does not have yet; a server that cannot do that sends
-    the whole file.
+    """Append the bytes that ``partial`` still lacks; a server that cannot resume sends the whole
+    file.
     """
     begin = _size(partial)
     headers = {"User-Agent": AGENT, **({"Range": f"bytes={begin}-"} if begin else {})}
@@ -78,29 +78,29 @@ def _transfer(address: str, partial: Path) -> None:
             for block in iter(lambda: answer.read(CHUNK), b""):
                 file.write(block)
                 bar.update(len(block))
-        missing = getattr(answer, "length", 0)  # of HTTP's Content-Length
+        missing = getattr(answer, "length", 0)  # the unread part of HTTP's Content-Length
         if missing:
             raise http.client.IncompleteRead(b"", missing)
 
 
 def fetch(url: str, file: Path, known: str = "", mirror: str | None = None) -> None:
-    """Download a file, unless it is there. If a connection breaks, the download is resumed as long
+    """Download a file unless it exists. If the connection breaks, the download is resumed as long
     as data arrives.
 
     Args:
         url: address.
-        file: where to put it.
-        known: the checksum that it must have, sha256 or (32 digits) md5; "": any.
-        mirror: a folder, or the URL of one, in place of all but the name of the file.
+        file: where to store the file.
+        known: the checksum that the file must have, sha256 or (32 digits) md5; "": any.
+        mirror: a folder, or the URL of one, that replaces all of ``url`` but the file name.
     """
     partial = file.with_name(f"{file.name}.partial")
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
         _fetch(_address(url, mirror), file, partial, known)
-    finally:  # nothing is left where nothing came
+    finally:  # if nothing was downloaded, leave nothing behind
         if not _size(partial):
             partial.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # it holds something
+        with contextlib.suppress(OSError):  # the folder is not empty
             file.parent.rmdir()
 
 
@@ -114,7 +114,7 @@ def _fetch(address: str, file: Path, partial: Path, known: str) -> None:
         except NETWORK as error:
             size = _size(partial)
             if getattr(error, "code", None) == 416 and size:
-                # the server has no more than is here: it may be the end of another version
+                # the server has no more bytes, so the partial file may be of another version
                 partial.unlink()
             elif size <= before:
                 kept = f"; {size} bytes are kept for the next run" if size else ""
@@ -137,7 +137,7 @@ def _fetch(address: str, file: Path, partial: Path, known: str) -> None:
 def _check(archive: Path, members: Sequence[str], sizes: Mapping[str, int]) -> None:
     """Refuse an archive without these members, or with too many bytes in them.
 
-    ``sizes``: of its plain files.
+    ``sizes``: the sizes of its plain files.
     """
     missing = [name for name in members if name not in sizes]
     if missing:
@@ -148,11 +148,11 @@ def _check(archive: Path, members: Sequence[str], sizes: Mapping[str, int]) -> N
 
 
 def unpack(archive: Path, folder: Path, members: Sequence[str]) -> list[Path]:
-    """Extract these members of a tar or zip archive, by their paths, into a folder.
+    """Extract the ``members`` with these paths from a tar or zip archive into a folder.
 
-    The archive is not trusted: members must be plain files that stay in the folder, of at most
-    :data:`LIMIT` bytes in all. A tar archive is read to its end, where the checksum of a compressed
-    one is, before anything is written.
+    The archive is not trusted: members must be plain files that stay in the folder, at most
+    :data:`LIMIT` bytes in all. Before anything is written, a tar archive is read to its end, where
+    a compressed one stores its checksum.
     """
     try:
         if archive.suffix == ".zip":

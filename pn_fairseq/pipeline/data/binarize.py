@@ -26,12 +26,12 @@ MAGIC = b"MMIDIDX\x00\x00" + (1).to_bytes(8, "little")
 TYPES = dict(zip(range(1, 11), "u1 i1 i2 i4 i8 f8 f8 u2 u4 u8".split(), strict=True))
 #: Bytes before the lengths of the sentences, of 4 bytes each. Their places follow, of 8 bytes each.
 HEADER = 26
-#: Subwords of every dictionary of fairseq that its file does not list.
+#: Number of subwords of every fairseq dictionary that its file does not list.
 SPECIAL = 4
 
 
 def _header(index: Path) -> tuple[np.dtype, int]:
-    """The type of a subword and the number of sentences, by a fairseq index file."""
+    """The type of a subword and the number of sentences in a fairseq index file."""
     with index.open("rb") as file:
         head = file.read(HEADER)
     if len(head) < HEADER or not head.startswith(MAGIC) or head[17] not in TYPES:
@@ -57,7 +57,7 @@ def words_in(dictionary: Path) -> int:
 
 def fault(folder: Path, name: str, words: int) -> str:
     """What is wrong with the binary data ``name`` in the folder bin/; "" if its files are whole and
-    fit a dictionary of so many ``words``.
+    fit a dictionary with this many ``words``.
     """
     index, content = folder / f"{name}.idx", folder / f"{name}.bin"
     if not (index.is_file() and content.is_file()):
@@ -84,31 +84,31 @@ def fault(folder: Path, name: str, words: int) -> str:
 def make_bin(
     folder: Path, workers: int, flags: Sequence[str], texts: Mapping[str, str], to: str = "bin"
 ) -> None:
-    """Make ``folder/TO`` by fairseq-preprocess with these flags, unless it is there. The log is
+    """Make ``folder/TO`` by fairseq-preprocess with these flags, unless it exists. The log is
     preprocess.log.
 
     Args:
-        texts: name of an index in the new folder -> the text, in ``folder``, whose sentences it
-            must have.
+        texts: name of an index in the new folder -> the text, in ``folder``, whose number of
+            sentences it must contain.
     """
     final, process = folder / to, None
     if final.exists():
         return
     say("prepare", "binarizing with fairseq-preprocess")
     with atomic_folder(final) as partial:
-        # -P: no modules of the folder. The names of files are relative, because fairseq splits them
-        # at commas.
+        # -P: import no modules from the folder. File names are relative, because fairseq splits
+        # them at commas.
         command = ["-P", "-m", "fairseq_cli.preprocess", *flags, "--workers", workers]
         command += ["--destdir", partial.relative_to(folder)]
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         unblock = functools.partial(signal.pthread_sigmask, signal.SIG_SETMASK, before)
         try:
-            # A signal waits until the process is known here: one that nobody ends would go on
-            # writing.
+            # A signal waits until the process is known here: otherwise nobody would end the
+            # process, which would go on writing.
             signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
-            # A session of its own, so that its worker processes are ended with it. It inherits the
-            # lock of DEST (close_fds), and the next preparation waits for one that outlived a
-            # kill -9.
+            # Its own session, so that its worker processes are ended with it. It inherits the lock
+            # of DEST (close_fds), so the next preparation waits for a process that outlived a
+            # kill -9 of this one.
             process = programs.start_python(
                 *command,
                 cwd=folder,
@@ -143,7 +143,7 @@ def make_bin(
 
 
 def unknown_shares(folder: Path) -> dict[str, str]:
-    """Text, as ``train.en`` -> the percentage of its subwords that fairseq-preprocess replaced
+    """Text, such as ``train.en`` -> the percentage of its subwords that fairseq-preprocess replaced
     by <unk>.
     """
     log = (folder / "preprocess.log").read_text("utf-8")

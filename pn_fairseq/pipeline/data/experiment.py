@@ -19,7 +19,7 @@ class Experiment:
     seeds: tuple[int, ...] = (1, 2, 3)
     models: tuple[str, ...] = ("transformer",)
     norms: tuple[str, ...] = ("ln", "bn", "pnv", "pn")
-    subsets: tuple[str, ...] = ("test",)  # which are decoded; the report is about the first
+    subsets: tuple[str, ...] = ("test",)  # to decode; the report is about the first
 
     def __post_init__(self):
         if not self.config:
@@ -39,7 +39,7 @@ class Experiment:
     @property
     def tables(self) -> dict[str, Table]:
         """The published tables of the corpus."""
-        # importing it takes longer than a help text may
+        # imported here, because it takes longer than a help text may
         from pn_fairseq.pipeline.published import LM_TABLES, PAPER
 
         stem = Path(self.config).stem

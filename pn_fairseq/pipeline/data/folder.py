@@ -2,7 +2,7 @@
 
 The steps fill the folders raw, tok, bpe and bin, which ``pn prepare CORPUS --help`` describes, with
 the same sentences, line by line, and write
-  settings.txt  what it was made with, name=value, then the checksums of the text (settings.py)
+  settings.txt  the settings of the data, name=value, then the checksums of the text (settings.py)
   counts.txt    name=value: SPLIT, the pairs in it; after a cleaning train.read and train.removed
   removed.tsv   after a cleaning each removed pair: split, line in text/, reason, tokens of both
                 sides
@@ -68,7 +68,7 @@ def bpe(default: int) -> dict[str, dict]:
 
 @contextlib.contextmanager
 def locked(dest: Path) -> Iterator[None]:
-    """Make the folder ``dest``, and keep other preparations out of it until the block ends."""
+    """Create the folder ``dest``, and keep other preparations out of it until the block ends."""
     while True:
         dest.mkdir(parents=True, exist_ok=True)
         with (dest / ".lock").open("a") as lock:
@@ -79,14 +79,14 @@ def locked(dest: Path) -> Iterator[None]:
             except BlockingIOError:
                 say("prepare", f"another process prepares {dest}; waiting for it to end")
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            if not os.fstat(lock.fileno()).st_nlink:  # the other process has removed it
+            if not os.fstat(lock.fileno()).st_nlink:  # the other process has removed the lock file
                 continue
             try:
                 yield
                 return
             finally:
                 (dest / ".lock").unlink(missing_ok=True)
-                with contextlib.suppress(OSError):  # it holds something
+                with contextlib.suppress(OSError):  # the folder is not empty
                     dest.rmdir()
 
 
@@ -94,17 +94,17 @@ def locked(dest: Path) -> Iterator[None]:
 class DataFolder:
     """The folder ``dest``, and the steps that fill it.
 
-    Names of folders are folders in it; DEST/partial is removed at the end.
+    Names of folders mean folders in ``dest``; DEST/partial is removed at the end.
     """
 
     dest: Path  # the prepared data; an absolute path
     settings: Settings | LanguageModelSettings
     workers: int = 1  # processes
     moses: Path | None = None  # a checkout of mosesdecoder, whose scripts replace sacremoses
-    mirror: str | None = None  # a folder, or the URL of one, that has the files to download
+    mirror: str | None = None  # a folder, or the URL of one, that contains the files to download
     # the user's folder with the published files, or the file, instead of a download
     archive: Path | None = None
-    like: Path | None = None  # prepared data whose subwords and dictionaries are used
+    like: Path | None = None  # prepared data that supplies the subwords and dictionaries
     splits: Sequence[str] = SPLITS  # further test sets are test1, test2, ..., as fairseq calls them
     files_published: Sequence[Path] = ()
 
@@ -123,11 +123,11 @@ class DataFolder:
     # --- the published text ---
 
     def published(self, known: Mapping[str, str]) -> list[Path]:
-        """The files of these addresses, downloaded to DEST/download; none if DEST/text was made of
-        them.
+        """The files at these addresses, downloaded to DEST/download; none if DEST/text was already
+        made from them.
 
         Args:
-            known: address -> the checksum that a download must have ("": not known).
+            known: address -> the checksum that a download must have ("": unknown).
         """
         folder = self.archive or self.dest / "download"
         files = [folder / url.rsplit("/", 1)[-1] for url in known]
@@ -162,8 +162,8 @@ class DataFolder:
         """Append the sentences of published files to the text of a split.
 
         Args:
-            files: source and target in turn; each pair of files must have as many sentences.
-            expect: the number of pairs of the published files (0: not known).
+            files: source and target in turn; both files of a pair must contain as many sentences.
+            expect: the number of pairs in the published files (0: unknown).
             to: a folder within the text.
         """
         to_source, to_target = (self.partial / "text" / to / name for name in self.files([split]))
@@ -180,18 +180,18 @@ class DataFolder:
             total += count
         if expect and total != expect:
             common = os.path.commonprefix([path.name for path in files])
-            name = re.sub("[.-][^.-]*$", "", common)  # train.es and train.en begin with train.e
+            name = re.sub("[.-][^.-]*$", "", common)  # train.es and train.en share train.e
             say(
                 "prepare",
                 f"note: {name} has {total} sentence pairs here; the published one has {expect}",
             )
 
     def keep_text(self, to: str, codes: Path | None = None) -> bool:
-        """The text that was read becomes the folder ``to``, unless that exists; "text" gets its
-        archives' checksums.
+        """Turn the text that was read into the folder ``to``, unless that exists; "text" gets the
+        checksums of its archives.
 
-        It, the settings and the subwords' codes that the user gave, which go to bpe/, must be those
-        that DEST was begun with.
+        The text, the settings and the subwords' codes that the user gave, which go to bpe/, must be
+        those with which DEST was begun.
 
         Returns:
             Whether a step is left to do.
@@ -251,7 +251,7 @@ class DataFolder:
         return ""
 
     def _remove_damaged(self) -> None:
-        """Remove bin/ if a file of it is missing or damaged: :func:`make_bin` makes it again."""
+        """Remove bin/ if one of its files is missing or damaged; :func:`make_bin` remakes it."""
         folder = self.dest / "bin"
         problem = self._fault() if folder.is_dir() else ""
         if not problem:
@@ -263,7 +263,7 @@ class DataFolder:
         shutil.rmtree(folder)
 
     def _model_in(self, data: Path) -> Path:
-        """The file of the subwords of prepared data."""
+        """The file with the subword model of prepared data."""
         return data / "bpe" / subwords.MODELS[self.settings.segmentation]
 
     def _note_on_text(self) -> None:
@@ -297,17 +297,17 @@ class DataFolder:
     def prepare_texts(
         self, texts: Mapping[str, Sequence[Path]], expect: Sequence[int], codes: Path | None
     ) -> None:
-        """All steps for text that is plain, or comes in tokens, or in subwords (``@@``) of them,
-        which are taken as they are.
+        """All steps for text that is plain, or consists of tokens or of subwords (``@@``), which
+        are used as they are.
 
-        DEST/text has tokens as they came, and DEST/raw is the plain text that the detokenizer makes
-        of them.
+        For text in tokens, DEST/text contains these tokens, and DEST/raw the plain text that the
+        detokenizer makes of them.
 
         Args:
             texts: split -> the files of source and target.
-            expect: the numbers of pairs of the published text, as far as they are known (0: not
-                known).
-            codes: the merges of the subwords, which are learned otherwise.
+            expect: the numbers of pairs of the published text, as far as they are known (0:
+                unknown).
+            codes: the merges of the subwords; None: learn them.
         """
         reader, first = self._form()
         for split, count in itertools.zip_longest(texts, expect, fillvalue=0):
@@ -317,14 +317,14 @@ class DataFolder:
             self.binarize()
 
     def _form(self) -> tuple[pairs.Reader, str]:
-        """How the text is read, and the folder that has it as it came."""
+        """How the text is read, and the folder that keeps the original text."""
         if self.settings.tokenizer != NONE:
             return pairs.as_is, "raw"
         return pairs.lower_cased_tokens if self.settings.lower else pairs.own_tokens, "text"
 
     def _to_subwords(self) -> None:
-        """Make tok/ and bpe/ of plain text in raw/, or these and raw/ of tokens or subwords in
-        text/.
+        """Make tok/ and bpe/ from plain text in raw/, or tok/, bpe/ and raw/ from tokens or
+        subwords in text/.
         """
         if self.settings.tokenizer != NONE:
             self.tokenize("raw", "tok")
@@ -345,14 +345,14 @@ class DataFolder:
             self.segment()
 
     def add_test(self, folder: Path) -> None:
-        """Add a test set, the only one of ``splits``, to data that is prepared: text NAME.LANG in
+        """Add a test set, the only one of ``splits``, to prepared data: text NAME.LANG in
         ``folder``.
 
-        settings.txt stays as it is, so that the runs on this data remain valid. NAME.made.txt has
-        the set's checksum.
+        settings.txt stays unchanged, so that the runs on this data remain valid. NAME.made.txt
+        contains the set's checksum.
 
         Raises:
-            UserError: the data has another text of this name.
+            UserError: the data contains another text with this name.
         """
         (name,) = self.splits
         if self.files()[0] in read_settings(self.dest / "settings.txt"):
@@ -380,7 +380,7 @@ class DataFolder:
         for text in texts:
             text.replace(self.dest / first / text.name)
         self._to_subwords()
-        # fairseq-preprocess calls it test. The dictionaries are those of the data.
+        # fairseq-preprocess calls the set test. The dictionaries are those of the data.
         flags = [*self._flags(self._dictionaries(self.dest)), f"--testpref=bpe/{name}"]
         texts_of = {}
         for lang in self.settings.endings:
@@ -392,7 +392,7 @@ class DataFolder:
         pairs_of_set = count_lines(self.dest / f"raw/{name}.{self.settings.source}")
         say("prepare", f"{self.dest} has the test set {name}: {pairs_of_set:,} pairs")
 
-    # --- the steps after it ---
+    # --- the steps after the published text ---
 
     def transform(
         self,
@@ -402,8 +402,8 @@ class DataFolder:
         work: Callable[[str, str], Work],
         splits: Sequence[str] = (),
     ) -> None:
-        """Make the files that are missing in a folder; ``work`` is called with the split and the
-        language of each.
+        """Make the files that a folder lacks; ``work`` is called with the split and the language of
+        each.
         """
         say("prepare", label)
         for name in self.files(splits):
@@ -412,7 +412,7 @@ class DataFolder:
                 transform(path, output, work(*name.split(".")), self.workers, f"{label}: {name}")
 
     def detokenize(self, source: str, to: str) -> None:
-        """Turn tokens into plain text, by the detokenizer that ``pn score`` uses for
+        """Turn tokens into plain text with the detokenizer that ``pn score`` uses for
         translations.
         """
 
@@ -436,7 +436,7 @@ class DataFolder:
             self._note_on_tokens(source, to, lang, splits or self.splits)
 
     def _note_on_tokens(self, source: str, to: str, lang: str, splits: Sequence[str]) -> None:
-        """Say so if the text of a language cannot be restored from its tokens."""
+        """Print a note if the text of a language cannot be restored from its tokens."""
         for split in splits:
             raw = self.dest / source / f"{split}.{lang}"
             if split == "train" or not raw.exists():
@@ -471,14 +471,14 @@ class DataFolder:
                 numbers = ", ".join(f"{name}={count}" for name, count in counts.items())
                 raise UserError(f"no sentence pair of {split} is left ({numbers})")
         write_settings(made / "counts.txt", counts)
-        # the counts are moved last and say that all is there
+        # the counts are moved last: their presence means that all files are there
         for name in (*sources, "removed.tsv", "counts.txt"):
             shutil.rmtree(self.dest / name, ignore_errors=True)
             os.replace(made / name, self.dest / name)
 
     def _select_from(self, sources: Mapping[str, Path], made: Path) -> dict[str, int]:
-        """Write the training pairs that are kept to raw/ and tok/ in ``made``, and the removed ones
-        to removed.tsv; return their numbers.
+        """Write the training pairs that are kept to raw/ and tok/ in ``made``, and the removed
+        pairs to removed.tsv; return the numbers of both.
 
         ``sources``: raw and tok -> the folder with the text.
         """
@@ -512,9 +512,7 @@ class DataFolder:
         return counts
 
     def segment(self) -> None:
-        """Learn subwords on the tokens of both languages, unless they were given, and apply
-        them.
-        """
+        """Learn subwords on the tokens of both languages, unless given, and apply them."""
         kind, size, protect = self.settings.segmentation, self.settings.bpe, self.settings.protect
         model = self._model_in(self.dest)
         if not model.exists():
@@ -530,11 +528,11 @@ class DataFolder:
         return [data / f"bin/dict.{lang}.txt" for lang in languages]
 
     def _dictionaries_like(self) -> list[Path]:
-        """Those of the other data that this is prepared like; none without such data."""
+        """The dictionaries of the data in ``like``; none without such data."""
         return self._dictionaries(self.like) if self.like else []
 
     def _flags(self, dictionaries: Sequence[Path]) -> list[str]:
-        """Flags of fairseq-preprocess for the languages and these dictionaries, or new ones."""
+        """Flags of fairseq-preprocess for the languages, and for these or new dictionaries."""
         flags = ["--source-lang", self.settings.source, "--target-lang", self.settings.target]
         if not self.settings.separate_dictionaries:
             flags.append("--joined-dictionary")
@@ -545,7 +543,7 @@ class DataFolder:
     def binarize(self, expected: str = "") -> None:
         """Make fairseq's binary data, bin/, from bpe/.
 
-        ``expected``: the counts that the original text gives.
+        ``expected``: the counts that the original text results in.
         """
         source, _ = self.settings.endings
         tests = ",".join(f"bpe/{split}" for split in self.splits[2:])
@@ -561,7 +559,7 @@ class DataFolder:
         self.finish(counts, expected)
 
     def _note_on_unknown(self, binary: Path, data: Path) -> None:
-        """Say which shares of binary text the dictionary of ``data`` lacks."""
+        """Print which shares of the binary text are missing from the dictionary of ``data``."""
         for text, share in unknown_shares(binary).items():
             if share != "0.0":
                 what = f"{share}% of the subwords of {text}"

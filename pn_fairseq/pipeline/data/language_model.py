@@ -1,10 +1,10 @@
 """Data of language models: three texts, a sentence or paragraph per line, as fairseq's binary data
 with one dictionary.
 
-raw/ has the text as it came, tok/ tokens with one blank between them, as they are counted; a token
-is a word of tok/, or the end of a line. With unit=byte a word is a byte, in two hexadecimal digits,
-and the end of a line is the byte 0A. counts.txt has the tokens and lines of each split, the
-vocabulary, and the share of <unk>.
+raw/ contains the original text, tok/ tokens with one blank between them, as they are counted; a
+token is a word in tok/, or the end of a line. With unit=byte a word is a byte, in two hexadecimal
+digits, and the end of a line is the byte 0A. counts.txt contains the numbers of tokens and lines of
+each split, the vocabulary, and the share of <unk>.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ UNIT = {
 
 
 def prepare(data: DataFolder, texts: Sequence[Path], expect: Sequence[int] = ()) -> None:
-    """Make the data of the files of train, valid and test, plain or .gz, in the folder of ``data``.
+    """Make the data in the folder of ``data`` from the files of train, valid and test, plain or
+    .gz.
 
     Args:
-        expect: numbers of tokens of the published files; others are an error.
+        expect: numbers of tokens of the published files; other numbers are an error.
     """
     reader = pairs.as_bytes if data.settings.unit == "byte" else pairs.as_is
     for path, output in zip(texts, data.files(), strict=True):
@@ -80,8 +81,8 @@ def _bytes(text: bytes) -> bytes:
 
 
 def _unknown(folder: Path) -> dict[str, object]:
-    """Size of fairseq's dictionary without its own symbols, and the share of each split that is
-    <unk>.
+    """Size of fairseq's dictionary without its own symbols, and the share of <unk> in each
+    split.
     """
     lines = (folder / "dict.txt").read_text("utf-8").splitlines()
     counts: dict[str, object] = {}

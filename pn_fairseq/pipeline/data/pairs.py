@@ -1,4 +1,4 @@
-"""Sentences: reading them from published files, and the rule that removes pairs of them."""
+"""Sentences: reading them from published files, and the rule that removes sentence pairs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pn_fairseq.common.command import UserError, say
 from pn_fairseq.common.files import not_utf8
 from pn_fairseq.pipeline.data.archives import DAMAGE
 
-#: Characters of a token, as in Moses' clean-corpus-n.perl.
+#: Most characters of a token, as in Moses' clean-corpus-n.perl.
 LONGEST_TOKEN = 1000
 BOM = "\ufeff"
-#: Files that a message names.
+#: Most files that a message names.
 SHOWN = 12
 
 #: A published file -> its sentences.
@@ -49,9 +49,7 @@ def existing(path: Path) -> Path:
 
 
 def lines(path: Path, errors: str = "strict") -> Iterator[str]:
-    """The lines of a UTF-8 file, plain or compressed, with their ends; they end at line feeds
-    only.
-    """
+    """The lines of a UTF-8 file, plain or compressed, with their ends, only line feeds."""
     path, number = existing(path), 0
     with path.open("rb") as file:
         head = file.read(8)
@@ -68,7 +66,7 @@ def lines(path: Path, errors: str = "strict") -> Iterator[str]:
 
 
 def as_bytes(path: Path) -> Iterator[str]:
-    """Lines of any bytes: those that are not UTF-8 are surrogates, which :func:`append` writes
+    """Lines of any bytes: bytes that are not UTF-8 become surrogates, which :func:`append` writes
     as the same bytes.
     """
     return lines(path, "surrogateescape")
@@ -77,8 +75,8 @@ def as_bytes(path: Path) -> Iterator[str]:
 def as_is(path: Path) -> Iterator[str]:
     """Text with one sentence per line, unchanged, without a byte order mark.
 
-    A carriage return in the middle of a line is refused: some tools take it for the end of the
-    line.
+    A carriage return in the middle of a line is refused, because some tools treat it as the end of
+    the line.
     """
     for number, line in enumerate(lines(path), 1):
         if number == 1 and line.startswith(BOM):
@@ -96,13 +94,13 @@ def without_carriage_returns(path: Path) -> Iterator[str]:
 
 
 def tokens(path: Path) -> Iterator[str]:
-    """Text that comes tokenized, with one blank between the tokens."""
-    # at all white space of Unicode, as fairseq cuts
+    """Text that is already tokenized, with one blank between the tokens."""
+    # split at all Unicode white space, as fairseq does
     return (" ".join(line.split()) for line in lines(path))
 
 
 def own_tokens(path: Path) -> Iterator[str]:
-    """The same of a user's text, as :func:`as_is` reads it."""
+    """The same for a user's text, as :func:`as_is` reads it."""
     return (" ".join(line.split()) for line in as_is(path))
 
 
@@ -175,9 +173,9 @@ def objection(
 ) -> str | None:
     """Why a pair of sentences, as tokens, is removed; None if it is kept.
 
-    The rule of Moses' clean-corpus-n.perl: each side must have ``least`` to ``most`` tokens between
-    white space, and at least one; neither may have more than ``ratio`` times the tokens of the
-    other; no token may have more than 1000 characters.
+    The rule of Moses' clean-corpus-n.perl: each side must contain ``least`` to ``most`` tokens
+    between white space, and at least one; neither may contain more than ``ratio`` times the tokens
+    of the other; no token may be longer than 1000 characters.
     """
     lengths = len(source), len(target)
     if 0 in lengths:

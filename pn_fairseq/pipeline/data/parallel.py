@@ -1,9 +1,9 @@
 """Text processing on all cores: a file is cut at line ends, processes change the pieces, and the
 results are joined in order.
 
-A line ends at a line feed and nowhere else; carriage returns and Unicode's other line ends are
-white space, as they are for Moses' scripts. Every function turns a line into exactly one line, so
-the result does not depend on the number of processes.
+A line ends only at a line feed; carriage returns and Unicode's other line ends are white space, as
+for Moses' scripts. Every function turns a line into exactly one line, so the result does not depend
+on the number of processes.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pathlib import Path
 from pn_fairseq.common.command import UserError
 from pn_fairseq.common.files import atomic_write, scratch_folder
 
-#: Bytes of text in a piece: large against the cost of handing it over (and of starting a Perl
-#: script), small against a corpus, so that no core is idle at its end.
+#: Bytes of text in a piece: large relative to the cost of passing it on (and of starting a Perl
+#: script), small relative to a corpus, so that no core is idle at its end.
 PIECE = 1 << 18
 
 #: Some lines -> as many lines.
@@ -30,10 +30,10 @@ Work = Callable[[bytes], bytes]
 
 
 def progress(iterable=None, **options):
-    """tqdm's progress bar; where stderr is no terminal, a line every 30 seconds."""
+    """tqdm's progress bar; if stderr is not a terminal, a line every 30 seconds."""
     from tqdm import tqdm  # takes longer to import than most steps
 
-    tqdm.monitor_interval = 0  # no thread of its own: the processes of the pool are forked
+    tqdm.monitor_interval = 0  # no extra thread, because the processes of the pool are forked
     interval = {} if sys.stderr.isatty() else {"delay": 30, "mininterval": 30, "maxinterval": 30}
     return tqdm(iterable, **interval, **options)
 
@@ -51,7 +51,7 @@ def pieces(path: Path) -> list[tuple[int, int]]:
 
 def _start_worker(work: Work) -> None:
     global _work
-    _work = work  # a forked process has the function, which in most cases cannot be pickled
+    _work = work  # a forked process inherits the function, which usually cannot be pickled
     # Ctrl-C reaches the whole group; the parent ends its workers
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -64,8 +64,9 @@ def _start_worker(work: Work) -> None:
 
 
 def _change(source: Path, begin: int, end: int, result: Path) -> Path:
-    """Write what the function makes of a piece to a file: a worker that is killed while it sends a
-    large message would hang the pool. The last line of a file gets its line feed if it has none.
+    """Write the result of the function for a piece to a file: a worker that is killed while it
+    sends a large message would hang the pool. The last line of a file gets a line feed if it lacks
+    one.
     """
     with source.open("rb") as file:
         file.seek(begin)
@@ -109,7 +110,7 @@ def transform(source: Path, output: Path, work: Work, workers: int, label: str =
 
 
 def per_line(function: Callable[[str], str]) -> Work:
-    """A function of lines from a function of one line."""
+    """Turn a function of one line into a function of several lines."""
 
     def work(text: bytes) -> bytes:
         lines = text.decode("utf-8").removesuffix("\n").split("\n")

@@ -1,4 +1,4 @@
-"""Whether detokenization gives text back: what it leaves torn is torn in every translation."""
+"""Whether detokenization restores text: what it leaves torn is torn in every translation."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pathlib import Path
 from pn_fairseq.pipeline.data import pairs, tokens
 from pn_fairseq.pipeline.data.settings import Settings
 
-#: Lines by which a text is judged.
+#: Number of lines by which a text is judged.
 COMPARED = 2000
-#: A note is worth its line above this share of lines whose punctuation is not joined again. English
-#: verses have 0.8%.
+#: A note is printed above this share of lines whose punctuation is not rejoined. It is 0.8% in the
+#: English verses.
 SHARE = 0.05
 
 
 def _blanks(text: str) -> tuple[str, set[int]]:
-    """The text without white space, and before which of its characters there was some."""
+    """The text without white space, and the places in it that white space preceded."""
     parts = text.split()
     return "".join(parts), set(itertools.accumulate(map(len, parts[:-1])))
 
@@ -28,10 +28,10 @@ def _is_of_word(character: str) -> bool:
 
 
 def note_on(raw: Path, tok: Path, settings: Settings) -> str | None:
-    """A note if detokenization does not give ``raw`` back from its tokens, judged by
+    """A note if detokenization does not restore ``raw`` from its tokens, judged by
     :data:`COMPARED` lines.
 
-    Lines whose characters differ, other than in their blanks, are left out.
+    Lines that differ in more than blanks are left out.
     """
     before = list(itertools.islice(pairs.lines(raw), COMPARED))
     tokenized = itertools.islice(pairs.lines(tok), COMPARED)
@@ -39,7 +39,7 @@ def note_on(raw: Path, tok: Path, settings: Settings) -> str | None:
     for pattern in settings.protect:
         before = [re.sub(pattern, " ", line) for line in before]
         after = [re.sub(pattern, " ", line) for line in after]
-    # number of a line with a new blank within a word, or only elsewhere -> what became of it
+    # number of a line with a new blank within a word, or only elsewhere -> the restored line
     torn, apart = {}, {}
     for number, (original, restored) in enumerate(zip(before, after, strict=True), 1):
         characters, blanks = _blanks(original.lower() if settings.lower else original)

@@ -1,8 +1,8 @@
-"""How text is prepared, which a recipe states, and ``DEST/settings.txt``, which keeps that for
+"""How text is prepared, as a recipe states it, and ``DEST/settings.txt``, which records that for
 every later step.
 
-settings.txt has one ``name=value`` a line, then the checksums of the text. A preparation with other
-settings or other text is refused.
+settings.txt contains one ``name=value`` per line, then the checksums of the text. A preparation
+with other settings or other text is refused.
 """
 
 import json
@@ -17,17 +17,17 @@ from pn_fairseq.pipeline import stamp
 from pn_fairseq.pipeline.data import subwords
 
 #: Values of the setting ``tokenizer``: sacremoses with the rule for the last full stop (the full
-#: stop at the end of a line is a token, also after an abbreviation), which Moses has since November
-#: 2018 (commit 9fc964da7); and without it, for text that was published tokenized before. sacremoses
-#: is a port of Moses before that commit.
+#: stop at the end of a line is a token, even after an abbreviation), which Moses has contained
+#: since November 2018 (commit 9fc964da7); and without the rule, for text that was tokenized and
+#: published earlier. sacremoses is a port of Moses before that commit.
 SACREMOSES, WITHOUT_FINAL_STOP = "sacremoses+final-stop", "sacremoses"
-#: Moses' own Perl scripts; and text that comes in tokens.
+#: Moses' own Perl scripts; and text that already consists of tokens.
 MOSES, NONE = "moses", "none"
 
 
 class _Recorded:
     def as_text(self) -> dict[str, str]:
-        """As settings.txt has them, in the order of the fields; an empty list is left out."""
+        """As in settings.txt, in the order of the fields; an empty list is left out."""
         texts = {}
         for name, value in vars(self).items():
             if isinstance(value, tuple):
@@ -76,8 +76,8 @@ class LanguageModelSettings(_Recorded):
 
     task: str = "language_modeling"
     corpus: str  # its name, for reports
-    unit: str = "word"  # what a token is: word, or byte, which takes the text as it is
-    language: str = ""  # of Moses' tokenizer; "": the text has tokens
+    unit: str = "word"  # what a token is: word, or byte, which leaves the text unchanged
+    language: str = ""  # for Moses' tokenizer; "": the text consists of tokens
     tokenizer: str = NONE
     lower: bool = False  # lower-case
     min_count: int = 1  # words that are rarer in train become <unk>
@@ -85,7 +85,7 @@ class LanguageModelSettings(_Recorded):
     endings = ("txt",)
 
 
-#: How the text of a setting is read, by its name or by the type of its default.
+#: Name of a setting, or type of its default -> how its text is read.
 _READ = {
     "straighten": lambda text: tuple(text.split()),
     "clean": lambda text: tuple(map(float, text.split())),
@@ -119,14 +119,14 @@ def read(file: Path) -> Settings:
     return Settings(**values)
 
 
-#: How prepared data is named -> what to do where it was not named.
+#: How prepared data is named -> what to do if it was not named.
 TO_NAME = {"--data": "name yours by --data DIR", "data:": "add data: DIR to the part of the study"}
 #: The folders in prepared data.
 FOLDERS = ("text", "raw", "tok", "bpe", "bin")
 
 
 def is_prepared(data: Path) -> bool:
-    """Whether ``data`` is a folder of prepared data, which may be read."""
+    """Whether ``data`` is a readable folder of prepared data."""
     return os.path.isdir(data / "bin") and os.path.isfile(data / "settings.txt")
 
 
@@ -135,7 +135,7 @@ def check_prepared(data: Path, option: str, is_default: bool = False) -> None:
 
     Args:
         option: the option that names the folder, or ``data:`` of a study.
-        is_default: the option was not given.
+        is_default: whether the option was not given.
 
     Raises:
         UserError: what is missing, and which folders of prepared data are beside it.
@@ -156,7 +156,7 @@ def check_prepared(data: Path, option: str, is_default: bool = False) -> None:
 
 
 def check_not_inside(data: Path, option: str) -> None:
-    """Refuse a file or folder of prepared data in the place of the data, which may be absent."""
+    """Refuse a file or folder inside prepared data instead of the data, which may be absent."""
     for place in (data, *data.parents):
         is_part = place.name in FOLDERS or place.is_file()
         if is_part and is_prepared(place.parent):

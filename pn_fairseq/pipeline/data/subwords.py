@@ -2,7 +2,7 @@
 
 Kinds: ``subword-nmt`` (a number of merges; a subword that continues ends in ``@@``) and
 ``sentencepiece`` (its BPE, with a size of the vocabulary; white space is marked with U+2581). Both
-see tokenized text, and joining the subwords gives it back.
+read tokenized text, and joining the subwords restores it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _learn_subword_nmt(lines: Iterator[str], operations: int) -> bytes:
     try:
         with mock.patch.object(learn_bpe, "tqdm", progress):
             learn_bpe.learn_bpe(lines, codes, operations)
-    except ValueError:  # the maximum of no pairs
+    except ValueError:  # the maximum over no pairs
         raise UserError(
             "the training text has no word of two characters to learn BPE from"
         ) from None
@@ -52,17 +52,17 @@ def _learn_sentencepiece(lines: Iterator[str], operations: int) -> bytes:
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            # not by the name of a file: the trainer splits names at commas
+            # not the name of a file, because the trainer splits names at commas
             sentence_iterator=lines,
             model_writer=model,
             model_type="bpe",
             vocab_size=operations,
-            # Nothing is changed or left out: the tokens are the reference text.
+            # Nothing may be changed or left out, because the tokens are the reference text.
             normalization_rule_name="identity",
             character_coverage=1.0,
             max_sentence_length=1 << 30,
             minloglevel=2,
-            # num_threads is written into the model, and stays sentencepiece's default for any
+            # num_threads is written into the model, so it stays sentencepiece's default on any
             # number of cores.
         )
     except RuntimeError as error:
@@ -76,7 +76,7 @@ def _learn_sentencepiece(lines: Iterator[str], operations: int) -> bytes:
 
 
 def matcher(protected: Sequence[str]) -> Callable[[str], bool]:
-    """The function that says whether one of these regular expressions matches a whole token."""
+    """A function that tells whether one of these regular expressions matches a whole token."""
     patterns = [re.compile(pattern) for pattern in protected]
     return lambda token: any(pattern.fullmatch(token) for pattern in patterns)
 
@@ -84,7 +84,7 @@ def matcher(protected: Sequence[str]) -> Callable[[str], bool]:
 def learn(
     kind: str, operations: int, model: Path, texts: Sequence[Path], protected: Sequence[str] = ()
 ) -> None:
-    """Write the model, learned from tokenized text of both languages.
+    """Learn the model from tokenized text of both languages, and write it.
 
     Args:
         operations: the number of merges, or the size of sentencepiece's vocabulary.
@@ -128,14 +128,12 @@ def merges(codes: Path) -> list[str]:
 
 
 def count_merges(codes: Path) -> int:
-    """Their number."""
+    """The number of merges."""
     return sum(not line.startswith("#version") for line in merges(codes))
 
 
 def are_in(texts: Iterable[Path]) -> bool:
-    """Whether text in tokens is in subwords of subword-nmt: 1 of 1,000 tokens, or more, is
-    continued by ``@@``.
-    """
+    """Whether text consists of subwords of subword-nmt: 1 of 1,000 or more tokens end in ``@@``."""
     total = continued = 0
     for path in texts:
         for line in pairs.lines(path):

@@ -8,16 +8,16 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-#: Lines of a split by whose words its languages are compared.
+#: Number of lines of a split whose words are compared between the sides.
 COMPARED = 5000
 #: A side with fewer distinct words is not compared.
 FEWEST_WORDS = 100
-#: Sides count as swapped if on both of them at least this share of the distinct words is on the
-#: other side of train, and this many times as large a share as on their own side. Verses, Multi30k
-#: and IWSLT15 have a tenth or less, and if they are swapped 10 times or more.
+#: Sides count as swapped if, on both of them, at least this share of the distinct words occurs on
+#: the other side of train, this many times as large a share as on their own side. In the verses,
+#: Multi30k and IWSLT15 the factor is at most a tenth, and if they are swapped at least 10.
 OTHER_SIDE, TIMES = 0.1, 2
-#: A note on sentences that are also in train is worth its line above this share of a split. The
-#: corpora named above have at most 1.5%.
+#: A note on sentences that are also in train is printed above this share of a split. It is at most
+#: 1.5% in the corpora named above.
 SHARE = 0.05
 #: Shorter lines of a language model's text recur in any text: headings ("= = = History = = ="),
 #: markup.
@@ -28,7 +28,7 @@ Texts = Mapping[str, Sequence[Path]]
 
 
 def notes_on(texts: Texts, splits: Sequence[str]) -> Iterator[str]:
-    """What to say of these splits; ``texts`` holds the files of these splits and of train."""
+    """Notes on these splits; ``texts`` holds the files of these splits and of train."""
     for split in splits:
         if len(texts[split]) == 2:
             yield from _copies(*texts[split])
@@ -41,7 +41,7 @@ def notes_on(texts: Texts, splits: Sequence[str]) -> Iterator[str]:
 
 
 def _copies(source: Path, target: Path) -> Iterator[str]:
-    """Whether most sentences are the same on both sides."""
+    """A note if most sentences are the same on both sides."""
     with source.open("rb") as sources, target.open("rb") as targets:
         same = [one == other for one, other in zip(sources, targets, strict=True)]
     if sum(same) > len(same) / 2:
@@ -67,7 +67,7 @@ def _is_swapped(share_on_other_side: float, share_on_own_side: float) -> bool:
 
 
 def _swapped(texts: Texts, splits: Sequence[str]) -> Iterator[str]:
-    """Whether the sides of a split are swapped. If every split seems swapped, train is."""
+    """Notes on splits whose sides are swapped. If every split seems swapped, train is."""
     if len(texts["train"]) < 2:
         return
     train_source, train_target = (_words(file) for file in texts["train"])
@@ -105,7 +105,7 @@ def _sentences(files: Sequence[Path]) -> Iterator[tuple[bytes, ...]]:
 
 
 def _in_train(texts: Texts, split: str) -> Iterator[str]:
-    """How many sentences of a split are also in train."""
+    """A note on how many sentences of a split are also in train."""
     counts = Counter(_sentences(texts[split]))
     found = sum(counts.pop(sentence, 0) for sentence in _sentences(texts["train"]))
     total = found + counts.total()

@@ -1,4 +1,4 @@
-"""Tokenization of a sentence, as Moses' scripts do it, and plain text of tokens."""
+"""Tokenization of a sentence, as by Moses' scripts, and plain text from tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from pn_fairseq.pipeline.data.languages import language_of
 from pn_fairseq.pipeline.data.parallel import Work, per_line
 from pn_fairseq.pipeline.data.settings import MOSES, NONE, SACREMOSES, Settings
 
-#: Setting that is on -> Moses' script, in the order in which they run. The tokenizer is always on.
+#: Setting -> the Moses script that it turns on, in the order in which they run. The tokenizer is
+#: always on.
 SCRIPTS = {
     "normalize": "scripts/tokenizer/normalize-punctuation.perl",
     "nonprinting": "scripts/tokenizer/remove-non-printing-char.perl",
@@ -35,9 +36,7 @@ def scripts(settings: Settings) -> dict[str, str]:
 
 
 def checkout(settings: Settings, moses: Path | None) -> Path:
-    """The checkout of mosesdecoder (--moses); it must have Moses' scripts that these settings
-    need.
-    """
+    """The checkout of mosesdecoder (--moses), which must contain the scripts for these settings."""
     if moses is None:
         raise UserError(
             "the text was tokenized by Moses' own scripts: name a checkout of mosesdecoder "
@@ -51,15 +50,15 @@ def checkout(settings: Settings, moses: Path | None) -> Path:
     return moses
 
 
-#: Control characters that Moses deletes and Python takes for white space.
+#: Control characters that Moses deletes and that Python treats as white space.
 _DELETED = dict.fromkeys(range(0x1C, 0x20))
 
 
 def sacremoses(settings: Settings, lang: str, straighten: bool = False) -> Callable[[str], str]:
-    """The function that turns a sentence into tokens with one blank between them.
+    """A function that turns a sentence into tokens with one blank between them.
 
     Args:
-        settings: of the prepared data: normalize, nonprinting, aggressive, lower, tokenizer.
+        settings: settings of the data: normalize, nonprinting, aggressive, lower, tokenizer.
         lang: language of the sentence.
         straighten: make typographic apostrophes plain first.
     """
@@ -71,9 +70,9 @@ def sacremoses(settings: Settings, lang: str, straighten: bool = False) -> Calla
     if straighten:
         steps.append(lambda line: line.replace("’", "'"))
     if settings.normalize:
-        # perl_parity: what normalize-punctuation.perl does, from which the default differs in three
-        # rules. It also sees the line feed, which ends the rule for a full stop before a last
-        # quotation mark.
+        # perl_parity: behave like normalize-punctuation.perl, from which the default differs in
+        # three rules. The script also sees the line feed, which ends the rule for a full stop
+        # before a last quotation mark.
         normalize = MosesPunctNormalizer(lang, perl_parity=True).normalize
         steps.append(lambda line: normalize(f"{line}\n"))
     if settings.nonprinting:
@@ -98,11 +97,11 @@ def sacremoses(settings: Settings, lang: str, straighten: bool = False) -> Calla
 
 
 def moses(checkout: Path, settings: Settings, lang: str, straighten: bool = False) -> Work:
-    """The same by Moses' own Perl scripts in a checkout of mosesdecoder, for many lines at a
+    """The same with Moses' own Perl scripts in a checkout of mosesdecoder, for many lines at a
     time.
     """
     flags = {
-        "normalize": [language_of(lang)],  # by position: older versions of the script know no -l
+        "normalize": [language_of(lang)],  # by position: older versions of the script have no -l
         "tokenizer": ["-q", "-l", language_of(lang), *(["-a"] if settings.aggressive else [])],
     }
     commands = [
@@ -126,7 +125,7 @@ def moses(checkout: Path, settings: Settings, lang: str, straighten: bool = Fals
     return work
 
 
-#: Stands for a protected text while the others are tokenized: a letter of Linear A, which no rule
+#: Replaces a protected text while the rest is tokenized: a letter of Linear A, which no rule
 #: changes.
 _MARK = "\U00010640"
 
@@ -173,11 +172,12 @@ def _unprotected(
     return per_line(sacremoses(settings, lang, straighten))
 
 
-#: Languages in which “ and ‘ close a quotation (and „ opens it), instead of opening it.
+#: Languages in which “ and ‘ close a quotation, which „ opens.
 _LOW_OPENING_QUOTES = frozenset("bg cs da de et hr is lt mk sk sl sq sr".split())
 
-#: sacremoses joins „ and “ alternately to the next and to the previous word, though each has one
-#: side. They are replaced by characters that occur in no text and that sacremoses leaves unchanged.
+#: sacremoses joins „ and “ alternately to the next and to the previous word, although each belongs
+#: to one side. They are replaced by characters that occur in no text and that sacremoses leaves
+#: unchanged.
 _HIDE, _SHOW = str.maketrans("„“", "\ufdd0\ufdd1"), str.maketrans("\ufdd0\ufdd1", "„“")
 
 #: The name of :func:`detokenize` in signatures.
@@ -185,7 +185,7 @@ DETOKENIZER = f"sacremoses-{metadata.version('sacremoses')}+quotes"
 
 
 def detokenize(lines: Iterable[str], language: str) -> list[str]:
-    """Plain text of Moses-style tokens: sacremoses' detokenizer, and rules of this project for
+    """Plain text from Moses-style tokens: sacremoses' detokenizer, and rules of this project for
     typographic quotes.
 
     sacremoses leaves typographic quotation marks and apostrophes apart from their words, or joins

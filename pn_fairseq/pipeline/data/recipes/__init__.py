@@ -3,19 +3,19 @@
 A recipe is a module, here or in a file of a user (``pn prepare FILE.py``), with these names:
 
 a docstring
-    what ``--help`` prints; its first line is in the list of the corpora
+    what ``--help`` prints; its first line appears in the list of corpora
 ``CONFIG``
-    the configuration that trains on it, which is also the name of its folder in runs/data; "":
+    the configuration that trains on the corpus, and the name of its folder in runs/data; "":
     ``--dest`` must be given
 ``TRAIN``
-    where ``CONFIG`` is "": the configuration that ``pn prepare`` advises
+    if ``CONFIG`` is "": the configuration that ``pn prepare`` advises
 ``OPTIONS``
     its options, in addition to ``--dest`` and ``--workers``: flag -> arguments of ``add_argument``
 ``REPRODUCE``
-    the models that ``pn reproduce`` trains on it, an ``Experiment``; text of one's own has none. In
-    a user's file its configuration may be the path of a YAML file, relative to the recipe.
+    the models that ``pn reproduce`` trains on the corpus, an ``Experiment``; a user's own text has
+    none. In a user's file its configuration may be the path of a YAML file, relative to the recipe.
 ``settings(options)``
-    what the data is made with, a ``Settings``; ``options`` has the values of all options
+    how the data is made, a ``Settings``; ``options`` holds the values of all options
 ``prepare(data, options)``
     the steps in their order: methods of ``DataFolder``
 ``folder(options)``
@@ -62,6 +62,6 @@ def load(file: str) -> str:
 
 
 def command_name(name: str) -> str:
-    """What ``pn prepare`` calls a recipe: its name, or the path of a user's file."""
+    """The name of a recipe in ``pn prepare``: its own, or the path of a user's file."""
     recipe = RECIPES[name]
     return name if recipe.__package__ == __name__ else recipe.__file__

@@ -19,7 +19,7 @@ REPRODUCE = Experiment(
 OPTIONS = ARCHIVE
 
 URL = "http://mattmahoney.net/dc/enwik8.zip"
-# The checksum that dataset catalogues name.
+# The checksum that dataset catalogues list.
 SHA256 = "547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc"
 SIZES = (90_000_000, 5_000_000, 5_000_000)
 

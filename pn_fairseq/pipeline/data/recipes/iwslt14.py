@@ -21,7 +21,7 @@ OPTIONS = ARCHIVE | bpe(10000)
 
 URL = "https://dl.fbaipublicfiles.com/fairseq/data/iwslt14/de-en.tgz"
 TRAIN = [f"de-en/train.tags.de-en.{lang}" for lang in ("de", "en")]
-# Their order is the order of the test set.
+# In the order of the test set.
 SETS = ("TED.dev2010", "TEDX.dev2012", "TED.tst2010", "TED.tst2011", "TED.tst2012")
 TESTS = [f"de-en/IWSLT14.{name}.de-en.{lang}.xml" for name in SETS for lang in ("de", "en")]
 
@@ -32,7 +32,8 @@ def settings(options) -> Settings:
         target="en",
         straighten=("test",),  # in the test set ’ becomes ' before tokenization
         lower=True,  # lower-cased after tokenization
-        # training pairs with a side of less than 1 or more than 175 tokens, or a ratio above 1.5
+        # remove training pairs with a side of fewer than 1 or more than 175 tokens, or a ratio
+        # above 1.5
         clean=(1, 175, 1.5),
         valid_every=23,  # every 23rd training pair that is kept is for validation
         bpe=options.bpe,

@@ -12,8 +12,7 @@ from pn_fairseq.pipeline.data.settings import WITHOUT_FINAL_STOP
 
 CONFIG = "iwslt15_en_vi"
 REPRODUCE = Experiment(CONFIG, "iwslt")
-# There is no published recipe with BPE; 10,000 is IWSLT14's number, for a corpus of the same kind
-# and size.
+# No published recipe uses BPE; 10,000 is IWSLT14's number, for a corpus of the same kind and size.
 OPTIONS = ARCHIVE | bpe(10000)
 
 URL = "https://nlp.stanford.edu/projects/nmt/data/iwslt15.en-vi"
@@ -34,10 +33,10 @@ def settings(options) -> Settings:
 
 
 def prepare(data: DataFolder, options) -> None:
-    # 1. The published tokens, as they are (DEST/text/tokens): they were tokenized as Moses' scripts
-    # do it, with ' as &apos; and so on, and published BLEU scores compare such tokens. sacreBLEU
-    # and chrF need plain text (DEST/text): the nearest text is what the detokenizer of the
-    # translations makes of the reference.
+    # 1. The published tokens, unchanged (DEST/text/tokens): they were tokenized as by Moses'
+    # scripts, with ' as &apos; and so on, and published BLEU scores compare such tokens. sacreBLEU
+    # and chrF need plain text (DEST/text): the nearest is what the detokenizer for translations
+    # makes of the reference.
     files = data.published(dict.fromkeys(URLS, ""))
     if files:
         for number, (split, (_, count)) in enumerate(SPLITS.items()):
@@ -48,7 +47,7 @@ def prepare(data: DataFolder, options) -> None:
     data.transform("copying", "text", "raw", lambda *_: bytes)
     data.transform("copying", "text/tokens", "tok", lambda *_: bytes)
 
-    # 2. Subwords and binary data: DEST/bpe, DEST/bin. The AdaNorm paper has "input and output
+    # 2. Subwords and binary data: DEST/bpe, DEST/bin. The AdaNorm paper mentions "input and output
     # vocabularies".
     data.segment()
     data.binarize()

@@ -13,7 +13,7 @@ from pn_fairseq.pipeline.data.folder import CORPUS, DataFolder, Settings, bpe
 CONFIG = "multi30k_de_en"
 REPRODUCE = Experiment(CONFIG, "tiny")
 # The scripts of the corpus' repository (multi30k/dataset) also lower-case, and leave the number of
-# merges to their user; this is IWSLT14's.
+# merges to the user; this number is IWSLT14's.
 TEST = "the test set: test2016 (default), test2017, ...; DIR is multi30k_de_en_NAME"
 OPTIONS = CORPUS | {"--test": {"metavar": "NAME", "default": "test2016", "help": TEST}} | bpe(10000)
 

@@ -15,14 +15,14 @@ from pn_fairseq.pipeline.data.folder import CORPUS, DataFolder, Settings
 from pn_fairseq.pipeline.data.settings import NONE
 
 CONFIG = "multi30k_en_de_tiny"
-# fairseq's own model, post-norm, is the published one.
+# The published model is fairseq's own, post-norm.
 _POST_NORM = "ln+encoder_norm_placement=post+decoder_norm_placement=post"
 REPRODUCE = Experiment(
     CONFIG, "tiny", norms=(_POST_NORM, "ln", "pn", "bn"), subsets=("test", "test1")
 )
 OPTIONS = CORPUS
 
-#: Subset -> the files of it, and the number of their pairs.
+#: Subset -> its files, and the number of their pairs.
 CONTENT = {
     "train": (["train"], 29000),
     "valid": (["valid"], 1014),

@@ -11,8 +11,8 @@ from pn_fairseq.pipeline.data.experiment import Experiment
 from pn_fairseq.pipeline.data.folder import CORPUS, DataFolder, LanguageModelSettings
 
 CONFIG = "ptb_lm"
-# The paper has layer-scale "in each model setting"; it would not change LN and GN, and PN-V and PN
-# have it by default.
+# The paper uses layer-scale "in each model setting"; it would not change LN and GN, and PN-V and PN
+# use it by default.
 _SCALED = tuple(f"{norm}+layer_scale_groups=1" for norm in ("bn", "brn", "mabn"))
 REPRODUCE = Experiment(CONFIG, "ptb", (1,), ("tensorized_lm",), ("ln", "gn", *_SCALED, "pnv", "pn"))
 OPTIONS = CORPUS

@@ -78,7 +78,7 @@ def patterns(file: Path) -> list[str]:
 
 
 def settings_of_prepared(data: Path, option: str, options) -> Settings:
-    """The settings of prepared data, which ``option`` names; no other option may give others."""
+    """The settings of prepared data, which ``option`` names; other options must not differ."""
     given = [f"--{name.replace('_', '-')}" for name in GIVEN if getattr(options, name)]
     if given:
         raise UserError(f"{option} takes the settings of '{data}': leave out {' and '.join(given)}")
@@ -109,7 +109,7 @@ def settings(options) -> Settings:
                 f"--like and --dest are both '{options.dest}', whose data would be replaced: name "
                 "another --dest"
             )
-        # How it was cleaned and what it is validated on are not the model's.
+        # Cleaning and the choice of the validation set do not belong to the model.
         return replace(
             settings_of_prepared(options.like, "--like", options), clean=(), valid_every=0
         )
@@ -132,7 +132,7 @@ def test_sets(folder: Path, dest: Path, languages: Sequence[str]) -> list[str]:
     begin with test.
 
     Raises:
-        UserError: a number is left out, which fairseq-preprocess does not allow.
+        UserError: a number is missing, which fairseq-preprocess does not allow.
     """
     files = [file for lang in languages for file in folder.glob(f"test*.{lang}*")]
     names = {file.name.partition(".")[0] for file in files} - {"test"}

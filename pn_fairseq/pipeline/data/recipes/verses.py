@@ -17,7 +17,7 @@ OPTIONS = bpe(4000) | KEEP_CASE
 
 
 def corpus() -> Path:
-    """The folder of the verses, which come with this project."""
+    """The folder of the verses, which are part of this project."""
     folder = shipped("data/verses.es-en")
     sums = read_settings(folder / "SHA256SUMS")
     if any(not (folder / name).is_file() or checksum(folder / name) != sums[name] for name in sums):

@@ -23,8 +23,8 @@ _NORMS = ("ln", "ln+layer_scale_groups=4", "gn", "bn", "brn", "mabn", "pnv", "pn
 REPRODUCE = Experiment(CONFIG, "tiny", models=("transformer_lm", "tensorized_lm"), norms=_NORMS)
 OPTIONS = language_model.UNIT
 
-#: The books of the verses that are validation and test; all others are training. Neighbours in the
-#: order of the text.
+#: The books for validation and test, neighbours in the order of the text; all other books are for
+#: training.
 BOOKS = {
     "valid": ("Ezekiel",),
     "test": (
@@ -49,8 +49,8 @@ def split_by_book(corpus: Path, folder: Path) -> list[Path]:
     """Write the English verses to files in ``folder``, in the order of the text, split by
     :data:`BOOKS`.
 
-    The splits of ``corpus``, data/verses.es-en, interleave verses: neighbours of its test verses
-    are in its train.
+    The splits of ``corpus``, data/verses.es-en, interleave verses: its train contains neighbours of
+    its test verses.
     """
     verses_of: dict[str, list[tuple[int, int, str]]] = {}  # book -> chapter, number, verse
     for split in SPLITS:

@@ -16,9 +16,9 @@ REPRODUCE = Experiment(
 )
 OPTIONS = ARCHIVE
 
-# The address in the paper (s3.amazonaws.com/research.metamind.io) is dead since February 2024.
+# The address in the paper (s3.amazonaws.com/research.metamind.io) died in February 2024.
 URL = "https://wikitext.smerity.com/wikitext-103-v1.zip"
-# The checksum that dataset catalogues name for the file of the dead address.
+# The checksum that dataset catalogues list for the file at the dead address.
 SHA256 = "242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590"
 MEMBERS = [f"wikitext-103/wiki.{split}.tokens" for split in ("train", "valid", "test")]
 TOKENS = (103227021, 217646, 245569)

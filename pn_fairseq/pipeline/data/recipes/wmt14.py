@@ -48,7 +48,7 @@ CONTENT = {
     CRAWL: ("train", without_carriage_returns, 2399123, sides("commoncrawl.de-en")),
     NEWS: ("train", without_carriage_returns, 0, sides("training/news-commentary-v12.de-en")),
     DEV: ("valid", without_carriage_returns, 3000, sides("dev/newstest2013")),
-    # The direction from English; the archive also has the other one, of the same sentences.
+    # The direction from English; the archive also contains the other one, with the same sentences.
     TEST: (
         "test",
         sacrebleus_segments,
@@ -70,8 +70,8 @@ def settings(options) -> Settings:
         nonprinting=True,  # unprintable characters made blanks, but not in the test set
         aggressive=True,  # hyphens within words become tokens @-@
         compound_split=True,
-        # fairseq's recipe has these numbers, but counts subwords, of BPE that is learned on all
-        # pairs. Tokens are counted in its variant for Ott et al. 2018 (1 to 80, any ratio).
+        # fairseq's recipe uses these numbers, but counts subwords of a BPE learned on all pairs.
+        # Its variant for Ott et al. 2018 counts tokens (1 to 80, any ratio).
         clean=(1, 250, 1.5),
         bpe=options.bpe,
     )
