@@ -4,7 +4,7 @@ import importlib.util
 import os
 from pathlib import Path
 
-from pn_fairseq.common.command import ArgumentParser, UserError
+from pn_fairseq.common.command import ArgumentParser, UserError, split_paths
 
 
 class _Chosen:
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         epilog="Arguments after -- are passed to pytest, for example: -- -x -k padding",
     )
     files = "Python files that register norms (docs/adding_a_norm.md)"
-    parser.add_argument("--norm-module", metavar="FILE[,FILE]", default="", help=files)
+    parser.add_argument("--norm-module", metavar="FILE[,FILE]", help=files)
     names = "norms to test (default: the norms of the files; without files, all norms)"
     parser.add_argument("names", nargs="*", metavar="NAME", help=names)
     argv = argv or []
@@ -74,7 +74,9 @@ def main(argv: list[str] | None = None) -> int:
     from pn_fairseq.testing import helpers
 
     known = set(NORMS)
-    modules = [os.path.abspath(path) for path in args.norm_module.split(",") if path]
+    modules = []
+    if args.norm_module is not None:
+        modules = [os.path.abspath(path) for path in split_paths(args.norm_module)]
     try:
         for path in modules:
             load_norms(path)
