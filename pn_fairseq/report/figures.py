@@ -104,7 +104,9 @@ def series_of(probe: pandas.DataFrame, norm: str, updates: int) -> pandas.DataFr
 
 
 def read_subject(run: ReportedRun, label: str, line: str, norm: str | None = None) -> Subject:
-    """``norm``: that of Figures 2 to 4; None: the first one that was recorded.
+    """What the figures show of a run.
+
+    ``norm``: that of Figures 2 to 4; None: the first one that was recorded.
 
     Raises:
         UserError: the run's probe cannot be read, or has no norm of that name.
