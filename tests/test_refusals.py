@@ -76,6 +76,7 @@ generate --run run --norm-module none.py              | --norm-module; there is 
 generate --run run --gen-subset valid                 | did you mean '--subset valid'?
 generate --run run --path w1.pt                       | did you mean '--checkpoint w1.pt'?
 generate --run run --bean 3                           | --bean; did you mean '--beam'; --help
+generate --run run --bean 3 --path w1.pt              | --bean, did you mean '--beam'
 generate --run run --remove-bpe                       | unrecognized arguments: --remove-bpe: leave it out, subwords are always joined
 generate --run run --beam 3 --post-process sentencepiece | --post-process: leave it out
 generate --run models/lm                                 | 'models/lm' is the run of a language model: pn evaluate-lm --run models/lm
@@ -92,6 +93,7 @@ import-release w1.pt out.pt                           | is not a checkpoint of t
 import-release w2.pt link.pt                          | is one of the inputs
 import-release w1.pt none/out.pt                      | none/out.pt; cannot be written
 norms unifid                                          | did you mean 'unified'
+norms --norm-module ''                                | norm module '' is not a file
 norms --norm-module none.py                           | none.py' is not a file; name the file of the norms
 prepare                                               | --help
 prepare verse                                         | unknown 'verse'; did you mean 'verses'?

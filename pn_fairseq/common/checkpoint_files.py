@@ -155,11 +155,7 @@ def checkpoints_to_average(
         if paths:
             present = f"{len(paths)} {kind} checkpoint{'s' * (len(paths) > 1)}"
             complete = kind == usual and len(paths) == last
-            note = (
-                ""
-                if complete
-                else f"{directory} has {present} instead of {wanted}: averaging {present}"
-            )
+            note = "" if complete else f"{directory}: averaging {present} instead of {wanted}"
             return paths, kind, note
     newest = Path(directory, LAST)
     best = Path(directory, "checkpoint_best.pt")

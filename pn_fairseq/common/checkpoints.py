@@ -146,9 +146,9 @@ def explain_misfit(error: Exception) -> str:
         return " ".join(text.split())
     # An embedding is as large as the vocabulary, so its size says more than the other differences.
     vocabulary = [
-        pair
-        for pair in misfits
-        if re.search("size mismatch.*(embed_tokens|output_projection)", pair[0][0])
+        (match, meaning)
+        for match, meaning in misfits
+        if re.search("size mismatch.*(embed_tokens|output_projection)", match[0])
     ]
     match, meaning = (vocabulary or misfits)[0]
     advice = (
@@ -157,9 +157,8 @@ def explain_misfit(error: Exception) -> str:
     if vocabulary:
         advice = (
             "the checkpoint was trained with another vocabulary; use the data that it was trained "
-            "on, or prepare "
+            "on, or prepare other text with that data's vocabulary (pn prepare text --like DATA)"
         )
-        advice += "other text with that data's vocabulary (pn prepare text --like DATA)"
     return f"the weights do not fit the model: {meaning.format(*match.groups())}; {advice}"
 
 

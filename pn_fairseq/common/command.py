@@ -146,7 +146,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def _advice(self, option: str) -> str:
         """Advice about an unknown option, with the exact words to type, or an empty text."""
-        meant = self._ours()
+        meant = self._ours() if option in FAIRSEQ else []
         if meant:
             return f", did you mean '{' '.join(meant)}'?"
         if self._setting_of is not None:
@@ -260,6 +260,13 @@ def absolute(text: str | Path) -> Path:
     return path.resolve() if ".." in path.parts else path
 
 
+def split_paths(text: str) -> list[str]:
+    """The paths in the value of an option ``FILE[,FILE]``; an empty one, which no file has, if
+    there is none.
+    """
+    return [path for path in text.split(",") if path] or [""]
+
+
 def checked(check, metavar: str, note: str = "") -> dict:
     """argparse's arguments for a flag that keeps its text, unless ``check`` raises a ValueError,
     which is shown with ``note``.
@@ -341,9 +348,9 @@ def run(tool: str, body: Callable[[], int | None], resumes: bool = False) -> int
         print(f"{tool}: error: {' '.join(text.splitlines())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as error:
-        # in a step of a longer command, that command reports the interruption
         if isinstance(error, NothingSaved):
             advice = " before anything was saved; the same command begins again"
+        # in a step of a longer command, that command reports the interruption
         if "PN_FAIRSEQ_STEP" not in os.environ:
             print(f"{tool}: interrupted{advice}", file=sys.stderr)
         return 128 + next(
@@ -365,8 +372,13 @@ def run(tool: str, body: Callable[[], int | None], resumes: bool = False) -> int
 
 def why_it_failed(code: int, lines: Iterable[str]) -> str:
     """Why a process failed: the signal that killed it, or else the last line that it wrote."""
+    if code == -signal.SIGKILL:
+        return "killed by SIGKILL, as happens when memory runs out"
     if code < 0:
-        return f"killed by {signal.Signals(-code).name}, as happens when memory runs out"
+        try:
+            return f"killed by {signal.Signals(-code).name}"
+        except ValueError:  # a number without a name, or an exit code such as 255
+            return f"exit code {128 - code}"
     return ([line for line in lines if line.strip()] or ["it printed no reason"])[-1]
 
 

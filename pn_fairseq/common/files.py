@@ -264,9 +264,9 @@ def read_settings(path: Path | str) -> dict[str, str]:
         raise UserError(f"{path} does not exist") from None
     settings = {}
     for number, line in enumerate(lines, 1):
-        checksum = re.fullmatch("([0-9a-f]{64})  (.+)", line)
-        if checksum:
-            settings[checksum[2]] = checksum[1]
+        digest_line = re.fullmatch("([0-9a-f]{64})  (.+)", line)
+        if digest_line:
+            settings[digest_line[2]] = digest_line[1]
             continue
         name, equals, value = line.partition("=")
         if not equals:

@@ -11,7 +11,7 @@ from fairseq.utils import safe_getattr
 from hydra.utils import to_absolute_path
 from omegaconf import OmegaConf
 
-from pn_fairseq.common.command import checked
+from pn_fairseq.common.command import checked, split_paths
 from pn_fairseq.fairseq_patches.diagnostics_log import dashboard_interval
 from pn_fairseq.fairseq_patches.run_settings import circumstances_of, writable
 from pn_fairseq.models.placements import PLACEMENTS, find_placement
@@ -45,7 +45,7 @@ def flag(help: str, argument: dict, default=None):
 
 _AFTER_MODULE = " (--norm-module has to come before it)"
 #: Loads the files of ``--norm-module``, so that the flags after this one know their norms.
-_modules = checked(lambda text: [load_norms(path) for path in text.split(",")], "FILE[,FILE]")
+_modules = checked(lambda text: [load_norms(path) for path in split_paths(text)], "FILE[,FILE]")
 _norm = checked(find_norm, "NAME", _AFTER_MODULE)
 _placement = checked(find_placement, "NAME", _AFTER_MODULE)
 _whole = {"type": int, "metavar": "N"}
@@ -231,7 +231,7 @@ class NormOptions:
         if options.norm_probe:
             resolved["norm_probe"] = to_absolute_path(options.norm_probe)
         if options.norm_module:
-            paths = [to_absolute_path(path) for path in options.norm_module.split(",") if path]
+            paths = [to_absolute_path(path) for path in split_paths(options.norm_module)]
             resolved["norm_module"] = ",".join(paths)
             for path in paths:
                 load_norms(path)

@@ -167,14 +167,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     run = open_run(args.run) if args.run else None
     output = args.output or run.checkpoints / "averaged.pt"
-    data = run.bin if args.recalibrate is True else args.recalibrate and Path(args.recalibrate)
+    data = None
+    if args.recalibrate is True:
+        data = run.bin
+    elif args.recalibrate:
+        data = Path(args.recalibrate)
     if data and not any(data.glob("dict.*")):
         raise UserError(
             f"--recalibrate {data}: is not a folder of binarized data (fairseq-preprocess makes "
             "one)"
         )
     paths, kind = _select(args, run)
-    batches, data_files = (args.batches or BATCHES, sorted(data.glob("[!.]*"))) if data else (0, [])
+    batches, data_files = 0, []
+    if data:
+        batches = args.batches or BATCHES
+        data_files = sorted(data.glob("[!.]*"))
     stamp_file = stamp.stamp_of(output)
     wanted: dict[str, str] = {}
     if run:

@@ -125,7 +125,7 @@ def evaluate(
         with contextlib.suppress(UserError):  # a damaged file
             return read_perplexity(run.path, subset, context)
     with only_writer(output):
-        result = measured(run, checkpoint, subset, context, norm_module)
+        result = measure(run, checkpoint, subset, context, norm_module)
         stamp_file.unlink(missing_ok=True)
         shown = {
             "perplexity": result.perplexity,
@@ -138,7 +138,7 @@ def evaluate(
     return result
 
 
-def measured(
+def measure(
     run: Run, checkpoint: Path, subset: str, context: int, norm_module: str | None
 ) -> Perplexity:
     """The computation of :func:`evaluate`."""
@@ -212,6 +212,8 @@ def score(loaded, subset: str, context: int, max_tokens: int) -> tuple[float, in
     import torch
     from torch.nn.functional import cross_entropy
 
+    from pn_fairseq.fairseq_patches.adaptive_loss import losses
+
     task, model, dictionary = loaded.task, loaded.model, loaded.task.target_dictionary
     try:
         batches = task.eval_lm_dataloader(
@@ -228,17 +230,11 @@ def score(loaded, subset: str, context: int, max_tokens: int) -> tuple[float, in
     with torch.no_grad():
         for sample in loaded.on_device(batches, len(batches), "scoring"):
             output, target = model(**sample["net_input"])[0].float(), sample["target"]
-            # fairseq's AdaptiveLoss leaves out the word whose number in its cluster is that of
-            # padding.
-            clusters = [(output, target)]
             if adaptive:
-                clusters = list(zip(*adaptive(output, target), strict=True))
-            (scores, words), *tails = clusters
-            scores, words = scores.flatten(0, -2), words.flatten()
-            loss = cross_entropy(scores, words, ignore_index=dictionary.pad(), reduction="sum")
-            for scores, words in tails:
-                if scores is not None:
-                    loss = loss + cross_entropy(scores, words, reduction="sum")
+                loss = losses(adaptive, output, target, dictionary.pad()).sum()
+            else:
+                scores, words = output.flatten(0, -2), target.flatten()
+                loss = cross_entropy(scores, words, ignore_index=dictionary.pad(), reduction="sum")
             total += loss.double().item()
             tokens += int(target.ne(dictionary.pad()).sum())
             unknown += int(target.eq(dictionary.unk()).sum())

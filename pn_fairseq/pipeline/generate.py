@@ -435,8 +435,8 @@ def _reason(code: int, errors: bytes, kept: Path, checkpoints: Sequence[Path]) -
 
 
 def _printed(lines: Iterable[str], kind: str) -> dict[int, list[list[str]]]:
-    """Sentence number -> the fields of each of its lines of one kind (S, T, H) in fairseq's
-    output.
+    """Sentence number -> the fields of each of its lines of one kind (S, T, H, P) in
+    fairseq's output.
     """
     printed: dict[int, list[list[str]]] = {}
     for line in lines:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 
-from pn_fairseq.common.command import ArgumentParser, UserError
+from pn_fairseq.common.command import ArgumentParser, UserError, split_paths
 from pn_fairseq.norms.registry import (
     NORMS,
     SHARED,
@@ -77,8 +77,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     try:
-        for path in filter(None, (args.norm_module or "").split(",")):
-            load_norms(path)
+        if args.norm_module is not None:
+            for path in split_paths(args.norm_module):
+                load_norms(path)
         if args.name is not None:
             print(describe_norm(args.name))
             return 0

@@ -77,11 +77,13 @@ def of_average(averaged: Path) -> str:
 
 
 def _last_update(run: Path) -> int:
-    """The update of the last checkpoint, by the log of ``pn train``; 0 without a log. This
+    """The update of the last checkpoint, by the log of ``pn train``; 0 without a readable log. This
     checkpoint is only in checkpoint_last.pt if the training ended between two saves by updates.
     """
-    log = run / "train.log"
-    saved = read_log(log).saved if log.is_file() else None
+    try:
+        saved = read_log(run / "train.log").saved
+    except OSError:
+        return 0
     return saved[1] if saved else 0
 
 
@@ -89,13 +91,25 @@ def of_result(result: str, made: Path, averaged: Path) -> list[str]:
     """What is outdated about a result, whose stamp is ``made``: the average of its run, and the
     result itself if it was made from an earlier average.
     """
-    texts = [of_average(averaged)] if averaged.is_file() else []
-    own = stamp.read(made).get("checkpoint_file") == averaged.name
-    if own and averaged.is_file():
-        present = stamp.made_from({}, {"checkpoint": [averaged]})
-        if stamp.differences(made, present):
-            texts.append(f"{result} was made from an earlier {averaged.name}: make it again")
+    if not averaged.is_file():
+        return []
+    texts = [of_average(averaged)]
+    if _is_of_an_earlier_average(made, averaged):
+        texts.append(f"{result} was made from an earlier {averaged.name}: make it again")
     return [text for text in texts if text]
+
+
+def is_outdated(made: Path, averaged: Path) -> bool:
+    """Whether a result, whose stamp is ``made``, or the average of its run is outdated."""
+    if not averaged.is_file():
+        return False
+    return bool(of_average(averaged)) or _is_of_an_earlier_average(made, averaged)
+
+
+def _is_of_an_earlier_average(made: Path, averaged: Path) -> bool:
+    if stamp.read(made).get("checkpoint_file") != averaged.name:
+        return False
+    return bool(stamp.differences(made, stamp.made_from({}, {"checkpoint": [averaged]})))
 
 
 def note_on_average(step: str, checkpoints: Sequence[Path]) -> None:

@@ -196,27 +196,26 @@ def reproduce(
     notes = _check_systems(planned, config, settings, data=None if prepare else data)
     if prepare:
         prepare_data([*map(str, prepare[1:]), "--check"])
-    commands = {
-        runs / run.name: _commands(run, config, experiment, settings, runs, data, ranks)
-        for run in planned
-    }
+    commands = {}
     unchanged = set()  # runs that were begun with these settings
-    for run, (train, *_) in commands.items():
+    for run in planned:
+        folder = runs / run.name
+        without_ranks = _arguments_of_training(run, config, settings, folder, data)
+        commands[folder] = _commands(without_ranks, experiment, folder, ranks)
         # the run was begun, and its settings and data exist
-        if (run / "config.yaml").is_file() and is_prepared(data):
-            settings_of_run = train[1:-2] if ranks else train[1:]  # without --ranks
-            of_run = check_training(*map(str, settings_of_run))
+        if (folder / "config.yaml").is_file() and is_prepared(data):
+            of_run = check_training(*map(str, without_ranks))
             notes += of_run
             if not of_run:
-                unchanged.add(run)
+                unchanged.add(folder)
     report = ["report", *commands, "--output", runs / (f"report-{table}" if table else "report")]
     if table in PAPER:  # a report of language models knows its corpus
         report += ["--paper", table]
     if dry_run:
         if prepare:
             print(shown(prepare))
-        for run, steps in commands.items():
-            done = _done(run, steps) if run in unchanged else 0
+        for folder, steps in commands.items():
+            done = _done(folder, steps) if folder in unchanged else 0
             for number, step in enumerate(steps):
                 print(shown(step) + ("  # done" if number < done else ""))
         print(shown(report))
@@ -228,7 +227,10 @@ def reproduce(
         if prepare:
             note("prepare")
             must(prepare)
-        failed = [run.name for run, steps in commands.items() if not _make(name, run, steps, note)]
+        failed = []
+        for folder, steps in commands.items():
+            if not _make(name, folder, steps, note):
+                failed.append(folder.name)
         note("report")
         must(report)
     if failed:
@@ -255,22 +257,22 @@ def _check_systems(
     return notes
 
 
-def _commands(
-    run: PlannedRun,
-    config: str,
-    experiment: Experiment,
-    settings: Sequence[str],
-    runs: Path,
-    data: Path,
-    ranks: int | None,
-) -> list[list[str | Path]]:
-    """The commands of a run, in order."""
-    folder = runs / run.name
-    on_ranks = ["--ranks", str(ranks)] if ranks else []
+def _arguments_of_training(
+    run: PlannedRun, config: str, settings: Sequence[str], folder: Path, data: Path
+) -> list[str | Path]:
+    """The words after ``pn train`` of a run, without ``--ranks``."""
     architecture, *own = run.settings
     given = [setting.replace("{run}", str(folder)) for setting in settings]
-    train = ["train", config, "--data", data, "--run", folder, architecture]
-    commands = [[*train, f"common.seed={run.seed}", *own, *given, *on_ranks]]
+    where = [config, "--data", data, "--run", folder]
+    return [*where, architecture, f"common.seed={run.seed}", *own, *given]
+
+
+def _commands(
+    training: Sequence[str | Path], experiment: Experiment, folder: Path, ranks: int | None
+) -> list[list[str | Path]]:
+    """The commands of a run, in their order; ``training``: the words after ``pn train``."""
+    on_ranks = ["--ranks", str(ranks)] if ranks else []
+    commands = [["train", *training, *on_ranks]]
     for verb, *options in experiment.steps[1:]:
         command = [verb, "--run", folder, *options]
         commands.append(command + on_ranks if verb == "generate" else command)
@@ -305,7 +307,7 @@ def _done(run: Path, steps: Sequence[Sequence[str | Path]]) -> int:
             "evaluate-lm": result_file(run, subset),
         }
         made = folder / "made.txt" if verb == "generate" else stamp.stamp_of(outputs[verb])
-        old = verb != "train" and outdated.of_result("", made, averaged)
+        old = verb != "train" and outdated.is_outdated(made, averaged)
         if not outputs[verb].is_file() or old:
             return number
     return len(steps)

@@ -253,6 +253,8 @@ def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, r
         updates = state["optimizer_history"][-1]["num_updates"] if state else 0
         if is_finished(cfg, updates, run, data):
             if not layout.rank:
+                if not (run / "made.txt").is_file():  # killed after the last save
+                    write_settings(run / "made.txt", goal(cfg, data))
                 note_on_longer(cfg, run)
                 say("train", f"{run} is already trained; {take_settings_of_decoding(cfg, run)}")
             return 0
@@ -470,7 +472,7 @@ def explained(error: Exception, cfg, run: Path) -> UserError | TrainingFailed:
             f"lower dataset.max_tokens; an update still has tokens_per_update tokens, then {RESUME}"
         )
     elif isinstance(error, OSError | torch.distributed.DistError) or re.search(
-        "onnection (clos|res)|imed out", text
+        "connection (clos|res)|timed out", text, re.I
     ):
         advice = RESUME  # a fault of another rank, machine or file system
     else:

@@ -30,7 +30,14 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 import pn_fairseq.models  # noqa: F401 (registers the architectures)
-from pn_fairseq.common.command import UserError, absolute, did_you_mean, say, whole_number
+from pn_fairseq.common.command import (
+    UserError,
+    absolute,
+    did_you_mean,
+    say,
+    split_paths,
+    whole_number,
+)
 from pn_fairseq.common.files import CONFIGS
 from pn_fairseq.fairseq_patches.convert_norms import SETTINGS
 from pn_fairseq.pipeline.runs import load_config
@@ -181,7 +188,7 @@ def _make_absolute(cfg: DictConfig) -> None:
             continue
         paths = [str(value)]
         if name == "model.norm_module":  # files, separated by commas
-            paths = [path for path in str(value).split(",") if path]
+            paths = split_paths(str(value))
             for path in paths:
                 if not os.path.isfile(path):
                     raise UserError(

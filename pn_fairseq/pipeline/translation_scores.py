@@ -123,10 +123,8 @@ def score_texts(
         if not scoring.lowercase and only_references_have_case(text):
             advice = "add --lowercase (with --hyp) to ignore case"
             warnings.append(f"the hypotheses are lower-cased, and the references are not: {advice}")
-        warnings += [
-            warning for warning in doubts(text, tokenized=text is tokens) if warning not in warnings
-        ]
-    return scores, warnings
+        warnings += doubts(text, tokenized=text is tokens)
+    return scores, list(dict.fromkeys(warnings))
 
 
 #: Punctuation separated from the word before it, and Moses' escapes: both are rare in plain text.
@@ -328,7 +326,9 @@ def read_scores(folder: Path) -> Scores:
     try:
         values = json.loads(path.read_bytes())
         by_metric = {metric: Score(**values.pop(metric)) for metric in METRICS if metric in values}
-        return Scores(by_metric={"tokenized": by_metric["tokenized"], **by_metric}, **values)
+        if "tokenized" not in by_metric:
+            raise ValueError("it has no tokenized BLEU")
+        return Scores(by_metric=by_metric, **values)
     except FileNotFoundError:
         raise UserError(f"there is no '{path}' (pn score writes it)") from None
     except (KeyError, TypeError, ValueError) as error:

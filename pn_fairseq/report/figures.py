@@ -104,7 +104,9 @@ def series_of(probe: pandas.DataFrame, norm: str, updates: int) -> pandas.DataFr
 
 
 def read_subject(run: ReportedRun, label: str, line: str, norm: str | None = None) -> Subject:
-    """``norm``: the norm of Figures 2 to 4; None: the first recorded norm.
+    """What the figures show of a run.
+
+    ``norm``: the norm of Figures 2 to 4; None: the first recorded norm.
 
     Raises:
         UserError: the run's probe cannot be read, or contains no norm with that name.

@@ -4,7 +4,7 @@ docs/results.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,26 +86,26 @@ class Compared:
             "worse": f"worse than {control}",
             "equivalent": f"equivalent to {control} within ±{self.measure.margin:g}",
         }
-        texts: dict[str, list[str]] = {}
+        found: dict[str, dict[str, Interval]] = {}
         for system, interval in family.intervals.items():
-            verdict = interval.verdict(self.measure)
-            texts.setdefault(verdict, []).append(f"{system} {self.text(interval)}")
+            found.setdefault(interval.verdict(self.measure), {})[system] = interval
         parts = []
-        if "better" not in texts and "worse" not in texts:
+        if "better" not in found and "worse" not in found:
             parts.append(f"no system differs significantly from {control}")
         for verdict, title in titles.items():
-            if verdict in texts:
-                parts.append(f"{title}: {', '.join(texts[verdict])}")
-        inconclusive = []
-        for system, interval in sorted(family.intervals.items(), key=_difference):
-            if interval.verdict(self.measure) == "inconclusive":
-                inconclusive.append(f"{system} {self.text(interval)}")
+            if verdict in found:
+                parts.append(f"{title}: {', '.join(self._texts(found[verdict].items()))}")
+        others = found.get("inconclusive", {})
+        inconclusive = self._texts(sorted(others.items(), key=_difference))
         if len(inconclusive) > 2:
             ends = f"from {inconclusive[0]} to {inconclusive[-1]}"
             parts.append(f"inconclusive: {len(inconclusive)} systems, {ends}")
         elif inconclusive:
             parts.append(f"inconclusive: {' and '.join(inconclusive)}")
         return f"{'; '.join(parts)}."
+
+    def _texts(self, intervals: Iterable[tuple[str, Interval]]) -> list[str]:
+        return [f"{system} {self.text(interval)}" for system, interval in intervals]
 
     def strength(self, family: Family) -> str:
         """What the design of a family can detect."""

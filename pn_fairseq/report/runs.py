@@ -240,7 +240,7 @@ def _check_subset(paths: Sequence[Path], subset: str) -> None:
 
 def _check_that_it_is_a_run(path: Path) -> None:
     folder = Run(path)
-    if folder.ours or folder.log_file or any(folder.checkpoints.glob("checkpoint*.pt")):
+    if folder.ours or any(folder.checkpoints.glob("checkpoint*.pt")) or folder.log_file:
         return
     check_run_folder(path)
     raise UserError(
@@ -253,14 +253,15 @@ def read_run(path: Path, name: str, subset: str = "test") -> ReportedRun:
     """Read all files of a run."""
     folder = Run(path)
     result = path / "generate" / subset
-    logged_by = _without_a_log(folder)
+    logged_by: list[Path] = []
     log = data_settings = scores = perplexity = None
     settings: dict[str, object] = {}
     values: list[Value] = []
     errors: dict[str, Exception] = {}
     try:
+        logged_by = _without_a_log(folder)
         log = log_of_checkpoints(logged_by) if logged_by else folder.log
-    except UserError as error:
+    except (UserError, OSError) as error:
         errors["log"] = error
     try:
         settings = folder.settings_by_name
@@ -407,7 +408,9 @@ def _problems_of_files(run: ReportedRun) -> list[str]:
     """What is missing or damaged among the files that the training wrote."""
     problems = []
     errors = run.errors
-    if "log" in errors:
+    if "log" in errors and not run.logged_by:
+        problems.append(f"the log cannot be read: {errors['log']}")
+    elif "log" in errors:
         problems.append(f"no log, and a checkpoint cannot be read: {errors['log']}")
     elif run.logged_by:
         problems.append(

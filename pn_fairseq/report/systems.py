@@ -172,13 +172,16 @@ class CorpusRuns:
         controls = [label for label in self.settings if self.norm(label) == ln]
         baselines = {}
         for label, settings in self.settings.items():
-            candidates = [ln for ln in controls if self._model(ln) == self._model(label)]
+            model = self._model(label)
+            candidates = [control for control in controls if self._model(control) == model]
             if label in candidates[:1]:
                 continue
             if label in candidates:
                 candidates = candidates[:1]
             if candidates:
-                counts = [len(differing([settings, self.settings[ln]])) for ln in candidates]
+                counts = []
+                for control in candidates:
+                    counts.append(len(differing([settings, self.settings[control]])))
                 baselines[label] = candidates[counts.index(min(counts))]
         return baselines
 

@@ -4,7 +4,7 @@ import importlib.util
 import os
 from pathlib import Path
 
-from pn_fairseq.common.command import ArgumentParser, UserError
+from pn_fairseq.common.command import ArgumentParser, UserError, split_paths
 
 
 class _Chosen:
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         epilog="Arguments after -- are passed to pytest, for example: -- -x -k padding",
     )
     about_files = "Python files that register norms (docs/adding_a_norm.md)"
-    parser.add_argument("--norm-module", metavar="FILE[,FILE]", default="", help=about_files)
+    parser.add_argument("--norm-module", metavar="FILE[,FILE]", help=about_files)
     about_names = "norms to test (default: the norms of the files; without files, all norms)"
     parser.add_argument("names", nargs="*", metavar="NAME", help=about_names)
     argv = argv or []
@@ -72,7 +72,9 @@ def main(argv: list[str] | None = None) -> int:
     from pn_fairseq.testing import helpers
 
     known = set(NORMS)
-    modules = [os.path.abspath(path) for path in args.norm_module.split(",") if path]
+    modules = []
+    if args.norm_module is not None:
+        modules = [os.path.abspath(path) for path in split_paths(args.norm_module)]
     try:
         for path in modules:
             load_norms(path)

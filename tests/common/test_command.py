@@ -4,7 +4,14 @@ import sys
 
 import pytest
 
-from pn_fairseq.common.command import ArgumentParser, NothingSaved, UserError, run, say_next
+from pn_fairseq.common.command import (
+    ArgumentParser,
+    NothingSaved,
+    UserError,
+    run,
+    say_next,
+    why_it_failed,
+)
 from pn_fairseq.common.errors import Unavailable
 
 
@@ -48,6 +55,19 @@ def test_an_end_is_one_line_and_an_exit_code(error, code, line, capsys, monkeypa
     run("tool", raising(error))
     line = line.replace("; run the same command again to resume", "")
     assert capsys.readouterr().err == f"tool: {line}\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (1, "the last line"),
+        (-9, "killed by SIGKILL, as happens when memory runs out"),
+        (-11, "killed by SIGSEGV"),
+        (-127, "exit code 255"),  # as pn reproduce has it of a step
+    ],
+)
+def test_why_a_process_failed(code, reason):
+    assert why_it_failed(code, ["a line", "the last line", ""]) == reason
 
 
 @pytest.mark.ci

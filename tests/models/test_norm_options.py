@@ -59,6 +59,7 @@ def parse(*flags):
     ("flag", "value", "words"),
     [
         ("--encoder-norm", "instance", [*NORMS]),
+        ("--norm-module", "", ["norm module '' is not a file"]),
         ("--norm-variant", "released", ["paper", "release"]),
         ("--psi-warmup-updates", "2.5", ["'2.5'"]),
         ("--norm-eps", "small", ["'small'"]),
@@ -193,6 +194,11 @@ def test_a_norm_in_a_file_has_options_of_its_own_and_a_checkpoint_rebuilds_it(my
         build("transformer_pn_tiny", encoder_norm="my-scaled", norm_options={"betta": 1})
     with pytest.raises(ValueError, match="beta=-1"):
         build("transformer_pn_tiny", encoder_norm="my-scaled", norm_options={"beta": -1})
+
+
+def test_a_list_of_files_may_end_with_a_comma(my_norm):
+    args = parse("--norm-module", f"{my_norm},", "--encoder-norm", "my-scaled")
+    assert args.encoder_norm == "my-scaled"
 
 
 def test_layer_scale_can_be_turned_off_and_on():

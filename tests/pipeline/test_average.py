@@ -352,7 +352,7 @@ def test_a_short_run(run):
     run.save(1, 2)
     for count, options in ((10, ()), (3, ("--last", 3))):
         messages, value = run(*options)
-        assert f"has 2 epoch checkpoints instead of {count}" in messages and value == 1.5
+        assert f"averaging 2 epoch checkpoints instead of {count}" in messages and value == 1.5
     assert read_settings(run.checkpoints / "averaged.pt.made.txt")["averaged"] == "epoch 2"
 
 

@@ -169,6 +169,13 @@ def test_a_finished_run_takes_other_settings_of_decoding(data, trained, tmp_path
         assert OmegaConf.load(run / "config.yaml") == expected
 
 
+def test_a_run_that_was_killed_after_its_last_save_counts_as_finished(data, trained, tmp_path):
+    run = shutil.copytree(trained, tmp_path / "run")
+    (run / "made.txt").unlink()
+    assert start(data, run) == 0
+    assert (run / "made.txt").read_text() == (trained / "made.txt").read_text()
+
+
 def test_languages_are_those_of_the_data_unless_they_are_named(data, tmp_path, capsys):
     words = ["own_text", "--data", data, "--run", tmp_path / "run", *SHORT]
     words += ["optimization.max_update=1"]

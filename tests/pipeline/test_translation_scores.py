@@ -297,6 +297,10 @@ def test_several_references_are_those_of_sacrebleu(tmp_path, capsys):
     for line, says in zip(lines, expected, strict=True):
         assert f"|{says['signature']} = {says['score']:.2f}" in line
         assert "nrefs:2" in line
+    for file in (one, two):
+        file.write_text("a m@@ an\n" * 30)
+    assert main(words) == 0
+    assert capsys.readouterr().err.count("the references hold subwords") == 1
     two.write_text("a\n")
     for wrong in (words, ("--hyp", two, "--ref", one)):
         refused(capsys, main(wrong), "two: 1 line, but", "one has 30")

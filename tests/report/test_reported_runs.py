@@ -120,6 +120,18 @@ def test_no_hole(tmp_path):
     assert not page.says("Nothing: every run")
 
 
+def test_a_log_that_cannot_be_read_ends_no_report(tmp_path):
+    broken, fine = make_run(tmp_path / "broken"), make_run(tmp_path / "fine", "ln")
+    (broken / LOG).unlink()
+    (broken / LOG).symlink_to("/proc/self/mem")  # an error even for root
+    made = "averaged=update 1\nup_to=30\ntrained_to=30\n"
+    (broken / f"{averaged}.made.txt").write_text(made)
+    page = report(broken, fine)
+    assert page.says("the log cannot be read: [Errno 5]")
+    states = {row["run"]: row["state"] for row in page.table("state", "wall time")}
+    assert states == {"broken": "not trained", "fine": COMPLETE}
+
+
 def test_a_run_that_never_began_is_named(tmp_path):
     (tmp_path / "pn_1").mkdir()
     (tmp_path / "pn_1/failed").write_text("train: no such norm\n")

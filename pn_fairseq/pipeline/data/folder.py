@@ -186,12 +186,14 @@ class DataFolder:
                 f"note: {name} has {total} sentence pairs here; the published one has {expect}",
             )
 
-    def keep_text(self, to: str, codes: Path | None = None) -> bool:
-        """Turn the text that was read into the folder ``to``, unless that exists; "text" gets the
-        checksums of its archives.
+    def begin(self, to: str, codes: Path | None = None) -> bool:
+        """Begin to make DEST, or :meth:`finish` it if all of it is there already.
+
+        The text that was read becomes the folder ``to``, unless that exists. The folder also gets
+        the checksums of the published files.
 
         The text, the settings and the subwords' codes that the user gave, which go to bpe/, must be
-        those with which DEST was begun.
+        those that DEST was begun with.
 
         Returns:
             Whether a step is left to do.
@@ -312,7 +314,7 @@ class DataFolder:
         reader, first = self._form()
         for split, count in itertools.zip_longest(texts, expect, fillvalue=0):
             self.take(reader, split, texts[split], count)
-        if self.keep_text(first, codes):
+        if self.begin(first, codes):
             self._to_subwords()
             self.binarize()
 

@@ -40,7 +40,7 @@ def prepare(data: DataFolder, texts: Sequence[Path], expect: Sequence[int] = ())
     reader = pairs.as_bytes if data.settings.unit == "byte" else pairs.as_is
     for path, output in zip(texts, data.files(), strict=True):
         pairs.append(reader, path, data.partial / "text" / output)
-    if not data.keep_text("raw"):
+    if not data.begin("raw"):
         return
     data.transform("tokenizing", "raw", "tok", lambda *_: _tokenizer(data.settings))
     texts_of = {split: f"tok/{split}.txt" for split in SPLITS}

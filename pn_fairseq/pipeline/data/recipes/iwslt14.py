@@ -47,7 +47,7 @@ def prepare(data: DataFolder, options) -> None:
         members = data.unpack(*files, [*TRAIN, *TESTS])
         data.take(strip_tags, "train", members[:2])
         data.take(segments, "test", members[2:])
-    if not data.keep_text("text"):
+    if not data.begin("text"):
         return
 
     # 2. Tokens, lower-cased.

@@ -42,7 +42,7 @@ def prepare(data: DataFolder, options) -> None:
         for number, (split, (_, count)) in enumerate(SPLITS.items()):
             data.take(tokens, split, files[2 * number : 2 * number + 2], count, to="tokens")
         data.detokenize("partial/text/tokens", "partial/text")
-    if not data.keep_text("text"):
+    if not data.begin("text"):
         return
     data.transform("copying", "text", "raw", lambda *_: bytes)
     data.transform("copying", "text/tokens", "tok", lambda *_: bytes)

@@ -83,7 +83,7 @@ def prepare(data: DataFolder, options) -> None:
     if files:
         for (split, reader, count, members), file in zip(CONTENT.values(), files, strict=True):
             data.take(reader, split, data.unpack(file, members), count)
-    if not data.keep_text("text"):
+    if not data.begin("text"):
         return
 
     # 2. Tokens. fairseq's recipe normalises nothing in the test set.
