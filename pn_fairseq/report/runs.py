@@ -265,7 +265,7 @@ def read_run(path: Path, name: str, subset: str = "test") -> ReportedRun:
         errors["log"] = error
     try:
         settings = folder.settings_by_name
-    except UserError as error:
+    except (UserError, OSError) as error:
         errors["settings"] = error
     try:
         data_settings = _read_data_settings(folder, settings)
@@ -278,11 +278,11 @@ def read_run(path: Path, name: str, subset: str = "test") -> ReportedRun:
         elif (result / "hyp.tok").is_file():
             scores = _read_scores(path, subset)
             values += measures.of_scores(scores)
-    except UserError as error:
+    except (UserError, OSError) as error:
         errors["result"] = error
     try:
         values += measures.of_file(result)
-    except UserError as error:
+    except (UserError, OSError) as error:
         errors["measures"] = error
     starts, unreadable_starts = _read_starts(path / "starts.jsonl")
     decoded_with = _decoded_with(result)

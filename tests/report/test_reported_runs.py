@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import pandas
+import pytest
 import torch
 import yaml
 
@@ -130,6 +131,17 @@ def test_a_log_that_cannot_be_read_ends_no_report(tmp_path):
     assert page.says("the log cannot be read: [Errno 5]")
     states = {row["run"]: row["state"] for row in page.table("state", "wall time")}
     assert states == {"broken": "not trained", "fine": COMPLETE}
+
+
+@pytest.mark.parametrize(
+    "file, problem",
+    {"config.yaml": "no settings: ", "generate/test/scores.json": "not scored: "}.items(),
+)
+def test_a_file_that_cannot_be_read_ends_no_report(file, problem, tmp_path):
+    broken, fine = make_run(tmp_path / "broken"), make_run(tmp_path / "fine", "ln")
+    (broken / file).unlink()
+    (broken / file).symlink_to("/proc/self/mem")  # an error even for root
+    assert report(broken, fine).says(problem)
 
 
 def test_a_run_that_never_began_is_named(tmp_path):
