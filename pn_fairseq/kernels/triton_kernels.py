@@ -770,7 +770,7 @@ def _finite(values):
 
 @triton.jit
 def _log(values):
-    """The logarithm of a moment, raised to float32's smallest normal number. NaN stays NaN."""
+    """The logarithm of max(moment, float32's smallest normal number). NaN stays NaN."""
     values = values.to(tl.float32)
     return tl.log(tl.where(values < TINY_32, TINY_32, values))
 

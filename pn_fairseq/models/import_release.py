@@ -50,9 +50,9 @@ def import_release(state: dict, name: str, alpha_fwd: float = 0.9, alpha_bwd: fl
         order of another model.
 
     Raises:
-        CheckpointError: ``state`` is not a checkpoint of the release, combines norms that one model
-            here cannot combine, or its tensors do not fit the model that its settings describe; the
-            message names tensors that are missing, unknown or of another shape.
+        CheckpointError: ``state`` is not a checkpoint of the release, has a norm that cannot be
+            imported or two norms on one side, or its tensors do not fit the model that its settings
+            describe; the message names tensors that are missing, unknown or of another shape.
     """
     args = _convert_settings(state, name, alpha_fwd, alpha_bwd)
     _remove_loss_scale(state, name)

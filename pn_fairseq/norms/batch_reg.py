@@ -21,7 +21,8 @@ class RegularizedBatchNorm(MaskedBatchNorm):
     .. math:: P = \lambda_\mu \sum_c (\mu_B - \mu)^2 + \lambda_\sigma \sum_c (\sigma_B - \sigma)^2,
         \qquad \sigma_B = \sqrt{\mathrm{var}_B + \epsilon}
 
-    where :math:`\mu` and :math:`\sigma` are the running statistics before the batch, as constants.
+    where :math:`\mu` and :math:`\sigma` come from the running statistics before the batch, and are
+    constants.
 
     **What the penalty is added to.** The backward pass adds the gradient of P to that of the
     activations, once for each forward of each norm, with the factor :attr:`penalty_scale`. Under

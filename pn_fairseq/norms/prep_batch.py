@@ -23,7 +23,7 @@ class ProgressiveBatchNorm(MaskedBatchNorm):
     BN is :class:`~pn_fairseq.norms.MaskedBatchNorm` with ``weight`` and ``bias``; LN has its own
     gain and bias; :math:`\alpha` is one learned number. All gradients are exact. In evaluation
     y = RepBN(x) by the running statistics, at every :math:`\lambda`, so validation means little
-    before the fade has ended. RepBN is then a constant affine map, which folds.
+    before the fade has ended. In evaluation RepBN is a constant affine map, which folds.
 
     **Fade.** :math:`\lambda = \max(0, 1 - n / N)` after n completed optimizer updates
     (:meth:`set_num_updates`; without these calls training steps are counted, and LN is always

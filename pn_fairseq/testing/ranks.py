@@ -18,7 +18,7 @@ def run_ranks(work: Callable, world: int, *arguments, norm_modules: tuple[str, .
     ``norm_modules`` are files of norms that the processes load first
     (:func:`pn_fairseq.norms.load_norms`).
     """
-    # A server that has imported torch forks the processes, each of which would need seconds for it.
+    # A server that has imported torch forks the processes: each would need seconds to import it.
     multiprocessing.set_forkserver_preload([work.__module__])
     with tempfile.TemporaryDirectory() as folder:
         arguments = (work, world, folder, norm_modules, arguments)

@@ -60,7 +60,7 @@ def test_reset_parameters_gives_the_initial_values(case):
 
 
 def on_meta(norm):
-    """``norm`` on the meta device: values other than its initial ones, which are then lost."""
+    """A model with ``norm`` on the meta device, where the values of the norm are lost."""
     return torch.nn.Sequential(norm).to("meta")
 
 

@@ -145,8 +145,8 @@ def test_recomputation_of_two_graphs_changes_no_bit(running, how, what, order):
 @pytest.mark.parametrize("how", CHECKPOINTING)
 @long
 def test_recomputation_of_a_retained_graph_gives_the_same_again(running, how):
-    """A reentrant recomputation is a forward like any other: every backward counts, otherwise only
-    the first.
+    """A reentrant recomputation is a forward like any other, so every backward counts; without it
+    only the first one does.
     """
     plain, twin = twins(running)
     use = checkpointed(twin, how)

@@ -185,8 +185,8 @@ def _offset_with_one_input(module: nn.Module, layout: str | None) -> float | str
         return _compare(module)
     if module._modules or module._buffers:  # a call might change its state
         return None
-    # Any module with one vector, such as a PReLU. Nothing in it is called a norm, so it stays
-    # without a warning; only a norm's formula with an unknown epsilon is reported.
+    # Any module with one vector, such as a PReLU. It is not called a norm, so it stays without a
+    # warning, unless it computes a norm with an unknown epsilon.
     offset = _compare(module)
     if offset == _UNKNOWN_EPS:
         return offset

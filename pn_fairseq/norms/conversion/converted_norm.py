@@ -116,7 +116,7 @@ class ConvertedNorm:
     conversion: Conversion
     mask_history: MaskHistory
 
-    #: :meth:`_warn_of_inverted_mask` looks at the first mask instead, because it knows the layout.
+    #: :meth:`_warn_of_inverted_mask` looks at masks instead, because it knows the layout.
     has_looked_at_mask = True
 
     #: Whether the counter of steps has been looked at in evaluation.
@@ -146,7 +146,7 @@ class ConvertedNorm:
 
     @momentum.setter
     def momentum(self, value) -> None:
-        """Ignored: recipes that freeze the statistics of torch's BatchNorm set ``momentum``, which
+        """Refused: recipes that freeze the statistics of torch's BatchNorm set ``momentum``, which
         no norm here reads.
         """
         raise AttributeError(
@@ -562,8 +562,8 @@ def _before_loading(
     errors: list[str],
 ) -> None:
     """Turn the state of the replaced module into a state of ``module``; what it lacks stays
-    unchanged. Such a state does not record layer-scale; in a state of a converted norm layer-scale
-    must be that of ``module``.
+    unchanged. The state of the replaced module does not record layer-scale; in a state of a
+    converted norm, layer-scale must be that of ``module``.
     """
     saved_groups = state_dict.pop(prefix + SAVED_GROUPS, None)
     given = {key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)}

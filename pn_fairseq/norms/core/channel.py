@@ -47,7 +47,8 @@ class ChannelNorm(nn.Module):
     mixes_tokens = "never"
 
     #: What training normalizes by, in words, such as "batch". Norms with the same words form one
-    #: kind: slow tests run only with the first registered norm of each kind.
+    #: kind: where slow tests are left out, the first registered norm of each kind still runs the
+    #: long ones.
     normalizes_by = "token"
 
     #: Which of ``weight`` (gain, initially 1) and ``bias`` (initially 0), (C,), the norm has; no
@@ -140,8 +141,8 @@ class ChannelNorm(nn.Module):
     @_is_hf_initialized.setter
     def _is_hf_initialized(self, value: bool) -> None:
         """``from_pretrained`` of transformers sets this attribute of every module, after it has
-        given uninitialized memory to the tensors that the checkpoint lacks. Until then
-        torch.nn.init leaves the other tensors unchanged.
+        given uninitialized memory to the tensors that the checkpoint lacks. While it does so,
+        torch.nn.init leaves the other tensors unchanged, also in the reset below.
         """
         self.__dict__["_is_hf_initialized"] = value
         if self._built_on_meta:

@@ -107,7 +107,7 @@ def look(seen, state):
 
     ``seen`` holds what the last forward outside of a backward pass read. The compiler repeats this
     operator in a backward graph that recomputes a forward. One operator copies all that a step
-    reads, because the compiler would move a separate copy that only the backward needs to after the
+    reads, because the compiler would move a separate copy that only the backward needs behind the
     update of the state.
     """
     if inside_backward():

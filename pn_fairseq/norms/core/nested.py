@@ -13,7 +13,7 @@ def over_tokens(norm: Callable[[Tensor], Tensor], x: Tensor, padding_mask: Tenso
     result is nested like ``x``.
 
     Raises:
-        ValueError: a padding mask is given, or the tokens are not contiguous in memory.
+        ValueError: a padding mask is given, or the tokens do not follow one another without gaps.
     """
     if padding_mask is not None:
         raise ValueError("a nested tensor has no padding: give no padding_mask")

@@ -51,7 +51,7 @@ class StatefulNorm(ChannelNorm):
     _told = False
 
     #: In PN: the psi warm-up is on while ``num_batches_tracked`` is less than this number, which
-    #: seldom changes, either.
+    #: also seldom changes.
     _warmup = 0
 
     def __init__(self, num_features: int, **common):
