@@ -58,7 +58,7 @@ def atomic_write(path: Path | str, mode: str = "wb") -> Iterator[IO]:
     path = Path(path)
     partial = path.with_name(f"{path.name}.partial")
     try:
-        # Closing is part of writing: only there may a full disk raise its error.
+        # Closing is part of writing: a full disk may raise its error only there.
         with partial.open(mode, encoding=None if "b" in mode else "utf-8") as file:
             yield file
         os.replace(partial, path)

@@ -53,7 +53,7 @@ class MisfitError(RuntimeError):
 
 @patch(checkpoint_utils, "load_checkpoint_to_cpu", "path arg_overrides load_on_all_ranks")
 def load_checkpoint_to_cpu(original, path, *args, **kwargs):
-    if not os.path.isfile(path):  # a remote path, or no file: fairseq reports it itself
+    if not os.path.isfile(path):  # fairseq fetches a remote path, and reports a missing file
         return original(path, *args, **kwargs)
     with (
         one_line_errors(CheckpointError),

@@ -43,7 +43,8 @@ class Measure:
         short: its name in ``pn report --planned SYSTEM:MEASURE``.
         better: "higher" or "lower".
         margin: systems whose whole interval is within this distance of the control are equivalent,
-            by a choice of this project. None: this measure does not test differences over seeds.
+            by a choice of this project. None: differences over seeds are not tested by this
+            measure.
     """
 
     name: str

@@ -33,8 +33,8 @@ RESULT = Role(identity=True, may_change=True)
 LIMIT = RESULT._replace(limit=True)
 #: What pn average and pn generate read.
 DECODING = RESULT._replace(decoding=True)
-#: How a run is logged and distributed. The result depends on the distribution only through
-#: ``tokens_per_update``, which stays the same on any number of ranks.
+#: How a run is logged and distributed. Of the distribution, only ``tokens_per_update`` counts as
+#: part of the system; it stays the same on any number of ranks.
 RUNNING = Role(identity=False, may_change=True)
 #: The same, but a resumed run would have other updates or other rounding.
 STARTED = Role(identity=False, may_change=False)

@@ -44,7 +44,9 @@ def read(stamp: Path) -> dict[str, str]:
 
 
 def differences(stamp: Path, wanted: Mapping[str, str]) -> list[str]:
-    """The names of wanted entries that the stamp lacks. A stamp may contain more."""
+    """The names of wanted entries that the stamp lacks, or contains with another value. A stamp may
+    contain more.
+    """
     made = read(stamp)
     return [name for name, value in wanted.items() if made.get(name) != value]
 

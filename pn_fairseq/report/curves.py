@@ -223,16 +223,16 @@ def _differences(valid: Curves, baselines: Mapping[str, str]) -> tuple[str, Curv
         (name,) = controls
         baselines = {name: name, **baselines}
     for label, ln in baselines.items():
-        # A baseline may have its own baseline, in another picture: LN for LN with other initial
-        # weights.
+        # A baseline may have its own baseline in another picture, as LN with other initial weights
+        # has LN.
         if ln in valid:
             minus[label] = difference_of_curves(valid[label], valid[ln])
     return name, minus
 
 
 def _titles(rows: pandas.DataFrame) -> dict[str, str]:
-    """The labels in the legend: the number of runs, and where and why a line ends before others,
-    which is with its shortest run.
+    """The labels in the legend: the number of runs, and where and why a line ends before others: at
+    the end of its shortest run.
     """
     last = rows.astype({"update": int}).groupby(["system", "run"])["update"].max()
     longest = last.groupby("system").min().max()

@@ -161,8 +161,8 @@ def _title(corpus: CorpusRuns) -> str:
 
 
 def _titles(corpora: Sequence[CorpusRuns]) -> list[str]:
-    """Titles that tell ``corpora`` apart: if the languages are the same, by the data, else by the
-    runs.
+    """Titles that tell ``corpora`` apart: equal ones also name the data and, if they are still
+    equal, the runs.
     """
     titles = [_title(corpus) for corpus in corpora]
     folders = []

@@ -83,9 +83,7 @@ def _batch(run: ReportedRun) -> dict[str, int]:
 
 
 def comparable(run: ReportedRun) -> dict[str, object]:
-    """The settings in which a run differs from others, with norm, size and batch under separate
-    names.
-    """
+    """The settings by which runs are told apart; norm, size and batch have names of their own."""
     left_out = {"model._name", LM_NORM if run.language_model else "model.encoder_norm"}
     left_out |= {copy for copy, name in COPIES.items() if run.get(copy) == run.get(name)}
     norm, size = norm_and_size(run)

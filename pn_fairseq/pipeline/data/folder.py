@@ -162,7 +162,8 @@ class DataFolder:
         """Append the sentences of published files to the text of a split.
 
         Args:
-            files: source and target in turn; both files of a pair must contain as many sentences.
+            files: source and target in turn; both files of a pair must contain the same number of
+                sentences.
             expect: the number of pairs in the published files (0: unknown).
             to: a folder within the text.
         """

@@ -49,7 +49,7 @@ def existing(path: Path) -> Path:
 
 
 def lines(path: Path, errors: str = "strict") -> Iterator[str]:
-    """The lines of a UTF-8 file, plain or compressed, with their ends, only line feeds."""
+    """The lines of a UTF-8 file, plain or compressed, with their ends; only line feeds end them."""
     path, number = existing(path), 0
     with path.open("rb") as file:
         head = file.read(8)

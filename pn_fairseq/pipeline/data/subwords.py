@@ -133,7 +133,7 @@ def count_merges(codes: Path) -> int:
 
 
 def are_in(texts: Iterable[Path]) -> bool:
-    """Whether text consists of subwords of subword-nmt: 1 of 1,000 or more tokens end in ``@@``."""
+    """Whether text is in subwords of subword-nmt: 1 token in 1,000, or more, ends in ``@@``."""
     total = continued = 0
     for path in texts:
         for line in pairs.lines(path):

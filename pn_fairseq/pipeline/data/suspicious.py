@@ -13,8 +13,9 @@ COMPARED = 5000
 #: A side with fewer distinct words is not compared.
 FEWEST_WORDS = 100
 #: Sides count as swapped if, on both of them, at least this share of the distinct words occurs on
-#: the other side of train, this many times as large a share as on their own side. In the verses,
-#: Multi30k and IWSLT15 the factor is at most a tenth, and if they are swapped at least 10.
+#: the other side of train, and that share is at least this many times the share that occurs on
+#: their own side. In the verses, Multi30k and IWSLT15 the factor is at most a tenth, and if they
+#: are swapped at least 10.
 OTHER_SIDE, TIMES = 0.1, 2
 #: A note on sentences that are also in train is printed above this share of a split. It is at most
 #: 1.5% in the corpora named above.

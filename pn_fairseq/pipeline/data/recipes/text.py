@@ -78,7 +78,7 @@ def patterns(file: Path) -> list[str]:
 
 
 def settings_of_prepared(data: Path, option: str, options) -> Settings:
-    """The settings of prepared data, which ``option`` names; other options must not differ."""
+    """The settings of prepared data, which ``option`` names; other options must not change them."""
     given = [f"--{name.replace('_', '-')}" for name in GIVEN if getattr(options, name)]
     if given:
         raise UserError(f"{option} takes the settings of '{data}': leave out {' and '.join(given)}")
