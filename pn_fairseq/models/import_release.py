@@ -82,22 +82,22 @@ def _convert_settings(state: dict, name: str, alpha_fwd: float, alpha_bwd: float
         raise CheckpointError(
             f"{name}: is not a checkpoint of the authors' release (it holds no args)"
         )
-    args = Namespace(**vars(state["args"]))
+    settings = dict(vars(state["args"]))
     # The shapes of tensors check everything else; they do not depend on the number of heads.
     wanted = ["arch"]
     for side in _SIDES:
         wanted += [f"{side}_norm_self", f"{side}_norm_ff", f"{side}_attention_heads"]
-    missing = [key for key in wanted if getattr(args, key, None) is None]
+    missing = [key for key in wanted if settings.get(key) is None]
     if missing:
         raise CheckpointError(
             f"{name}: is not a checkpoint of the authors' release ({_counted(missing)} missing in "
             "its args)"
         )
-    sizes = [size for beginning, size in _SIZES.items() if args.arch.startswith(beginning)]
+    arch = settings["arch"]
+    sizes = [size for beginning, size in _SIZES.items() if arch.startswith(beginning)]
     if not sizes:
         known = ", ".join(f"{beginning}*" for beginning in _SIZES)
-        raise CheckpointError(f"{name}: unknown architecture {args.arch}; known: {known}")
-    settings = vars(args)
+        raise CheckpointError(f"{name}: unknown architecture {arch}; known: {known}")
     for side in _SIDES:
         norm, ff = settings.pop(f"{side}_norm_self"), settings.pop(f"{side}_norm_ff")
         if norm != ff:
@@ -112,11 +112,12 @@ def _convert_settings(state: dict, name: str, alpha_fwd: float, alpha_bwd: float
         # The checkpoint contains the embeddings; fairseq would look for the file that they were
         # initialized from.
         settings |= {f"{side}_norm": norm, f"{side}_embed_path": None}
-    args.arch = f"transformer_{NORMS[args.encoder_norm].short}_{sizes[0]}"
-    args.norm_variant = "release"
-    args.norm_alpha_fwd, args.norm_alpha_bwd = alpha_fwd, alpha_bwd
-    args.psi_warmup_updates = int(getattr(args, "warmup_updates", None) or 0)
+    settings["arch"] = f"transformer_{NORMS[settings['encoder_norm']].short}_{sizes[0]}"
+    settings["norm_variant"] = "release"
+    settings |= {"norm_alpha_fwd": alpha_fwd, "norm_alpha_bwd": alpha_bwd}
+    settings["psi_warmup_updates"] = int(settings.get("warmup_updates") or 0)
     settings.pop("user_dir", None)
+    args = Namespace(**settings)
     ARCH_CONFIG_REGISTRY[args.arch](args)
     return args
 
