@@ -28,7 +28,7 @@ from pn_fairseq.norms.conversion.convert import convert
 from pn_fairseq.norms.conversion.converted_norm import ConvertedNorm
 from pn_fairseq.norms.masks.padding import current_backward, padding
 from pn_fairseq.norms.options import read_pairs, typed
-from pn_fairseq.norms.registry import FromRun, check_option, find_norm
+from pn_fairseq.norms.registry import check_option, find_norm
 
 #: Settings of a model that this patch adds.
 SETTINGS = ("convert_norms", "norm_ignore_mask")
@@ -134,10 +134,7 @@ def build_model(original, cfg, task, from_checkpoint=False):
         pattern, norm, chosen = parse(text)
         own = {key: chosen.pop(key) for key in OWN_KEYS if key in chosen}
         entry = find_norm(norm)
-        for option in entry.options:
-            default = entry.default(option)
-            if isinstance(default, FromRun) and default.value(run) is not None:
-                chosen.setdefault(option, default.value(run))
+        chosen = entry.defaults_of_run(run) | chosen
         try:
             convert(
                 model,

@@ -30,7 +30,6 @@ from pn_fairseq.norms.registry import (
     SHARED,
     WARMUP,
     Circumstances,
-    FromRun,
     NormEntry,
     find_norm,
 )
@@ -288,13 +287,13 @@ class NormOptions:
             given = OmegaConf.to_container(given, resolve=True)
         options = parse_options(given, norms)
         for name, entry in norms.items():
+            of_run = entry.defaults_of_run(self.run, self.norm_variant)
             for option in entry.own_options.keys() - options_of(name, options).keys():
                 default = entry.default(option, self.norm_variant)
                 if default is inspect.Parameter.empty:
                     raise ValueError(f"the norm {name} needs the norm option {option}")
-                value = default.value(self.run) if isinstance(default, FromRun) else None
-                if value is not None:
-                    options[option] = value
+                if option in of_run:
+                    options[option] = of_run[option]
         return options
 
     def build(

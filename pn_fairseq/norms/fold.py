@@ -1,5 +1,7 @@
 """A norm with running statistics, in evaluation, as part of the maps before or after it."""
 
+import inspect
+
 import torch
 from torch import Tensor, nn
 
@@ -81,7 +83,7 @@ def fold_norms(model: nn.Module, *args, **kwargs) -> list[tuple[str, str]]:
     kept: list[Tensor] = []  # so that no two tensors have the same id
 
     def watch(module: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> None:
-        given = next(iter((*args, *kwargs.values())))
+        given, *_ = inspect.signature(module.forward).bind(*args, **kwargs).args
         kept.extend((given, output))
         if isinstance(module, RunningNorm):
             inputs[module] = makers.get(id(given)), output

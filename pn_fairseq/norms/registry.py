@@ -173,6 +173,18 @@ class NormEntry:
             return default.value(circumstances)
         return default
 
+    def defaults_of_run(self, run: Circumstances, variant: str = "paper") -> dict[str, object]:
+        """The defaults in a transformer that depend on the run, by argument, as far as ``run`` is
+        known.
+        """
+        found = {}
+        for option in self.options:
+            default = self.default(option, variant)
+            value = default.value(run) if isinstance(default, FromRun) else None
+            if value is not None:
+                found[option] = value
+        return found
+
 
 @cache  # a model calls this some 900 times
 def _arguments(cls: type[ChannelNorm]) -> dict[str, inspect.Parameter]:
