@@ -8,6 +8,7 @@ differ.
 """
 
 import base64
+import logging
 import sys
 
 import nbformat
@@ -103,4 +104,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    logging.disable(logging.INFO)  # fairseq's import lets matplotlib's messages through
     main()

@@ -140,8 +140,8 @@ def test_options_in_sentences_exist():
     assert unknown == {}
 
 
-def trainings() -> dict[str, dict[str, set[str]]]:
-    """Configuration -> setting -> its values in the trainings of all code blocks."""
+def values_of_settings() -> dict[str, dict[str, set[str]]]:
+    """Configuration -> setting -> its values in the training commands of all code blocks."""
     found: dict[str, dict[str, set[str]]] = {}
     for command in itertools.chain(*map(block_commands, PAGES)):
         tool, words = ours(command) or ("", [])
@@ -157,13 +157,13 @@ def trainings() -> dict[str, dict[str, set[str]]]:
     return found
 
 
-@pytest.mark.parametrize("config", trainings())
+@pytest.mark.parametrize("config", values_of_settings())
 def test_settings_exist(config):
     """Composed at once, since that takes a second: one value of each, and all architectures by
     name.
     """
     settings = pytest.importorskip("pn_fairseq.pipeline.training_settings")
-    values = trainings()[config]
+    values = values_of_settings()[config]
     overrides = [f"{key}={min(value)}" for key, value in values.items()]
     settings.compose(ROOT / "configs" / f"{config}.yaml", overrides, world_size=1, on_cpu=True)
     assert values.get("model._name", set()) <= settings.ARCH_MODEL_REGISTRY.keys()

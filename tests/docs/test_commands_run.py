@@ -191,7 +191,7 @@ def execute(command: str, place):
         command = re.sub(text, replacement, command)
     command = command.replace(f"$({USER_DIR})", str(ROOT / "pn_fairseq"))
     if re.search(r"[|*<>$]|&&", command):
-        # The epochs of these trainings are longer than the trainings: the checkpoints of updates
+        # These runs end within their first epoch: the checkpoints of updates
         # are kept.
         return run("bash", "-c", command, cwd=place, CUDA_VISIBLE_DEVICES="")
     words, variables = shlex.split(command), {"CUDA_VISIBLE_DEVICES": ""}

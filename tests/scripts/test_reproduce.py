@@ -41,7 +41,7 @@ def _folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def unchecked(monkeypatch):
-    """The settings of the trainings are not checked, which takes a second for each model."""
+    """The settings of the runs are not checked, which takes a second for each model."""
     monkeypatch.setattr(train, "main", lambda argv: 0)
 
 
@@ -196,7 +196,7 @@ esac
 @pytest.fixture
 def calls(tmp_path, monkeypatch):
     """The steps are a stub, which records its arguments in this file; the checks of the
-    trainings are recorded, too.
+    settings are recorded as well.
     """
     stub, file = tmp_path / "stub", tmp_path / "calls"
     stub.write_text(STUB)

@@ -20,12 +20,12 @@ for part in reproduce.read_study("compare_norms").parts:
 
 @pytest.fixture
 def unchecked(monkeypatch):
-    """The settings of the trainings are not checked, which takes a second for each system."""
+    """The settings of the runs are not checked, which takes a second for each system."""
     monkeypatch.setattr(steps, "check_training", lambda *words: [])
 
 
-def trainings(*arguments, **environ) -> dict[str, list[str]]:
-    """The words of each training of a dry run, by the name of its run."""
+def training_commands(*arguments, **environ) -> dict[str, list[str]]:
+    """The words of each `pn train` of a dry run, by the name of its run."""
     done = in_process("reproduce", *arguments, "--dry-run", **environ)
     by_run = {}
     for line in done.stdout.splitlines():
@@ -52,11 +52,11 @@ def test_every_norm_is_compared_and_no_run_is_made_twice():
     ("study", "runs"), [("compare_adanorm", (7 + 4) * 3 + 3), ("compare_placements", 12 * 3 + 13)]
 )
 def test_the_other_studies_are_planned(study, runs, unchecked):
-    assert len(trainings("--study", study)) == runs
+    assert len(training_commands("--study", study)) == runs
 
 
 def test_commands_of_each_corpus(unchecked, tmp_path):
-    of_runs = trainings("--study", "compare_norms", "--runs", tmp_path)
+    of_runs = training_commands("--study", "compare_norms", "--runs", tmp_path)
     assert len(of_runs) == len(PLANNED)
     assert sum(name.startswith("verses_lm/transformer_lm_") for name in of_runs) == 54
     for name, setting in (
@@ -69,7 +69,7 @@ def test_commands_of_each_corpus(unchecked, tmp_path):
 
 def test_each_system_is_trained_in_both_kinds_of_batches(tmp_path):
     """The settings are checked here."""
-    of_runs = trainings("--study", "compare_masks", "--runs", tmp_path)
+    of_runs = training_commands("--study", "compare_masks", "--runs", tmp_path)
     assert len(of_runs) == 5 * 2 * 3 + 5 * 2  # three seeds, and two more in batches by length
     for name, words in of_runs.items():
         assert f"model.norm_probe='{tmp_path}/{name}/norm_probe'" in words
@@ -80,7 +80,9 @@ def test_each_system_is_trained_in_both_kinds_of_batches(tmp_path):
 
 
 def test_the_same_update_in_mini_batches_of_four_sizes(unchecked, tmp_path):
-    of_runs = trainings("--study", "batch_size", "--runs", tmp_path, "optimization.max_update=7")
+    of_runs = training_commands(
+        "--study", "batch_size", "--runs", tmp_path, "optimization.max_update=7"
+    )
     same = ["tokens_per_update=4096", "optimization.max_update=7", "--ranks", "1"]
     for size in (512, 1024, 2048, 4096):
         words = of_runs[f"tokens{size}/pn_seed1"]
@@ -113,7 +115,7 @@ parts:
 def test_a_study_of_your_own(unchecked, tmp_path):
     """A seed is whole before the next one begins."""
     (tmp_path / "mine.yaml").write_text(STUDY)
-    of_runs = trainings("--study", tmp_path / "mine.yaml", "--runs", tmp_path, "--ranks", 2)
+    of_runs = training_commands("--study", tmp_path / "mine.yaml", "--runs", tmp_path, "--ranks", 2)
     first = ["a/pn_seed1", "verses/ln_seed1", "verses/pn+dropout=0.2_seed1"]
     assert [*of_runs] == [*first, "a/pn_seed2"]
     study = ("--study", tmp_path / "mine.yaml", "--runs", tmp_path)
