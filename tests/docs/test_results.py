@@ -15,7 +15,7 @@ import pytest
 from scipy import stats
 
 from docs.tools.results import with_control
-from pn_fairseq.pipeline.published import PAPER
+from pn_fairseq.pipeline.published import LM_PAPER, PAPER
 from pn_fairseq.report import intervals
 from pn_fairseq.report.measures import LOSS, MEASURES
 
@@ -34,11 +34,14 @@ COLUMNS = {
     "BLEU on both test sets": ("tokenized test1", 2),
     "chrF2": ("chrf", 2),
     "perplexity": ("perplexity", 2),
+    "validation perplexity": ("valid perplexity", 2),
     "with statistics of the batch": ("batch", 2),
     "test loss": ("bits", 3),
     "validation loss": (LOSS, 3),
     "ended at update": ("updates", 0),
 }
+#: Title of a column -> place of its number in PowerNorm's Table 2.
+PUBLISHED = {"published validation perplexity": 0, "published perplexity": 1}
 SELECTION = re.compile(
     r"<!-- (?:runs: (.+?)(?:; control: (.+?))?(?:; rows: (.+?))?|not of runs\.csv: (.+)) -->"
 )
@@ -76,6 +79,9 @@ class Selection:
             return str(len(blocks))
         if title == "seeds":
             return str(runs["seed"].nunique())
+        if title in PUBLISHED:
+            (norm,) = runs["norm"].unique()
+            return f"{LM_PAPER['ptb']['rows'][f'core-1 + {norm} *'][PUBLISHED[title]]}"
         column, digits = COLUMNS[title.removeprefix("difference in ")]
         if title.startswith("difference in "):
             (system,) = runs["system"].unique()
