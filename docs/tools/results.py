@@ -28,11 +28,13 @@ INTERVALS = {
     "intervals-tensorized_lm.png": 'corpus == "verses_lm" and model == "tensorized_lm"',
     "adanorm.png": 'study == "adanorm"',
 }
-#: Picture -> file with the records, and system -> the one that it is compared with. The reports'
-#: own name it.
+#: Picture -> file with the records, and system -> the one that it is compared with; None: the file
+#: is the report's own, which names the pictures and what each system is compared with.
 CURVES = {
     "multi30k.png": ("multi30k-curves.csv", dict.fromkeys(("LN (post)", "PN", "BN"), "LN")),
     "iwslt14-sample.png": ("iwslt14-sample-curves.csv", {"PN": "LN"}),
+    "penn-treebank.png": ("penn-treebank-curves.csv", None),
+    "penn-treebank-leak.png": ("penn-treebank-curves.csv", None),
     "example/report-curves-1.png": ("example/report-curves.csv", None),
 }
 #: Systems of the records that no picture shows.
@@ -71,13 +73,14 @@ def with_control(frame: pandas.DataFrame, control: str) -> pandas.DataFrame:
     return frame.assign(**{"compared with": compared})
 
 
-def records_of(name: str, baselines: dict[str, str] | None) -> pandas.DataFrame:
-    """The records in a CSV file as text, with the columns of
+def records_of(picture: str) -> pandas.DataFrame:
+    """The records that a picture of :data:`CURVES` shows, as text, with the columns of
     :func:`pn_fairseq.report.curves.records`.
     """
-    rows = pandas.read_csv(RESULTS / name, dtype=str, keep_default_na=False)
+    file, baselines = CURVES[picture]
+    rows = pandas.read_csv(RESULTS / file, dtype=str, keep_default_na=False)
     if baselines is None:
-        return rows
+        return rows[rows["picture"] == Path(picture).name]
     rows = rows[~rows["system"].isin(LEFT_OUT)].rename(columns={"seed": "run"})
     rows["compared with"] = rows["system"].map(baselines).fillna("")
     updates = rows["update"].astype(int)
@@ -126,8 +129,8 @@ def draw() -> None:
         draw_intervals(runs().query(query), RESULTS / name)
     draw_intervals(placements(), RESULTS / "placements.png")
     draw_masks(RESULTS / "masks.png")
-    for name, (file, baselines) in CURVES.items():
-        plot(records_of(file, baselines), RESULTS / name)
+    for picture in CURVES:
+        plot(records_of(picture), RESULTS / picture)
 
 
 if __name__ == "__main__":

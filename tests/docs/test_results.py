@@ -228,3 +228,22 @@ def test_the_planned_comparison_of_the_pre_norm_models():
         assert comparison.text(comparison.intervals["BN"]) in page
         difference = comparison.text(comparison.intervals["PN"]).split()[0]
         assert difference.lstrip("+−") in index
+
+
+def test_the_planned_comparisons_on_penn_treebank():
+    """With one seed, a page shows differences without an interval."""
+    page, index = (words(RESULTS / name) for name in ("penn_treebank.md", "index.md"))
+    runs = RUNS.query("study == 'Penn Treebank'")
+    compared = intervals.compare(runs.drop(columns="detokenized"))["bits"]
+    assert not compared.intervals and {*compared.untested.values()} == {"one seed"}
+    causal, leaking = (
+        runs[runs["tensorized_unmasked"].notna() == leak].set_index("norm")["bits"]
+        for leak in (False, True)
+    )
+    for title, bits in (("Causal", causal), ("With the leak", leaking)):
+        difference = bits["PN"] - bits["LN"]
+        written = f"{title}, test loss, PN − LN: {intervals.signed(difference, 3)} bits per token"
+        assert written in page
+        assert abs(difference) < 0.01 and "differ by less than 0.01 bits per token" in index
+    lower = causal - leaking
+    assert f"by {lower['LN']:.3f} bits per token with LN and by {lower['PN']:.3f} with PN" in page
