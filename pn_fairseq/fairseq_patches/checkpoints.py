@@ -18,7 +18,9 @@ Resuming: fairseq saves the place in an epoch as a number of batches of one rank
 number of ranks, another ``update_freq`` or another ``max_tokens`` that number denotes another
 place: sentences would be skipped or repeated. fairseq counts the validations without improvement in
 attributes of a function, which no checkpoint contains (fairseq issue 3531): a run that is
-interrupted more often than the patience allows never stops early.
+interrupted more often than the patience allows never stops early. A training run in 16 bits updates
+a float32 copy of the weights, which fairseq does not save: after a resumption it updates weights
+that are rounded to 16 bits.
 """
 
 import os
@@ -30,6 +32,7 @@ from fairseq import checkpoint_utils
 from fairseq.distributed import utils as distributed_utils
 from fairseq.file_io import PathManager
 from fairseq.models import BaseFairseqModel
+from fairseq.optim.fp16_optimizer import _FP16OptimizerMixin
 from fairseq.trainer import Trainer
 
 from pn_fairseq.common.checkpoints import (
@@ -43,6 +46,8 @@ from pn_fairseq.fairseq_patches import patch, running_program
 
 #: Key in a checkpoint's ``extra_state`` for what this project adds.
 KEY = "pn_fairseq"
+#: Key in an optimizer's state for the float32 weights of a training run in 16 bits.
+WEIGHTS = "float32_weights"
 
 allow_fairseq_checkpoints()
 
@@ -163,6 +168,37 @@ def load(original, trainer, filename, reset_optimizer=False, *args, reset_meters
     if "batches" in saved:
         return in_other_batches(extra_state, saved["batches"], trainer.cfg)
     return extra_state
+
+
+@patch(_FP16OptimizerMixin, "state_dict", "self")
+def optimizer_state(original, optimizer):
+    weights = [copy.data for copy in float32_copies(optimizer)]
+    return {**original(optimizer), WEIGHTS: weights}
+
+
+@patch(_FP16OptimizerMixin, "load_state_dict", "self state_dict optimizer_overrides")
+def load_optimizer_state(original, optimizer, state_dict, optimizer_overrides=None):
+    """Load the float32 weights, too, where they are the model's before rounding.
+
+    They are not if the model has other weights than when the state was saved, or was then trained
+    with another 16-bit type.
+    """
+    original(optimizer, state_dict, optimizer_overrides)
+    copies = float32_copies(optimizer)
+    saved = state_dict.get(WEIGHTS, ())
+    if [copy.shape for copy in copies] != [weights.shape for weights in saved]:
+        return
+    rounded_type = optimizer.fp16_params[0].dtype
+    for copy, weights in zip(copies, saved, strict=True):
+        weights = weights.to(copy.device)
+        same = weights.to(rounded_type).float() == copy.data
+        copy.data.copy_(torch.where(same, weights, copy.data))
+
+
+def float32_copies(optimizer) -> list[torch.nn.Parameter]:
+    """fairseq's float32 copies of the weights: one for each weight, or a flat one for each GPU."""
+    copies = optimizer.fp32_params
+    return list(copies.values()) if isinstance(copies, dict) else list(copies)
 
 
 @patch(checkpoint_utils, "load_checkpoint", "cfg trainer passthrough_args")

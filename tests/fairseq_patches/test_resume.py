@@ -273,3 +273,42 @@ def test_a_training_saves_at_the_ends_of_its_epochs(data, tmp_path):
     last = load_checkpoint(tmp_path / "checkpoints/checkpoint_2_16.pt")
     assert last["optimizer_history"][-1]["num_updates"] == 16
     assert last["extra_state"]["train_iterator"]["epoch"] == 3, "it resumes with the next epoch"
+
+
+def test_a_training_in_bf16_continues_with_the_weights_before_rounding(data, tmp_path):
+    train(data, tmp_path / "straight", "--bf16", updates=4)
+    for updates in (2, 4):
+        train(data, tmp_path / "resumed", "--bf16", updates=updates)
+    straight, resumed = (
+        load_checkpoint(tmp_path / name / "checkpoints/checkpoint_last.pt")
+        for name in ("straight", "resumed")
+    )
+    assert straight["model"].keys() == resumed["model"].keys()
+    for key, value in straight["model"].items():
+        assert torch.equal(resumed["model"][key], value), key
+    weights, again = (
+        state["last_optimizer_state"][checkpoints.WEIGHTS] for state in (straight, resumed)
+    )
+    assert len(weights) == len(again) > 0
+    assert all(map(torch.equal, weights, again))
+    assert not all(torch.equal(exact, exact.bfloat16().float()) for exact in weights)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_saved_weights_are_used_where_the_model_still_has_their_rounded_values(flat):
+    exact = torch.tensor([1.001, 2.002, 3.003])
+    model = exact.half()
+    model[1] = 7.0  # changed since
+    copy = torch.nn.Parameter(model.float())
+    optimizer = SimpleNamespace(
+        fp16_params=[torch.nn.Parameter(model)], fp32_params={0: copy} if flat else [copy]
+    )
+    loaded = []
+    state = {checkpoints.WEIGHTS: [exact]}
+    checkpoints.load_optimizer_state(lambda *words: loaded.append(words), optimizer, state)
+    assert copy.tolist() == [exact[0].item(), 7.0, exact[2].item()]
+    assert loaded == [(optimizer, state, None)]
+    for other in ({}, {checkpoints.WEIGHTS: [exact, exact]}):
+        copy.data.fill_(5.0)
+        checkpoints.load_optimizer_state(lambda *words: None, optimizer, other)
+        assert copy.tolist() == [5.0] * 3
