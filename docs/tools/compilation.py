@@ -101,9 +101,11 @@ def table_of_compiled_norms() -> str:
     lines = ["| norm | " + " | ".join(MODES) + " |", "|---" + "|---" * len(MODES) + "|"]
     for name in NORMS:
         cells = []
-        for mode, (_, dtype, _) in MODES.items():
+        for mode, (backend, dtype, _) in MODES.items():
             graphs, breaks, worst = measure(name, mode)
-            bound = next(bound for bound in (0, 1e-6, 1e-2, 1e-1) if worst <= bound)
+            # Whether the code of inductor gives the very same bits depends on the processor.
+            bounds = (1e-6, 1e-2, 1e-1) if backend == "inductor" else (0, 1e-6, 1e-2, 1e-1)
+            bound = next(bound for bound in bounds if worst <= bound)
             assert bound <= 1e-6 or dtype == torch.bfloat16, (name, mode, worst)
             cells.append(
                 f"{breaks}, {graphs}, {f'< {bound:.0e}' if bound else '0'}".replace("e-0", "e-")
