@@ -172,27 +172,27 @@ def load(original, trainer, filename, reset_optimizer=False, *args, reset_meters
 
 @patch(_FP16OptimizerMixin, "state_dict", "self")
 def optimizer_state(original, optimizer):
-    weights = [copy.data for copy in float32_copies(optimizer)]
+    weights = [each.data for each in float32_copies(optimizer)]
     return {**original(optimizer), WEIGHTS: weights}
 
 
 @patch(_FP16OptimizerMixin, "load_state_dict", "self state_dict optimizer_overrides")
 def load_optimizer_state(original, optimizer, state_dict, optimizer_overrides=None):
-    """Load the float32 weights, too, where they are the model's before rounding.
+    """Also load the saved float32 weights, where rounding them gives the weights of the model.
 
-    They are not if the model has other weights than when the state was saved, or was then trained
-    with another 16-bit type.
+    Elsewhere the model's weights have changed since the state was saved, or it was saved in
+    another 16-bit type: there the model's weights count.
     """
     original(optimizer, state_dict, optimizer_overrides)
     copies = float32_copies(optimizer)
     saved = state_dict.get(WEIGHTS, ())
-    if [copy.shape for copy in copies] != [weights.shape for weights in saved]:
+    if [each.shape for each in copies] != [each.shape for each in saved]:
         return
     rounded_type = optimizer.fp16_params[0].dtype
-    for copy, weights in zip(copies, saved, strict=True):
-        weights = weights.to(copy.device)
-        same = weights.to(rounded_type).float() == copy.data
-        copy.data.copy_(torch.where(same, weights, copy.data))
+    for rounded, exact in zip(copies, saved, strict=True):
+        exact = exact.to(rounded.device)
+        same = exact.to(rounded_type).float() == rounded.data
+        rounded.data.copy_(torch.where(same, exact, rounded.data))
 
 
 def float32_copies(optimizer) -> list[torch.nn.Parameter]:

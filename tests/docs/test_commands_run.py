@@ -191,8 +191,7 @@ def execute(command: str, place):
         command = re.sub(text, replacement, command)
     command = command.replace(f"$({USER_DIR})", str(ROOT / "pn_fairseq"))
     if re.search(r"[|*<>$]|&&", command):
-        # These runs end within their first epoch: the checkpoints of updates
-        # are kept.
+        # These runs end within their first epoch: the checkpoints of updates are kept.
         return run("bash", "-c", command, cwd=place, CUDA_VISIBLE_DEVICES="")
     words, variables = shlex.split(command), {"CUDA_VISIBLE_DEVICES": ""}
     while ASSIGNMENT.match(words[0]):
