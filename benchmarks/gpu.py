@@ -40,6 +40,7 @@ from benchmarks.gpu_sections import (
 from benchmarks.table import markdown_table
 from pn_fairseq.common import command
 from pn_fairseq.common.files import atomic_write
+from pn_fairseq.kernels.selection import CPP_MISSING
 from pn_fairseq.pipeline.machine import describe_machine
 
 TOOL = "benchmarks.gpu"
@@ -271,6 +272,8 @@ def described(machine: dict) -> str:
         "fairseq": machine["fairseq"],
     }
     versions = ", ".join(f"{name} {version or 'not there'}" for name, version in named.items())
+    if machine["no C++ kernels"]:
+        versions += f"; without the C++ kernels ({machine['no C++ kernels']})"
     return (
         f"{versions}; {machine['cores']} cores of {machine['cpu']}; commit "
         f"{machine['git_commit'] or 'unknown'}; {datetime.now(UTC):%d %B %Y}."
@@ -383,6 +386,8 @@ def main(argv: list[str] | None = None) -> int:
         )
     command.handle_signals()
     machine = {**describe_machine(), "triton": triton_version(), "tiny": args.tiny}
+    # Without them, Python replaces what calls the Triton kernels, too, and takes longer.
+    machine["no C++ kernels"] = CPP_MISSING
     if machine["git_commit"] is None:
         machine["git_commit"] = args.commit
     results = measure_all(args, machine)

@@ -25,13 +25,17 @@ if [[ -f $out/runs.tar ]]; then
     say "goes on from $out/runs.tar"
 fi
 
-# A checkpoint appears under its name when it is complete. tar ends with 1 if a file changes meanwhile.
+# A checkpoint appears under its name when it is complete. Files change and vanish while tar reads, which it reports
+# with 1, or with 2 where a list names them; only an archive that is complete replaces the last one.
 copy() {
-    tar -cf "$out/runs.tar.partial" --exclude=runs/data --exclude='*.partial' runs 2>/dev/null || [[ $? -eq 1 ]]
-    mv "$out/runs.tar.partial" "$out/runs.tar"
-    find runs -path runs/data -prune -o -type f -size -257k -print0 >"$out/small.partial"
-    tar -czf "$out/small.tar.gz" --null --files-from "$out/small.partial" 2>/dev/null || [[ $? -eq 1 ]]
-    rm "$out/small.partial"
+    local all=$out/runs.tar small=$out/small.tar.gz names=$out/small.partial
+    tar -cf "$all.partial" --exclude=runs/data --exclude='*.partial' runs 2>"$out/copy.log" || (($? == 1)) || return
+    mv "$all.partial" "$all"
+    find runs -ignore_readdir_race -path runs/data -prune -o -type f ! -name '*.partial' -size -257k -print0 >"$names" ||
+        return
+    tar -czf "$small.partial" --ignore-failed-read --null --files-from "$names" 2>>"$out/copy.log" || (($? == 1)) || return
+    mv "$small.partial" "$small"
+    rm "$names" "$out/copy.log"
 }
 
 processes=()
@@ -45,7 +49,7 @@ while [[ -n $(jobs -pr) ]]; do
     for ((waited = 0; waited < every; waited++)); do
         [[ -z $(jobs -pr) ]] || sleep 1
     done
-    copy
+    copy || say "runs/ could not be copied ($(tail -n 1 "$out/copy.log"))"
 done
 failed=0
 for number in "${!processes[@]}"; do

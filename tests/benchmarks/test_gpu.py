@@ -5,6 +5,7 @@ and measure what they say.
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from torch.testing import assert_close
 from benchmarks import gpu, gpu_sections
 from benchmarks.gpu_sections import Batch, Kit, Section
 from pn_fairseq import kernels
+from pn_fairseq.common.command import UserError
 from pn_fairseq.norms import build_norm, running_norms
 
 from ..scripts_helpers import ROOT, environment, run, wait_for
@@ -372,9 +374,11 @@ def test_torchs_layer_norm_is_measured():
 
 @of_transformers
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_updates_without_fairseq(dtype, monkeypatch):
+def test_updates_without_fairseq(dtype, monkeypatch, tmp_path):
     """Models of torch take the place of fairseq's, and a line says so."""
-    monkeypatch.setitem(sys.modules, "fairseq", None)
+    (tmp_path / "fairseq.py").write_text("raise RuntimeError('the reason')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "fairseq", raising=False)
     before = {}
     monkeypatch.setattr(gpu_sections, "in_turns", partial(once, before))
     monkeypatch.setattr(gpu_sections, "DTYPES", {"float32": gpu_sections.DTYPES[dtype]})
@@ -382,7 +386,7 @@ def test_updates_without_fairseq(dtype, monkeypatch):
     gpu_sections.updates(kit(messages.append))
     (kind, note), (_, table, row) = messages
     assert kind == "note"
-    assert "fairseq is missing (ModuleNotFoundError" in note
+    assert "no fairseq (RuntimeError: the reason)" in note
     assert table == gpu_sections.UPDATES
     assert row["trainer"] == "torch"
     assert list(before) == ["ln", "bn", "pn", "rms", "pn, diagnostics", "ln again"]
@@ -413,6 +417,42 @@ def test_a_model_of_torch_has_its_norms_in_the_encoder():
         assert norm.diagnostics()
 
 
+def test_the_profiler_is_loaded_after_all_host_times(monkeypatch):
+    """It would slow down the launches that follow."""
+    calls = []
+    monkeypatch.setattr(Kit, "times", lambda *_: calls.append("time") or (1.0, 1.0))
+    monkeypatch.setattr(Kit, "device_time", lambda *_: 1.0)
+    monkeypatch.setattr(gpu_sections, "_launches", lambda *_: calls.append("profile"))
+    gpu_sections.steps(kit())
+    count = len(gpu_sections._contestants(8))
+    assert calls == ["time"] * count + ["profile"] * count
+
+
+def test_a_section_that_cannot_be_compiled_leaves_the_others(monkeypatch):
+    begun = []
+
+    def broken(kit):
+        begun.append("broken")
+        raise RuntimeError("the reason")
+
+    for name in ("updates", "compiled", "inductor", "bandwidth", "steps"):
+        monkeypatch.setattr(gpu_sections, name, broken)
+    messages = []
+    gpu_sections.warm(kit(messages.append))
+    assert begun == ["broken"] * 5
+    assert {*messages} == {("note", "broken failed: RuntimeError: the reason")}
+
+
+def test_the_page_says_that_there_are_no_cpp_kernels(tmp_path, monkeypatch):
+    use(monkeypatch, first=(1, finishes))
+    monkeypatch.setattr(gpu, "CPP_MISSING", "no compiler")
+    measure(tmp_path)
+    assert "; without the C++ kernels (no compiler); " in (tmp_path / "gpu.md").read_text()
+    monkeypatch.setattr(gpu, "CPP_MISSING", None)
+    with pytest.raises(UserError, match="no C\\+\\+ kernels no compiler, now None"):
+        measure(tmp_path)
+
+
 def test_a_wrong_norm_is_found(monkeypatch):
     """The check against float64 can fail."""
     rows = []
@@ -437,9 +477,11 @@ def slightly_off(right, x, *rest):
 # The script for a machine without internet.
 
 
-@pytest.mark.slow
-def test_the_script_installs_what_was_carried_along(tmp_path):
-    """A wheel without a use, and a folder of compiled kernels; the kit finds no GPU."""
+@pytest.fixture
+def script(tmp_path):
+    """The script as on a machine without a GPU, with a wheel without a use and a kernel of an
+    earlier call.
+    """
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     with zipfile.ZipFile(wheels / "bitarray-99.0-py3-none-any.whl", "w") as wheel:
@@ -449,30 +491,71 @@ def test_the_script_installs_what_was_carried_along(tmp_path):
         kind = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         wheel.writestr("bitarray-99.0.dist-info/WHEEL", kind)
         wheel.writestr("bitarray-99.0.dist-info/RECORD", "")
+    kernel = tmp_path / f"pn_fairseq_compiled_{os.getuid()}" / "triton" / "KEY"
+    kernel.mkdir(parents=True)
+    for name in ("kernel.cubin", "kernel.json", "kernel.ttir", "kernel.ptx", "__grp__kernel.json"):
+        (kernel / name).write_text(name)
+    variables = {"PYTHON": sys.executable, "WHEELS": str(wheels), "CUDA_VISIBLE_DEVICES": ""}
+    command = ["bash", ROOT / "benchmarks/gpu.sh"]
+    return partial(run, *command, check=False, TMPDIR=str(tmp_path), **variables)
+
+
+@pytest.mark.slow
+def test_the_script_installs_what_was_carried_along(tmp_path, script):
     out = tmp_path / "out"
-    changes = {"PYTHON": sys.executable, "WHEELS": str(wheels), "CUDA_VISIBLE_DEVICES": ""}
-    script = ["bash", ROOT / "benchmarks/gpu.sh"]
-    done = run(*script, "--out", out, check=False, **changes)
+    done = script("measure", out, "500")
     assert done.returncode == 2
     assert f"torch {torch.__version__}" in done.stderr
     assert "bitarray 99.0" in done.stderr
+    assert "compiles the C++ kernels" not in done.stderr
     assert "benchmarks.gpu: error: torch sees no GPU" in done.stderr
-    again = out / "compiled.tar.gz"
-    done = run(*script, "--out", out, check=False, COMPILED=str(again), **changes)
-    assert f"uses the kernels in {again}" in done.stderr
-    (wheels / "torn-1.0-py3-none-any.whl").write_text("no archive")
-    torn = run(*script, "--out", out, check=False, **changes)
-    assert torn.returncode == 2
-    assert torn.stderr.splitlines()[-1].startswith("gpu.sh: error: pip cannot install the wheels")
+    torn = tmp_path / "wheels/torn-1.0-py3-none-any.whl"
+    torn.write_text("no archive")
+    done = script("measure", out, "500")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("gpu.sh: error: pip cannot install the wheels")
+
+
+@pytest.mark.slow
+def test_the_script_keeps_what_was_compiled(tmp_path, script):
+    """Of Triton's kernels what runs, and the C++ library; at the same place in the next call."""
+    out = tmp_path / "out"
+    script("measure", out, "500")
+    (kernels_of_this,) = tmp_path.glob("pn_fairseq_compiled_*")
+    library = Path(sys.modules["pn_fairseq.kernels"].__file__).parent
+    shutil.rmtree(kernels_of_this)
+    archive = out / "compiled.tar.gz"
+    done = script("measure", out, "500", COMPILED=str(archive))
+    assert f"uses the kernels in {archive}" in done.stderr
+    assert {*os.listdir(kernels_of_this / "triton/KEY")} == {
+        "__grp__kernel.json",
+        "kernel.cubin",
+        "kernel.json",
+    }
+    libraries = {file.name for file in library.glob("_cpp_*.so")}
+    assert {file.name for file in kernels_of_this.glob("*.so")} == libraries != set()
+
+
+@pytest.mark.slow
+def test_the_script_trains(tmp_path, script):
+    (tmp_path / "list").write_text("--version\n")
+    done = script("train", tmp_path / "out", "500", tmp_path / "list")
+    assert done.returncode == 0, done.stderr
+    assert "pn --version: finished" in done.stderr
+    assert (tmp_path / "out/1.log").read_text().startswith("pn_fairseq ")
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("", "--out DIR is missing"),
-        ("--tiny", "--out DIR is missing"),
-        ("--download", "--download needs the Python of the GPU's machine, such as 3.12"),
-        ("--download 2.7", "--download needs the Python of the GPU's machine, such as 3.12"),
+        ("--tiny", "expected download, measure or train (see --help), not '--tiny'"),
+        ("measure", "expected measure OUT SECONDS (see --help)"),
+        ("measure out", "expected measure OUT SECONDS (see --help)"),
+        ("measure out soon", "expected measure OUT SECONDS (see --help)"),
+        ("train out 60", "train needs a file with a list (see --help)"),
+        ("train out 60 missing", "train needs a file with a list (see --help)"),
+        ("download", "download needs the Python of the GPU's machine, such as 3.12"),
+        ("download 2.7", "download needs the Python of the GPU's machine, such as 3.12"),
     ],
 )
 def test_mistakes_of_the_script(words, message):

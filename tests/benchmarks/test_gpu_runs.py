@@ -67,6 +67,28 @@ def test_runs_are_cut_off_and_resumed(folder):
         assert not any(name.startswith("runs/data") for name in archive.getnames())
 
 
+def test_files_may_vanish_while_they_are_copied(folder):
+    """Nor does a copy that fails end the commands."""
+    (folder / "pn").write_text("""#!/usr/bin/env bash
+mkdir -p runs
+while ((SECONDS < 5)); do
+    touch runs/{1..200}
+    rm runs/*
+done
+touch runs/last
+""")
+    (folder / "list").write_text("any\n")
+    done = train(folder, "list", "out", "60")
+    assert done.stderr == "[gpu_runs.sh] pn any: finished\n"
+    with tarfile.open(folder / "out/small.tar.gz") as archive:
+        assert archive.getnames() == ["runs/last"]
+    os.makedirs(folder / "out/runs.tar.partial/in the way")
+    done = train(folder, "list", "out", "60")
+    assert done.returncode == 0
+    assert "runs/ could not be copied (tar: " in done.stderr
+    assert "pn any: finished" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "variables", "message"),
     [
@@ -87,9 +109,12 @@ def test_mistakes(folder, words, variables, message):
 
 
 def test_the_runs_of_the_list_have_settings_that_exist():
-    """Each configuration with each norm and each setting of it."""
+    """Each configuration with each norm and each setting of it; and no two commands have the same
+    folder, which the first would lock.
+    """
     overrides = {}
     norms = set()
+    folders = set()
     for line in (ROOT / "benchmarks/gpu_runs.txt").read_text("utf-8").splitlines():
         words = line.partition("#")[0].split()
         if not words:
@@ -98,6 +123,9 @@ def test_the_runs_of_the_list_have_settings_that_exist():
         assert verb == "reproduce"
         settings = overrides.setdefault(config, set())
         settings |= {word for word in options if word.startswith("common.")}
+        runs = options[options.index("--runs") + 1]
+        assert runs.startswith("runs/") and runs not in folders
+        folders.add(runs)
         for norm in options[options.index("--norms") + 1].split(","):
             short, *own = norm.split("+")
             norms.add(short)
