@@ -106,16 +106,21 @@ def compiled(name: str | None, x: Tensor) -> Callable | None:
     return COMPILED.get(name)
 
 
+def exporting() -> bool:
+    """Whether ``torch.export`` traces.
+
+    ``torch.compiler.is_exporting()`` returns this flag, too, but in torch 2.11 and earlier it is
+    also true in whatever ``torch.compile`` compiles.
+    """
+    return torch.compiler._is_exporting_flag
+
+
 def by_reference() -> bool:
     """Whether the reference computes instead of the operators: in a transform of ``torch.func``,
     and in a graph that leaves this process (``torch.export``, ``torch.jit.trace``, and ONNX through
     either), because the operators are unknown there.
     """
-    return (
-        torch._C._are_functorch_transforms_active()
-        or torch.compiler.is_exporting()
-        or torch.jit.is_tracing()
-    )
+    return torch._C._are_functorch_transforms_active() or exporting() or torch.jit.is_tracing()
 
 
 @cache

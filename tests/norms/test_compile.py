@@ -386,6 +386,14 @@ def test_masks_from_arguments_are_in_the_graph(make, zero_padding, form):
 
 
 @pytest.mark.ci
+def test_compilation_is_not_taken_for_an_export(monkeypatch):
+    """Up to torch 2.11, ``torch.compiler.is_exporting()`` is true in compiled code."""
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
+    norm = build_norm("power", 8)
+    norm(torch.randn(4, 3, 8)).sum().backward()
+    assert norm.num_batches_tracked == 1
+
+
 def test_a_block_around_a_compiled_model():
     class Within(nn.Module):
         def __init__(self, call):

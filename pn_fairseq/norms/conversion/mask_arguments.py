@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
 
+from pn_fairseq.kernels.ops import exporting
 from pn_fairseq.norms.conversion.converted_norm import Conversion, ConvertedNorm
 from pn_fairseq.norms.core.base import RunningNorm
 from pn_fairseq.norms.core.compiled import find, handle_of, open_scopes, operator, ticket, ticket_of
@@ -149,7 +150,7 @@ class ArgumentHook:
         In training a norm refuses to be exported, and torch.export does not call :meth:`after`
         after an error.
         """
-        return self.writes_zeros or (module.training and not torch.compiler.is_exporting())
+        return self.writes_zeros or (module.training and not exporting())
 
     def _has_second_sequence(self, given: dict) -> bool:
         for value in map(given.get, self.second_sequences):

@@ -9,6 +9,8 @@ import torch
 import torch.utils._python_dispatch
 from torch import Tensor
 
+from pn_fairseq.kernels.ops import exporting
+
 
 def check_whole(name: str, value, minimum: int) -> int:
     """``value`` as an int, if it is a whole number of at least ``minimum``."""
@@ -164,7 +166,7 @@ def can_look_at_values() -> bool:
     """
     if (
         torch.compiler.is_dynamo_compiling()
-        or torch.compiler.is_exporting()
+        or exporting()
         or torch.jit.is_tracing()
         or torch._C._are_functorch_transforms_active()
     ):

@@ -320,8 +320,9 @@ class Training(torch.autograd.Function):
         dx, parameters, *gradients = norm.backward_pass(step)
         if not step.taken_in:
             norm.contribute(step)
-        for index, parameter in enumerate(further):
-            gradients[index] = gradients[index].to(parameter.dtype)
+        of_further = []
+        for parameter, gradient in zip(further, gradients, strict=True):
+            of_further.append(gradient.to(parameter.dtype))
         dweight = dbias = None
         if weight is not None:
             if parameters.dtype != weight.dtype:
@@ -329,4 +330,4 @@ class Training(torch.autograd.Function):
             dweight, dbias = parameters.unbind()
         if bias is None:
             dbias = None
-        return None, None, None, dx, dweight, dbias, *gradients
+        return None, None, None, dx, dweight, dbias, *of_further
