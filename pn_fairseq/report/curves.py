@@ -295,7 +295,7 @@ def plot(rows: pandas.DataFrame, output: Path) -> None:
             middle = {"ha": "center", "va": "center", "transform": axis.transAxes}
             axis.text(0.5, 0.5, "nothing logged", **middle)
         _limit(axis, points, below=drawn is minus)
-        axis.set_title(title, loc="left", parse_math=False)
+        axis.set_title(title, loc="left", parse_math=False, wrap=True)
         axis.set_ylabel("bits per token")
         axis.grid(alpha=0.3)
     axes[-1].set_xlabel("updates (line: mean of the runs, band: lowest to highest)")
