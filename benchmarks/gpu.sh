@@ -4,13 +4,14 @@
 #   benchmarks/gpu.sh measure OUT SECONDS ...   there: `python -m benchmarks.gpu --out OUT ...`
 #   benchmarks/gpu.sh train OUT SECONDS LIST    there: `benchmarks/gpu_runs.sh LIST OUT ...`
 # `measure` and `train` run in a copy of this checkout. They first install the wheels into a temporary folder, print
-# versions and what is missing, and compile the C++ kernels; SECONDS is the time for everything. OUT/compiled.tar.gz
-# receives the compiled kernels. In the root of the checkout, this file saves a machine with the same versions the time
-# to compile them.
+# versions and what is missing, and compile the C++ kernels; SECONDS is the time for all of this, and a call is over at
+# most half a minute later. OUT/compiled.tar.gz receives the compiled kernels. In the root of the checkout, this file
+# saves a machine with the same versions the time to compile them.
 #   PYTHON=python3                   the interpreter that has PyTorch
 #   WHEELS=wheels                    the folder of wheels
 #   COMPILED=compiled.tar.gz         compiled kernels of an earlier call
 set -euo pipefail
+SECONDS=0
 cd "$(dirname "$(readlink -f "$0")")/.."
 python=${PYTHON:-python3} wheels=${WHEELS:-wheels} compiled=${COMPILED:-compiled.tar.gz}
 say() { echo "[gpu.sh] $*" >&2; }
@@ -55,7 +56,7 @@ install() {
             die "pip cannot install the wheels in '$wheels' (the reason is above)"
     fi
     export PYTHONPATH=$PWD:$scratch/site${PYTHONPATH:+:$PYTHONPATH}
-    found=$(packages torch triton numpy pandas matplotlib fairseq-fixed hydra-core omegaconf antlr4-python3-runtime \
+    found=$(packages torch triton numpy pandas setuptools matplotlib fairseq-fixed hydra-core omegaconf antlr4-python3-runtime \
         bitarray torchaudio sacrebleu scikit-learn regex tqdm langcodes sacremoses subword-nmt tensorboardX)
     say "${found//$'\n'/, }"
     nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader >&2 || say "there is no nvidia-smi"
@@ -67,26 +68,36 @@ install() {
 # Triton and inductor note the absolute paths of what they compiled, so their folder is the same in every call.
 kernels=${TMPDIR:-/tmp}/pn_fairseq_compiled_$(id -u)
 cpp=pn_fairseq/kernels
+# The C++ kernels of these sources; others keep their own.
+libraries=$kernels/cpp_$(cat $cpp/cpp/* setup.py | sha256sum | cut -c1-12)
 
 unpack() {
+    local library
     mkdir -p "$kernels"
     chmod 700 "$kernels" || die "'$kernels' belongs to somebody else"
     if [[ -e $compiled ]]; then
-        tar -xzf "$compiled" -C "$kernels" || die "'$compiled' is not an archive of compiled kernels"
-        say "uses the kernels in $compiled"
+        if tar -xzf "$compiled" -C "$kernels"; then
+            say "uses the kernels in $compiled"
+        else
+            say "goes on without '$compiled', which is not a whole archive of compiled kernels"
+        fi
     fi
     export TRITON_CACHE_DIR=$kernels/triton TORCHINDUCTOR_CACHE_DIR=$kernels/inductor
-    for library in "$kernels"/_cpp_*.so; do
-        [[ -e $cpp/${library##*/} ]] || cp "$library" "$cpp"
+    for library in "$cpp"/_cpp_*.so; do
+        [[ -z $(find "$cpp/cpp" -newer "$library" -print -quit) ]] || rm "$library"
+    done
+    for library in "$libraries"/*.so; do
+        cp "$library" "$cpp"
     done
     if ! loads; then
         say "compiles the C++ kernels"
         "$python" setup.py --quiet build_ext --inplace --build-temp "$scratch/objects" --build-lib "$scratch/library" \
-            >"$out/cpp.log" 2>&1 || true
-        loads || say "goes on without the C++ kernels (see $out/cpp.log)"
+            >"$scratch/cpp.log" 2>&1 || true
+        loads || say "goes on without the C++ kernels: $(tail -n 1 "$scratch/cpp.log")"
     fi
+    mkdir -p "$libraries"
     for library in "$cpp"/_cpp_*.so; do
-        cp "$library" "$kernels"
+        cp "$library" "$libraries"
     done
 }
 
@@ -97,8 +108,14 @@ loads() {
 
 # Of each Triton kernel only what runs, not the steps from its source to it.
 pack() {
-    tar -czf "$out/compiled.tar.gz" -C "$kernels" --exclude='triton/*/*.ttir' --exclude='triton/*/*.ttgir' \
-        --exclude='triton/*/*.llir' --exclude='triton/*/*.ptx' --exclude='triton/*/*.source' .
+    local archive=$out/compiled.tar.gz
+    if tar -czf "$archive.partial" -C "$kernels" --exclude='triton/*/*.ttir' --exclude='triton/*/*.ttgir' \
+        --exclude='triton/*/*.llir' --exclude='triton/*/*.ptx' --exclude='triton/*/*.source' .; then
+        mv "$archive.partial" "$archive"
+        say "$archive has $(du -h "$archive" | cut -f1)"
+    else
+        say "the compiled kernels could not be packed"
+    fi
 }
 
 what=${1---help}
@@ -125,8 +142,9 @@ trap 'rm -rf "$scratch"' EXIT
 install
 unpack
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-# bash counts in SECONDS since this script began; the kernels are packed in ten.
-left=$((total - SECONDS - 10))
+# bash counts in SECONDS since this script began. What follows starts, ends and packs its results in the rest.
+[[ $what == measure ]] && rest=20 || rest=60
+left=$((total - SECONDS - rest))
 ((left > 0)) || die "nothing of $total seconds is left after $SECONDS"
 say "begins after $SECONDS of $total seconds"
 code=0

@@ -5,7 +5,7 @@
 # once in the current folder, and end after SECONDS at the latest. OUT receives, every minute and at the end,
 #   runs.tar        runs/ without runs/data; where it is there at the beginning, the commands resume from it
 #   small.tar.gz    its files of at most 256 KiB: logs, settings, scores
-#   1.log, 2.log    what the commands printed
+# runs/logs/N.log has what command N printed.
 # Variables: PN=pn  EVERY=60 (seconds between two copies)
 set -euo pipefail
 pn=${PN:-pn} every=${EVERY:-60}
@@ -19,7 +19,7 @@ command -v "$pn" >/dev/null || die "there is no '$pn' (PN=...)"
 mapfile -t lines < <(sed 's/#.*//; /^[[:space:]]*$/d' "$list")
 ((${#lines[@]})) || die "'$list' names no command"
 
-mkdir -p "$out" runs
+mkdir -p "$out" runs/logs
 if [[ -f $out/runs.tar ]]; then
     tar -xf "$out/runs.tar" --keep-newer-files 2>/dev/null || die "'$out/runs.tar' cannot be unpacked"
     say "goes on from $out/runs.tar"
@@ -38,10 +38,14 @@ copy() {
     rm "$names" "$out/copy.log"
 }
 
+try_to_copy() {
+    copy || say "runs/ could not be copied ($(tail -n 1 "$out/copy.log"))"
+}
+
 processes=()
 for line in "${lines[@]}"; do
     read -ra words <<<"$line"
-    timeout --kill-after=30 "$seconds" "$pn" "${words[@]}" >>"$out/$((${#processes[@]} + 1)).log" 2>&1 &
+    timeout --kill-after=10 "$seconds" "$pn" "${words[@]}" >>"runs/logs/$((${#processes[@]} + 1)).log" 2>&1 &
     processes+=($!)
 done
 trap 'kill "${processes[@]}" 2>/dev/null || true' EXIT
@@ -49,8 +53,9 @@ while [[ -n $(jobs -pr) ]]; do
     for ((waited = 0; waited < every; waited++)); do
         [[ -z $(jobs -pr) ]] || sleep 1
     done
-    copy || say "runs/ could not be copied ($(tail -n 1 "$out/copy.log"))"
+    [[ -z $(jobs -pr) ]] || try_to_copy
 done
+try_to_copy  # after the last word of the last command
 failed=0
 for number in "${!processes[@]}"; do
     code=0
@@ -58,7 +63,7 @@ for number in "${!processes[@]}"; do
     case $code in
         0) state=finished ;;
         124 | 137 | 143) state="cut off; the same command goes on" ;;
-        *) state="FAILED, see $out/$((number + 1)).log" failed=1 ;;
+        *) state="FAILED, see runs/logs/$((number + 1)).log" failed=1 ;;
     esac
     say "pn ${lines[number]}: $state"
 done

@@ -23,6 +23,7 @@ from benchmarks import gpu, gpu_sections
 from benchmarks.gpu_sections import Batch, Kit, Section
 from pn_fairseq import kernels
 from pn_fairseq.common.command import UserError
+from pn_fairseq.kernels.selection import EXTENSION
 from pn_fairseq.norms import build_norm, running_norms
 
 from ..scripts_helpers import ROOT, environment, run, wait_for
@@ -479,9 +480,15 @@ def slightly_off(right, x, *rest):
 
 @pytest.fixture
 def script(tmp_path):
-    """The script as on a machine without a GPU, with a wheel without a use and a kernel of an
-    earlier call.
+    """The script in a checkout of its own, on a machine without a GPU. It finds a wheel without a
+    use and a kernel of an earlier call.
     """
+    checkout = tmp_path / "checkout"
+    for folder in ("benchmarks", "pn_fairseq"):
+        without = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / folder, checkout / folder, ignore=without)
+    for name in ("setup.py", "pyproject.toml", "README.md"):
+        shutil.copy2(ROOT / name, checkout)
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     with zipfile.ZipFile(wheels / "bitarray-99.0-py3-none-any.whl", "w") as wheel:
@@ -496,7 +503,7 @@ def script(tmp_path):
     for name in ("kernel.cubin", "kernel.json", "kernel.ttir", "kernel.ptx", "__grp__kernel.json"):
         (kernel / name).write_text(name)
     variables = {"PYTHON": sys.executable, "WHEELS": str(wheels), "CUDA_VISIBLE_DEVICES": ""}
-    command = ["bash", ROOT / "benchmarks/gpu.sh"]
+    command = ["bash", checkout / "benchmarks/gpu.sh"]
     return partial(run, *command, check=False, TMPDIR=str(tmp_path), **variables)
 
 
@@ -518,12 +525,15 @@ def test_the_script_installs_what_was_carried_along(tmp_path, script):
 
 @pytest.mark.slow
 def test_the_script_keeps_what_was_compiled(tmp_path, script):
-    """Of Triton's kernels what runs, and the C++ library; at the same place in the next call."""
+    """Of Triton's kernels what runs, and the C++ kernels; in the next call, at the same place."""
     out = tmp_path / "out"
     script("measure", out, "500")
     (kernels_of_this,) = tmp_path.glob("pn_fairseq_compiled_*")
-    library = Path(sys.modules["pn_fairseq.kernels"].__file__).parent
     shutil.rmtree(kernels_of_this)
+    own = tmp_path / "checkout/pn_fairseq/kernels"
+    libraries = {file.name for file in own.glob("_cpp_*.so")}
+    for name in libraries:
+        (own / name).unlink()
     archive = out / "compiled.tar.gz"
     done = script("measure", out, "500", COMPILED=str(archive))
     assert f"uses the kernels in {archive}" in done.stderr
@@ -532,8 +542,27 @@ def test_the_script_keeps_what_was_compiled(tmp_path, script):
         "kernel.cubin",
         "kernel.json",
     }
-    libraries = {file.name for file in library.glob("_cpp_*.so")}
-    assert {file.name for file in kernels_of_this.glob("*.so")} == libraries != set()
+    assert "compiles the C++ kernels" not in done.stderr
+    assert {file.name for file in own.glob("_cpp_*.so")} == libraries != set()
+    archive.write_bytes(archive.read_bytes()[:1000])
+    done = script("measure", out, "500", COMPILED=str(archive))
+    assert f"goes on without '{archive}'" in done.stderr
+
+
+@pytest.mark.slow
+def test_the_script_compiles_the_cpp_kernels(tmp_path, script):
+    """Also instead of those that are older than their sources."""
+    own = tmp_path / "checkout/pn_fairseq/kernels"
+    (before,) = own.glob(f"{EXTENSION.rpartition('.')[2]}.so")
+    old = before.stat().st_ino
+    os.utime(before, (0, 0))
+    (tmp_path / "list").write_text("info\n")
+    done = script("train", "out", "500", tmp_path / "list")
+    assert "compiles the C++ kernels" in done.stderr
+    assert "goes on without" not in done.stderr
+    assert before.stat().st_ino != old
+    log = tmp_path / "checkout/runs/logs/1.log"
+    assert "cpp" in log.read_text()
 
 
 @pytest.mark.slow
@@ -542,7 +571,8 @@ def test_the_script_trains(tmp_path, script):
     done = script("train", tmp_path / "out", "500", tmp_path / "list")
     assert done.returncode == 0, done.stderr
     assert "pn --version: finished" in done.stderr
-    assert (tmp_path / "out/1.log").read_text().startswith("pn_fairseq ")
+    log = tmp_path / "checkout/runs/logs/1.log"
+    assert log.read_text().startswith("pn_fairseq ")
 
 
 @pytest.mark.parametrize(

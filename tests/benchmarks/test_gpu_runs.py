@@ -1,6 +1,7 @@
 """benchmarks/gpu_runs.sh: commands side by side, cut off in time, and resumed elsewhere."""
 
 import os
+import shutil
 import tarfile
 
 import pytest
@@ -51,13 +52,12 @@ def test_runs_are_cut_off_and_resumed(folder):
     assert done.returncode == 1
     assert "pn first end   : finished" in done.stderr
     assert "pn second sleep: cut off" in done.stderr
-    assert "pn third fail: FAILED, see out/3.log" in done.stderr
-    assert (folder / "out/2.log").read_text() == "loss of second\n"
+    assert "pn third fail: FAILED, see runs/logs/3.log" in done.stderr
+    assert (folder / "runs/logs/2.log").read_text() == "loss of second\n"
     with tarfile.open(folder / "out/small.tar.gz") as archive:
         names = archive.getnames()
-    assert sorted(names) == [
-        f"runs/{run}/checkpoint_last.pt" for run in ("first", "second", "third")
-    ]
+    files = {f"runs/{run}/checkpoint_last.pt" for run in ("first", "second", "third")}
+    assert {*names} == files | {f"runs/logs/{number}.log" for number in (1, 2, 3)}
     os.rename(folder / "runs", folder / "elsewhere")
     again = train(folder, "list", "out", "2")
     assert "goes on from out/runs.tar" in again.stderr
@@ -73,7 +73,7 @@ def test_files_may_vanish_while_they_are_copied(folder):
 mkdir -p runs
 while ((SECONDS < 5)); do
     touch runs/{1..200}
-    rm runs/*
+    rm runs/[0-9]*
 done
 touch runs/last
 """)
@@ -81,12 +81,28 @@ touch runs/last
     done = train(folder, "list", "out", "60")
     assert done.stderr == "[gpu_runs.sh] pn any: finished\n"
     with tarfile.open(folder / "out/small.tar.gz") as archive:
-        assert archive.getnames() == ["runs/last"]
+        assert sorted(archive.getnames()) == ["runs/last", "runs/logs/1.log"]
     os.makedirs(folder / "out/runs.tar.partial/in the way")
     done = train(folder, "list", "out", "60")
     assert done.returncode == 0
     assert "runs/ could not be copied (tar: " in done.stderr
     assert "pn any: finished" in done.stderr
+
+
+def test_what_is_written_last_is_copied(folder, monkeypatch):
+    """Also if a command ends while the files are copied."""
+    (folder / "pn").write_text("""#!/usr/bin/env bash
+sleep 2
+echo last >runs/state
+""")
+    (folder / "list").write_text("any\n")
+    (folder / "tools").mkdir()
+    slow = folder / "tools/tar"
+    slow.write_text(f'#!/bin/sh\n{shutil.which("tar")} "$@"\nsleep 3\n')
+    slow.chmod(0o755)
+    train(folder, "list", "out", "60", PATH=f"{folder / 'tools'}:{os.environ['PATH']}")
+    with tarfile.open(folder / "out/runs.tar") as archive:
+        assert archive.extractfile("runs/state").read() == b"last\n"
 
 
 @pytest.mark.parametrize(

@@ -385,7 +385,6 @@ def test_masks_from_arguments_are_in_the_graph(make, zero_padding, form):
         assert compare(model.eval(), updates) == (2, 0, 0.0)
 
 
-@pytest.mark.ci
 def test_compilation_is_not_taken_for_an_export(monkeypatch):
     """Up to torch 2.11, ``torch.compiler.is_exporting()`` is true in compiled code."""
     monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
@@ -394,6 +393,7 @@ def test_compilation_is_not_taken_for_an_export(monkeypatch):
     assert norm.num_batches_tracked == 1
 
 
+@pytest.mark.ci
 def test_a_block_around_a_compiled_model():
     class Within(nn.Module):
         def __init__(self, call):
