@@ -386,7 +386,7 @@ def main(argv: list[str] | None = None) -> int:
         )
     command.handle_signals()
     machine = {**describe_machine(), "triton": triton_version(), "tiny": args.tiny}
-    # Without them, Python replaces what calls the Triton kernels, too, and takes longer.
+    # Without them, Python code calls the Triton kernels, which takes longer.
     machine["no C++ kernels"] = CPP_MISSING
     if machine["git_commit"] is None:
         machine["git_commit"] = args.commit

@@ -11,6 +11,7 @@
 #   WHEELS=wheels                    the folder of wheels
 #   COMPILED=compiled.tar.gz         compiled kernels of an earlier call
 set -euo pipefail
+shopt -s nullglob
 SECONDS=0
 cd "$(dirname "$(readlink -f "$0")")/.."
 python=${PYTHON:-python3} wheels=${WHEELS:-wheels} compiled=${COMPILED:-compiled.tar.gz}
@@ -47,17 +48,16 @@ END
 }
 
 install() {
-    local carried
-    shopt -s nullglob
-    carried=("$wheels"/*.whl)
+    local carried=("$wheels"/*.whl) found name
     if ((${#carried[@]})); then
         "$python" -m pip install --quiet --disable-pip-version-check --no-index --no-deps --no-compile \
             --target "$scratch/site" "${carried[@]}" >&2 ||
             die "pip cannot install the wheels in '$wheels' (the reason is above)"
     fi
     export PYTHONPATH=$PWD:$scratch/site${PYTHONPATH:+:$PYTHONPATH}
-    found=$(packages torch triton numpy pandas setuptools matplotlib fairseq-fixed hydra-core omegaconf antlr4-python3-runtime \
-        bitarray torchaudio sacrebleu scikit-learn regex tqdm langcodes sacremoses subword-nmt tensorboardX)
+    found=$(packages torch triton numpy pandas setuptools matplotlib fairseq-fixed hydra-core omegaconf \
+        antlr4-python3-runtime bitarray torchaudio sacrebleu scikit-learn regex tqdm langcodes sacremoses subword-nmt \
+        tensorboardX)
     say "${found//$'\n'/, }"
     nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader >&2 || say "there is no nvidia-smi"
     for name in torch numpy pandas; do
@@ -67,12 +67,11 @@ install() {
 
 # Triton and inductor note the absolute paths of what they compiled, so their folder is the same in every call.
 kernels=${TMPDIR:-/tmp}/pn_fairseq_compiled_$(id -u)
-cpp=pn_fairseq/kernels
-# The C++ kernels of these sources; others keep their own.
-libraries=$kernels/cpp_$(cat $cpp/cpp/* setup.py | sha256sum | cut -c1-12)
+package=pn_fairseq/kernels
+# The C++ kernels that were compiled from these sources.
+libraries=$kernels/cpp_$(cat $package/cpp/* setup.py | sha256sum | cut -c1-12)
 
 unpack() {
-    local library
     mkdir -p "$kernels"
     chmod 700 "$kernels" || die "'$kernels' belongs to somebody else"
     if [[ -e $compiled ]]; then
@@ -83,11 +82,16 @@ unpack() {
         fi
     fi
     export TRITON_CACHE_DIR=$kernels/triton TORCHINDUCTOR_CACHE_DIR=$kernels/inductor
-    for library in "$cpp"/_cpp_*.so; do
-        [[ -z $(find "$cpp/cpp" -newer "$library" -print -quit) ]] || rm "$library"
+}
+
+# Compile the C++ kernels, unless they are there and no older than their sources.
+compile_cpp() {
+    local library
+    for library in "$package"/_cpp_*.so; do
+        [[ -z $(find "$package/cpp" -newer "$library" -print -quit) ]] || rm "$library"
     done
     for library in "$libraries"/*.so; do
-        cp "$library" "$cpp"
+        cp "$library" "$package"
     done
     if ! loads; then
         say "compiles the C++ kernels"
@@ -96,7 +100,7 @@ unpack() {
         loads || say "goes on without the C++ kernels: $(tail -n 1 "$scratch/cpp.log")"
     fi
     mkdir -p "$libraries"
-    for library in "$cpp"/_cpp_*.so; do
+    for library in "$package"/_cpp_*.so; do
         cp "$library" "$libraries"
     done
 }
@@ -106,7 +110,7 @@ loads() {
     PN_FAIRSEQ_KERNELS=cpp "$python" -c 'import pn_fairseq.kernels' 2>/dev/null
 }
 
-# Of each Triton kernel only what runs, not the steps from its source to it.
+# Pack the compiled kernels. A launch needs the binary of a Triton kernel, but none of its intermediate forms.
 pack() {
     local archive=$out/compiled.tar.gz
     if tar -czf "$archive.partial" -C "$kernels" --exclude='triton/*/*.ttir' --exclude='triton/*/*.ttgir' \
@@ -141,6 +145,7 @@ scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 install
 unpack
+compile_cpp
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # bash counts in SECONDS since this script began. What follows starts, ends and packs its results in the rest.
 [[ $what == measure ]] && rest=20 || rest=60

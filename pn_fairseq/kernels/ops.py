@@ -109,8 +109,8 @@ def compiled(name: str | None, x: Tensor) -> Callable | None:
 def exporting() -> bool:
     """Whether ``torch.export`` traces.
 
-    ``torch.compiler.is_exporting()`` returns this flag, too, but in torch 2.11 and earlier it is
-    also true in whatever ``torch.compile`` compiles.
+    ``torch.compiler.is_exporting()`` reads the same flag, but with torch 2.11 and earlier it is
+    also true in the code that ``torch.compile`` compiles.
     """
     return torch.compiler._is_exporting_flag
 

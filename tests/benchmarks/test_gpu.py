@@ -374,12 +374,19 @@ def test_torchs_layer_norm_is_measured():
 
 
 @of_transformers
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_updates_without_fairseq(dtype, monkeypatch, tmp_path):
-    """Models of torch take the place of fairseq's, and a line says so."""
-    (tmp_path / "fairseq.py").write_text("raise RuntimeError('the reason')")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "fairseq", raising=False)
+@pytest.mark.parametrize(
+    ("dtype", "broken"),
+    [("float32", False), ("bfloat16", False), ("float16", False), ("float32", True)],
+)
+def test_updates_without_fairseq(dtype, broken, monkeypatch, tmp_path):
+    """Models of torch replace fairseq's where fairseq is missing or broken, and a line says so."""
+    reason = "ModuleNotFoundError"
+    monkeypatch.setitem(sys.modules, "fairseq", None)
+    if broken:
+        reason = "RuntimeError: the reason"
+        (tmp_path / "fairseq.py").write_text("raise RuntimeError('the reason')")
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, "fairseq")
     before = {}
     monkeypatch.setattr(gpu_sections, "in_turns", partial(once, before))
     monkeypatch.setattr(gpu_sections, "DTYPES", {"float32": gpu_sections.DTYPES[dtype]})
@@ -387,7 +394,7 @@ def test_updates_without_fairseq(dtype, monkeypatch, tmp_path):
     gpu_sections.updates(kit(messages.append))
     (kind, note), (_, table, row) = messages
     assert kind == "note"
-    assert "no fairseq (RuntimeError: the reason)" in note
+    assert f"no fairseq ({reason}" in note
     assert table == gpu_sections.UPDATES
     assert row["trainer"] == "torch"
     assert list(before) == ["ln", "bn", "pn", "rms", "pn, diagnostics", "ln again"]
@@ -551,7 +558,7 @@ def test_the_script_keeps_what_was_compiled(tmp_path, script):
 
 @pytest.mark.slow
 def test_the_script_compiles_the_cpp_kernels(tmp_path, script):
-    """Also instead of those that are older than their sources."""
+    """A library that is older than its sources is replaced."""
     own = tmp_path / "checkout/pn_fairseq/kernels"
     (before,) = own.glob(f"{EXTENSION.rpartition('.')[2]}.so")
     old = before.stat().st_ino

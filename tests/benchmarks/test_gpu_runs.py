@@ -89,7 +89,7 @@ touch runs/last
     assert "pn any: finished" in done.stderr
 
 
-def test_what_is_written_last_is_copied(folder, monkeypatch):
+def test_what_is_written_last_is_copied(folder):
     """Also if a command ends while the files are copied."""
     (folder / "pn").write_text("""#!/usr/bin/env bash
 sleep 2

@@ -9,7 +9,7 @@ import torch
 import torch.utils._python_dispatch
 from torch import Tensor
 
-from pn_fairseq.kernels.ops import exporting
+from pn_fairseq.kernels.ops import by_reference
 
 
 def check_whole(name: str, value, minimum: int) -> int:
@@ -164,12 +164,7 @@ def can_look_at_values() -> bool:
     """Whether the program may read the values of tensors: not while it is compiled, traced,
     transformed or captured.
     """
-    if (
-        torch.compiler.is_dynamo_compiling()
-        or exporting()
-        or torch.jit.is_tracing()
-        or torch._C._are_functorch_transforms_active()
-    ):
+    if torch.compiler.is_dynamo_compiling() or by_reference():
         return False
     # fake tensors, among others
     if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:

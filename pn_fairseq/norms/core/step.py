@@ -320,9 +320,9 @@ class Training(torch.autograd.Function):
         dx, parameters, *gradients = norm.backward_pass(step)
         if not step.taken_in:
             norm.contribute(step)
-        of_further = []
+        further_gradients = []
         for parameter, gradient in zip(further, gradients, strict=True):
-            of_further.append(gradient.to(parameter.dtype))
+            further_gradients.append(gradient.to(parameter.dtype))
         dweight = dbias = None
         if weight is not None:
             if parameters.dtype != weight.dtype:
@@ -330,4 +330,4 @@ class Training(torch.autograd.Function):
             dweight, dbias = parameters.unbind()
         if bias is None:
             dbias = None
-        return None, None, None, dx, dweight, dbias, *of_further
+        return None, None, None, dx, dweight, dbias, *further_gradients
